@@ -205,26 +205,24 @@ def test_a_folder_that_holds_anything_is_not_written_in(trained, tmp_path, capsy
     assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_no_readable_file_no_weights_and_no_run_are_errors_that_name_the_path(trained, tmp_path):
+def test_no_image_no_readable_file_no_weights_and_no_run_are_errors_that_name_what_was_given(
+    trained, tmp_path
+):
     _, run = trained
     (tmp_path / "a.png").write_bytes(b"")
-    with refuses(tmp_path / "a.png"):
-        predict(run, tmp_path / "a.png", progress=False)
     (tmp_path / "empty").mkdir()
-    with refuses(tmp_path / "empty"):
-        predict(tmp_path / "empty", tmp_path / "a.png")
-    untrained = Run.open(tmp_path / "new", MNIST())
-    with refuses(tmp_path / "new", "no best weights"):
-        predict(untrained, tmp_path / "a.png")
-    with refuses(tmp_path / "gone.safetensors"):
-        predict(tmp_path / "gone.safetensors", tmp_path / "a.png")
-
-
-def test_inputs_that_are_no_images_are_refused(trained):
-    _, run = trained
-    for bad in ([object()], np.array(["a"]), np.zeros((2, 3, 4, 5), np.uint8)):
-        with refuses("image"):
-            predict(run, bad, progress=False)
+    Run.open(tmp_path / "new", MNIST())
+    for source, images, *told in (
+        (run, [object()], "object", "image"),
+        (run, np.array(["a"]), "image"),
+        (run, np.zeros((2, 3, 4, 5), np.uint8), "image"),
+        (run, tmp_path / "a.png", tmp_path / "a.png"),
+        (tmp_path / "empty", tmp_path / "a.png", tmp_path / "empty"),
+        (tmp_path / "new", tmp_path / "a.png", tmp_path / "new", "no best weights"),
+        (tmp_path / "gone.safetensors", tmp_path / "a.png", tmp_path / "gone.safetensors"),
+    ):
+        with refuses(*told):
+            predict(source, images, progress=False)
 
 
 def test_patterns_folders_and_files_are_taken_but_hidden_ones_nothing_and_two_of_one_name(tmp_path):

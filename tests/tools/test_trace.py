@@ -63,18 +63,11 @@ def test_a_trace_of_a_cpu_run_names_what_waits_and_leaves_the_run_as_it_was(trai
         trace(task, run, steps=0)
 
 
-def test_of_a_step_that_is_not_one_graph_the_line_is_named_instead_of_a_trace(trained, xla, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    task, run = trained
-    failed, *rest = trace(Peeking(**vars(task)), run, steps=2)
-    assert failed.startswith("No trace, because") and ".item()" in failed and READ_BACK in rest
-
-
 def test_an_operation_without_an_xla_form_is_named_with_its_line(xla):
     interruptions, values = _Interruptions(xla), xla.put({"x": torch.arange(6.0)})["x"]
     with interruptions:
         torch.histc(values, bins=3)
-    ((operation, line),) = interruptions.found
+    ((operation, line),) = interruptions.lines
     assert operation.startswith("aten::histc") and re.fullmatch(rf"{re.escape(__file__)}:\d+", line)
 
 
@@ -89,12 +82,17 @@ def test_a_copy_to_the_host_waits_also_where_it_is_asked_not_to():
     assert not _copies_to_host("aten::add", (device, 1), host)
 
 
-def test_of_a_step_that_the_compiler_refuses_the_fix_is_named_instead_of_a_trace(trained, xla, monkeypatch):
-    from tpukit.devices.xla_graph import ReplayedStep
+def refuse(*_):
+    raise ValueError("Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.")
 
-    def refuse(*_):
-        raise ValueError("Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.")
 
+@pytest.mark.parametrize("is_refused, told", [(False, r".*\.item\(\)"), (True, ".*batch")])
+def test_of_a_step_that_is_not_one_graph_or_that_the_compiler_refuses_the_fix_and_the_line_are_named(
+    is_refused, told, trained, xla, monkeypatch
+):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr(ReplayedStep, "_call", refuse)
-    assert re.match("No trace, because .*batch", trace(*trained, steps=1)[0])
+    if is_refused:
+        monkeypatch.setattr("tpukit.devices.xla_graph.ReplayedStep._call", refuse)
+    task, run = trained
+    failed, *rest = trace(Peeking(**vars(task)), run, steps=2)
+    assert re.match("No trace, because " + told, failed) and READ_BACK in rest

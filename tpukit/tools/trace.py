@@ -73,12 +73,11 @@ def _trace_steps(task, run, *, steps, folder, epoch, runtime=None):
         eager = functools.partial(step.eager, *step.arguments(first, epoch, trainer.lr_factor()))
         hlo_of = getattr(runtime, "hlo_of", None)  # XLA's alone
         hlo = hlo_of(eager, trainer.model, trainer.optimizer) if hlo_of else None
-        interruptions = _Interruptions(runtime)
-        with interruptions, torch.autograd.set_detect_anomaly(True, check_nan=False):
+        with _Interruptions(runtime) as found, torch.autograd.set_detect_anomaly(True, check_nan=False):
             eager()
-    for (operation, line), count in interruptions.found.most_common():
+    for (operation, line), count in found.lines.most_common():
         sentences.append(f"{operation}, {count} times per step, at {line}.")
-    if not interruptions.found:
+    if not found.lines:
         sentences.append("No operation of the step ran on the host instead, and none waited for the device.")
     if hlo is not None:
         if runtime.world.rank == 0:
@@ -111,12 +110,13 @@ def _profile(trainer, batches, epoch, steps, folder):
 
 
 class _Interruptions(TorchDispatchMode):
-    """Counts, by operation and line, what runs on the host instead of an XLA device, and what waits for the
-    device."""
+    """Counts what runs on the host instead of an XLA device, and what waits for the device. lines:
+    (operation, line) -> how often."""
 
     def __init__(self, runtime):
         super().__init__()
-        self.runtime, self.found = runtime, collections.Counter()
+        self.runtime = runtime
+        self.lines = collections.Counter()
 
     def __torch_dispatch__(self, operation, types, arguments=(), named=None):
         before = self._fallbacks()
@@ -126,9 +126,8 @@ class _Interruptions(TorchDispatchMode):
         if blocks or _copies_to_host(name, arguments, result) or self._fallbacks() != before:
             frames = _frames()
             # On a CPU, where nothing waits, the optimizers read their own step counts too.
-            in_optimizer = any(TORCH_OPTIM in path for path, _ in frames)
-            if device != "cpu" or not in_optimizer:
-                self.found[name, _line(frames)] += 1
+            if device != "cpu" or not any(TORCH_OPTIM in path for path, _ in frames):
+                self.lines[name, _line(frames)] += 1
         return result
 
     def _fallbacks(self):
@@ -152,8 +151,7 @@ def _frames():
         recorded = metadata.get("traceback_", [])
     matches = [re.match(r'\s*File "(.+?)", line (\d+)', text) for text in recorded]
     frames = [(match[1], int(match[2])) for match in matches if match]
-    if not frames:
-        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_stack()]
+    frames = frames or [(frame.filename, frame.lineno) for frame in traceback.extract_stack()]
     frames = [frame for frame in frames if frame[0] != __file__]
     in_training = [number for number, (path, _) in enumerate(frames) if path.startswith(TRAINING)]
     return frames[in_training[-1] :] if in_training else frames

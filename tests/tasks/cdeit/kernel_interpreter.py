@@ -28,11 +28,11 @@ def run(kind, heads, path, results):
     np.savez(results, *[np.asarray(value.astype(jnp.float32)) for value in found])
 
 
-def count(kind, *sizes):
+def count(kind, batch, tokens, width, heads, biased):
     """Go through the grid with the kernel's own blocks, and add up those that differ from the step before."""
-    arguments, heads = _arguments(kind, *sizes)
+    shape, heads = (int(batch), int(tokens), 3 * int(width)), int(heads)
     with mock.patch.object(kernels.pallas, "pallas_call") as call:
-        getattr(kernels, kind)(*arguments, heads=heads)
+        getattr(kernels, kind)(*kernels.arguments(kind, shape, heads, biased == "1"), heads=heads)
     how, operands = call.call_args.kwargs, call.return_value.call_args.args
     specs, arrays = [*how["in_specs"], *how["out_specs"]], [*operands, *how["out_shape"]]
     total = 0
@@ -43,17 +43,6 @@ def count(kind, *sizes):
             total += (block != last) * math.prod(spec.block_shape) * array.dtype.itemsize
             last = block
     print(total)
-
-
-def _arguments(kind, *sizes):
-    batch, tokens, width, heads, biased = map(int, sizes)
-    shapes = [((batch, tokens, 3 * width), jnp.bfloat16)]
-    if kind == "backward":
-        shapes.append(((batch, tokens, width), jnp.bfloat16))
-    if biased:
-        groups = width // 128
-        shapes.append(((groups, tokens, heads // groups * tokens), jnp.float32))
-    return [jax.ShapeDtypeStruct(*shape) for shape in shapes], heads
 
 
 if __name__ == "__main__":

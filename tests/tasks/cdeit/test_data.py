@@ -9,7 +9,7 @@ import torch
 from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
 from tpukit.tasks.cdeit import simulator
-from tpukit.tasks.cdeit.data import FALLBACK, find_statistics, voltage_map
+from tpukit.tasks.cdeit.data import FALLBACK, read_voltages, voltage_map
 
 
 def test_a_batch_holds_images_maps_times_and_keys(tank):
@@ -27,64 +27,43 @@ def test_a_batch_holds_images_maps_times_and_keys(tank):
     assert not normal[:, 0, np.arange(16), (np.arange(16) + 1) % 16].any()
 
 
-def test_statistics_are_taken_beside_the_split_then_from_data_then_computed_and_saved(
-    tank, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    root = shutil.copytree(tank, tmp_path / "root", ignore=shutil.ignore_patterns("*.pth"))
-    data, test_data = task_of(root).datasets()
-    assert f"computed from the training set in {root}, and saved there" in data.notes
-    assert f"mean.pth and std.pth of {root}" in test_data.notes
-    volts = np.stack([np.load(path)["ys"].reshape(16, 13) for path in (root / "train").glob("*.npz")])
-    saved = torch.load(root / "mean.pth", weights_only=True)
-    assert saved.shape == (1, 16, 13) and np.allclose(saved[0], volts.mean(0), rtol=1e-5)
-    assert np.allclose(data.statistics[1], volts.std(0), rtol=1e-4)
-    FALLBACK.mkdir()
-    for name in ("mean.pth", "std.pth"):
-        torch.save(torch.full((1, 16, 13), 2.0), FALLBACK / name)
-    data, _ = task_of(root).datasets()
-    assert not np.allclose(data.statistics[0], 2.0) and f"mean.pth and std.pth of {root}" in data.notes
-    (root / "mean.pth").unlink()
-    data, _ = task_of(root).datasets()
-    assert np.allclose(data.statistics[0], 2.0) and f"mean.pth and std.pth of {FALLBACK}" in data.notes
-    (FALLBACK / "mean.pth").unlink()  # half of a pair is none
-    data, _ = task_of(root).datasets()
-    assert np.allclose(data.statistics[0], volts.mean(0), rtol=1e-5) and "computed" in data.notes
+def save_statistics(folder, mean, deviation=1.0):
+    folder.mkdir(exist_ok=True)
+    for name, value in (("mean.pth", mean), ("std.pth", deviation)):
+        torch.save(torch.full((1, 16, 13), value), folder / name)
 
 
-def test_statistics_of_a_sample_with_nan_are_not_saved_and_those_that_are_there_not_used(
-    tank, tmp_path, monkeypatch
-):
+def test_statistics_are_taken_beside_the_split_then_from_data_then_computed(tank, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(tank, tmp_path / "eit", ignore=shutil.ignore_patterns("*.pth"))
-    sample = tmp_path / "eit/train/000003.npz"
-    whole = sample.read_bytes()
+    (tmp_path / "root").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "root" / split).symlink_to(tank / split)
+    task = task_of(tmp_path / "root")
+    volts = np.stack([np.load(path)["ys"].reshape(16, 13) for path in (tank / "train").glob("*.npz")])
+    data, test_data = task.datasets()
+    for one in (data, test_data):
+        assert f"computed from the training set in {tmp_path / 'root'}" in one.notes
+        assert np.allclose(one.statistics, [volts.mean(0), volts.std(0)], rtol=1e-4)
+    for mean, folder in ((2.0, FALLBACK), (3.0, tmp_path / "root")):
+        save_statistics(folder, mean)
+        data, _ = task.datasets()
+        assert (data.statistics[0] == mean).all() and f"mean.pth and std.pth of {folder}" in data.notes
+    (tmp_path / "root/mean.pth").unlink()  # half of a pair is none
+    assert (task.datasets()[0].statistics[0] == 2.0).all()
+
+
+def test_statistics_of_a_sample_with_nan_are_refused_and_those_that_are_there_not_used(tank, tmp_path):
+    root = shutil.copytree(tank, tmp_path / "eit")
+    sample = root / "train/000003.npz"
     with np.load(sample) as file:
         np.savez(sample, **{**file, "ys": np.full((208, 1), np.nan, np.float32)})
-    with refuses(tmp_path / "eit/train", "000003"):
-        task_of(tmp_path / "eit").datasets()
-    assert not list((tmp_path / "eit").glob("*.pth"))
-    sample.write_bytes(whole)
-    data, _ = task_of(tmp_path / "eit").datasets()
-    assert np.isfinite(data.statistics).all()
-    for name, value in (("mean.pth", np.nan), ("std.pth", 0.0)):
-        saved = torch.load(tmp_path / "eit" / name, weights_only=True)
-        torch.save(torch.full((1, 16, 13), value), tmp_path / "eit" / name)
-        with refuses(tmp_path / "eit" / name):
-            task_of(tmp_path / "eit").datasets()
-        torch.save(saved, tmp_path / "eit" / name)
-
-
-def test_statistics_that_cannot_be_saved_are_used_all_the_same(tank, tmp_path, monkeypatch):
-    (tmp_path / "train").symlink_to(tank / "train")
-
-    def read_only(*arguments, **more):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tpukit.tasks.cdeit.data.files.atomic_file", read_only)
-    statistics, note = find_statistics(tmp_path / "train", tmp_path)
-    assert "not saved" in note and "Read-only file system" in note and statistics[1].all()
+    with refuses(root / "train", "000003"):
+        task_of(root).datasets()
+    assert not list(root.glob("*.pth"))
+    for mean, deviation, told in ((np.nan, 1.0, "mean.pth"), (0.0, 0.0, "std.pth")):
+        save_statistics(root, mean, deviation)
+        with refuses(root / told):
+            task_of(root).datasets()
 
 
 @pytest.mark.parametrize("spelling", ["data2017", "test2017"])
@@ -129,3 +108,29 @@ def test_a_folder_without_a_training_set_is_refused_with_what_is_there(uef2017, 
         task_of(tmp_path).datasets()
     with refuses("not train/"):  # a test set is none
         task_of(uef2017 / "test").datasets()
+
+
+VOLTS = np.random.default_rng(0).normal(size=(2, 208)).astype(np.float32)
+SEMICOLONS = "\ufeff" + "\n".join(";".join(map(str, row)).replace(".", ",") for row in VOLTS)
+
+
+@pytest.mark.parametrize(
+    "name, write",
+    [
+        ("a.csv", lambda path: np.savetxt(path, VOLTS, delimiter=",")),
+        ("b.txt", lambda path: path.write_text(SEMICOLONS, "utf-8")),
+        ("c.npy", lambda path: np.save(path, VOLTS.reshape(2, 16, 13))),
+        ("d.npz", lambda path: np.savez(path, ys=VOLTS)),
+        ("complex.npy", lambda path: np.save(path, VOLTS + 1j)),
+        ("nan.npy", lambda path: np.save(path, VOLTS * np.nan)),
+        ("shape.npy", lambda path: np.save(path, VOLTS[:, 1:])),
+        ("words.txt", lambda path: path.write_text("no numbers")),
+    ],
+)
+def test_voltages_are_read_from_every_kind_of_file_and_a_file_without_any_is_named(name, write, tmp_path):
+    write(tmp_path / name)
+    if name in ("a.csv", "b.txt", "c.npy", "d.npz"):
+        assert np.allclose(read_voltages(tmp_path / name), VOLTS, rtol=1e-6)
+        return
+    with refuses(name, "208 finite numbers"):
+        read_voltages(tmp_path / name)

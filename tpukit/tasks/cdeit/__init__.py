@@ -140,10 +140,10 @@ class CDEIT(Task):
     def layers(self, model: "CDEITModel") -> list[list[str]]:
         """In the order of the computation; the embeddings, of pixels and of time, are the first."""
         downs, ups = ([f"{part}.{level}" for level in range(self.levels)] for part in ("downs", "ups"))
-        order = ["swinIn1", "swinIn2", *downs, "mid", *ups, "swinOut1", "swinOut2"]
-        layers = {"": []} | {f"blocks.{part}.": [] for part in order} | {"final_layer.": []}
+        blocks = ["swinIn1", "swinIn2", *downs, "mid", *ups, "swinOut1", "swinOut2"]
+        layers = {part: [] for part in ("", *(f"blocks.{block}." for block in blocks), "final_layer.")}
         for name, _ in model.named_parameters():
-            layers[next((part for part in layers if part and name.startswith(part)), "")].append(name)
+            layers[max(filter(name.startswith, layers), key=len)].append(name)
         return list(layers.values())
 
     def optimizer(self, model):
@@ -212,7 +212,7 @@ class CDEIT(Task):
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
         scores of the classical methods and of an empty image, the baselines; `broken`, how many predictions
         hold NaN or infinity and count as empty."""
-        from tpukit.tasks.cdeit.scores import image_scores, mean_scores
+        from tpukit.tasks.cdeit.scores import image_scores
 
         inside = disk()
         scores = {name: [] for name in (*CLASSICAL, "all zero", "CDEIT")}
@@ -227,9 +227,13 @@ class CDEIT(Task):
             for name, reconstructed in compared.items():
                 reconstructed = np.where(inside, reconstructed, 0)  # nothing outside the tank counts
                 scores[name] += [image_scores(*pair, inside) for pair in zip(reconstructed, truth)]
-        means = {name: mean_scores(rows) for name, rows in scores.items()}
-        ours = means.pop("CDEIT") or {}
-        baselines = {name: mean for name, mean in means.items() if mean}
+        means = {
+            method: {name: float(np.mean([row[name] for row in rows])) for name in self.score_names}
+            for method, rows in scores.items()
+        }
+        ours = means.pop("CDEIT")
+        # NaN is a method that was not run on these images.
+        baselines = {name: mean for name, mean in means.items() if np.isfinite(mean["rmse"])}
         return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=baselines)
 
     def save_predictions(self, folder, predictions, data):
@@ -260,20 +264,21 @@ class CDEIT(Task):
             ) from error
 
     def panels(self, batch, prediction=None):
-        if "image" not in batch:  # a user's own voltages
-            pairs = zip(batch["voltages"], np.asarray(prediction))
-            return [[voltages_panel(voltages), ("CDEIT", colour(image[0]))] for voltages, image in pairs]
-        rows = []
-        for index, image in enumerate(np.asarray(batch["image"])):
-            row = [("conductivity", colour(image[0]))]
-            if prediction is None:
-                row.append(voltages_panel(batch["voltages"][index]))
-            else:
-                row += [(name, colour(np.asarray(batch[key][index]))) for name, key in CLASSICAL.items()]
-                row.append(("CDEIT", colour(np.asarray(prediction[index, 0]))))
-            if "t" in batch:
-                row.append(_noisy_panel(image, int(batch["t"][index]), int(batch["key"][index])))
-            rows.append(row)
+        is_own = "image" not in batch  # a user's own voltages
+        columns = {} if is_own else {"conductivity": batch["image"][:, 0]}
+        if is_own or prediction is None:
+            columns["voltages, normalised"] = batch["voltages"][:, 0] / 3
+        else:
+            columns |= {name: batch[key] for name, key in CLASSICAL.items()}
+        if prediction is not None:
+            columns["CDEIT"] = prediction[:, 0]
+        rows = [
+            [(title, colour(np.asarray(image))) for title, image in zip(columns, images)]
+            for images in zip(*columns.values())
+        ]
+        if "t" in batch:
+            for row, t, image in zip(rows, batch["t"], _noisy(batch)):
+                row.append((f"noisy at step {int(t)}", colour(image.numpy())))
         return rows
 
     def results(self, batch, predictions):
@@ -294,19 +299,13 @@ class CDEIT(Task):
         return dict(voltages=sets.voltage_map(volts, *statistics), key=np.arange(len(volts))), names
 
 
-def voltages_panel(voltages):
-    """(1, 16, 16) normalised voltages as a panel."""
-    return "voltages, normalised", colour(np.asarray(voltages[0]) / 3)
-
-
-def _noisy_panel(image, t, key):
-    """What the network is trained on. image: (1, S, S)."""
+def _noisy(batch):
+    """(B, S, S): the images that the network is trained on, each with the noise of its timestep."""
     import torch
 
-    noise = diffusion.normal(torch.tensor([key]), image.shape)
+    image, keys, t = (torch.as_tensor(batch[name]) for name in ("image", "key", "t"))
     alphas = torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32)
-    noisy = diffusion.add_noise(torch.as_tensor(image)[None], torch.tensor([t]), noise, alphas)
-    return f"noisy at step {t}", colour(noisy[0, 0].numpy())
+    return diffusion.add_noise(image, t, diffusion.normal(keys, image.shape[1:]), alphas)[:, 0]
 
 
 def _noise_keys(keys, t):

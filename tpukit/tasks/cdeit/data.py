@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tpukit.host import arrays, files
+from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.tasks.cdeit.diffusion import STEPS
@@ -91,18 +91,13 @@ class Impedance:
 
 def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
     """(B, 208) voltages -> (B, 1, 16, 16) normalised map: row r is the drive pattern, zero at the columns
-    r - 1, r, r + 1. mean, deviation: (16, 13) each."""
+    r - 1, r, r + 1, which it does not measure. mean, deviation: (16, 13) each."""
+    electrode = np.arange(ELECTRODES)
+    distance = (electrode[None, :] - electrode[:, None]) % ELECTRODES  # (16, 16), from the drive pattern
     normalised = (volts.reshape(-1, *PATTERN) - mean) / deviation
     out = np.zeros((len(volts), ELECTRODES, ELECTRODES), np.float32)
-    out[:, measured_electrodes()] = normalised.reshape(len(volts), -1)
+    out[:, (distance > 1) & (distance < ELECTRODES - 1)] = normalised.reshape(len(volts), -1)
     return out[:, None]
-
-
-def measured_electrodes() -> np.ndarray:
-    """(16, 16) bool, 208 true: which electrodes (columns) each drive pattern (row) measures."""
-    electrode = np.arange(ELECTRODES)
-    distance = (electrode[None, :] - electrode[:, None]) % ELECTRODES  # from the drive pattern
-    return (distance > 1) & (distance < ELECTRODES - 1)
 
 
 # Reading
@@ -146,7 +141,7 @@ def _read_file(path, names):
     try:
         with arrays.load(path) as file:
             for name in names:
-                values = np.asarray(file[name] if name in file else missing[name], np.float32)
+                values = _real(file[name] if name in file else missing[name])
                 shape = (VOLTAGES,) if name == "ys" else (SIZE, SIZE)
                 if values.squeeze().shape != shape:
                     raise ValueError(f"{name} has shape {values.shape}, not {shape}")
@@ -156,6 +151,11 @@ def _read_file(path, names):
             f"{path} is no sample ({error}): it needs xs, an image, and ys, voltages; copy or make it again"
         ) from error
     return sample
+
+
+def _real(values):
+    """A float32 array. Raises TypeError for complex numbers, which would lose their imaginary part."""
+    return np.asarray(values).astype(np.float32, casting="same_kind")
 
 
 def read_voltages(path: Path) -> np.ndarray:
@@ -172,8 +172,8 @@ def read_voltages(path: Path) -> np.ndarray:
             text = path.read_text("utf-8-sig")  # spreadsheets write a byte order mark
             # If semicolons separate the numbers, a comma is a decimal point.
             text = text.replace(",", ".").replace(";", " ") if ";" in text else text.replace(",", " ")
-            values = [line.split() for line in text.splitlines() if line.strip()]
-        volts = np.asarray(values, np.float32)
+            values = [[float(word) for word in line.split()] for line in text.splitlines() if line.strip()]
+        volts = _real(values)
         shape = volts.squeeze().shape
         if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # of another, samples would be mixed
             raise ValueError(f"shape {volts.shape}")
@@ -194,7 +194,7 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
     """((mean, deviation), note): what voltages are normalised by, and where it comes from, a sentence.
 
     In this order: mean.pth and std.pth beside the split's folder, or in it; in ./data; computed from root's
-    training set, and saved beside it."""
+    training set. Raises TpukitError where there is none of these, or one is damaged."""
     for folder in (split_folder.parent, split_folder, FALLBACK):
         if all((folder / name).is_file() for name in STATISTICS):
             mean, deviation = (_read_statistic(folder / name) for name in STATISTICS)
@@ -206,8 +206,18 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
             f"no {' and '.join(STATISTICS)} beside {split_folder} or in {FALLBACK.resolve()}, and no training"
             f" set in {root} to compute them from: copy both files from the set that the network learnt from"
         ) from error
-    statistics = _compute_statistics(training)
-    return statistics, _save_statistics(training.parent, statistics)
+    split, _ = _read_split(training, ("xs", "ys"))
+    volts = split["ys"].reshape(-1, *PATTERN)
+    if len(broken := split["names"][~np.isfinite(volts).all((1, 2))]):
+        raise TpukitError(
+            f"{training}: the voltages of {len(broken)} samples hold NaN or infinity"
+            f" ({', '.join(broken[:3])}): make them again, or delete them"
+        )
+    mean = volts.mean(0, dtype=np.float64).astype(np.float32)
+    deviation = volts.std(0, dtype=np.float64).astype(np.float32)
+    if not deviation.all():  # of a single sample, too
+        raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")
+    return (mean, deviation), f"voltage statistics: computed from the training set in {training.parent}"
 
 
 def _read_statistic(path):
@@ -218,33 +228,6 @@ def _read_statistic(path):
     except Exception as error:  # torch raises many types for a damaged file
         raise TpukitError(
             f"{path} is not a tensor of 16 x 13 usable numbers ({error}): delete {' and '.join(STATISTICS)}"
-            " there, and they are computed anew from the training set"
+            " there, and they are computed from the training set"
         ) from error
     return values
-
-
-def _compute_statistics(training):
-    split, _ = _read_split(training, ("xs", "ys"))
-    volts = split["ys"].reshape(-1, *PATTERN)
-    if len(broken := split["names"][~np.isfinite(volts).all((1, 2))]):
-        raise TpukitError(
-            f"{training}: the voltages of {len(broken)} samples hold NaN or infinity"
-            f" ({', '.join(broken[:3])}): make them again, or delete them"
-        )
-    deviation = volts.std(0, dtype=np.float64)
-    if len(volts) < 2 or not deviation.all():
-        raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")
-    return volts.mean(0, dtype=np.float64).astype(np.float32), deviation.astype(np.float32)
-
-
-def _save_statistics(folder, statistics):
-    import torch
-
-    note = f"voltage statistics: computed from the training set in {folder}"
-    try:
-        for name, values in zip(STATISTICS, statistics):
-            with files.atomic_file(folder / name) as file:
-                torch.save(torch.from_numpy(values)[None], file)  # (1, 16, 13), as published
-    except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only
-        return f"{note}; not saved ({error})"
-    return f"{note}, and saved there as {' and '.join(STATISTICS)}"

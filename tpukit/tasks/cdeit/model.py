@@ -6,6 +6,7 @@ Shapes: B batch, S side of the image, P side of a patch, G = S / P side of the t
 H heads, W side of a window."""
 
 import collections
+import functools
 import math
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,16 +42,30 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of all tokens with all, plus a bias (H, T, T) where one is given."""
+    """Attention of all tokens with all; of those within a W x W window with a learned bias for every offset
+    between two tokens (Swin, Liu et al., ICCV 2021)."""
 
-    def __init__(self, width, heads):
+    relative_position_index: Tensor
+
+    def __init__(self, width, heads, window=None):
         super().__init__()
-        self.heads = heads
+        self.heads, self.window = heads, window
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
+        if window:
+            axis = torch.arange(window)
+            position = torch.stack(torch.meshgrid(axis, axis, indexing="ij")).flatten(1)  # (2, T)
+            row, column = position[:, :, None] - position[:, None, :] + window - 1  # (T, T), in 0 .. 2 W - 2
+            self.register_buffer("relative_position_index", row * (2 * window - 1) + column)
+            self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
+            nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    def forward(self, x, bias=None):  # (B, T, C)
+    def forward(self, x):  # (B, T, C)
         batch, tokens, width = x.shape
+        bias = None
+        if self.window:
+            bias = self.relative_position_bias_table[self.relative_position_index.flatten()]  # (T * T, H)
+            bias = bias.view(tokens, tokens, self.heads).permute(2, 0, 1)[None]
         qkv = self.qkv(x)
         if qkv.device.type == "xla":
             from tpukit.tasks.cdeit.tpu.attention import attention
@@ -63,37 +78,13 @@ class Attention(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
 
 
-class RelativeAttention(Attention):
-    """Attention within a window, with a learned bias for every offset between two tokens (Swin, Liu et al.,
-    ICCV 2021)."""
-
-    relative_position_index: Tensor
-
-    def __init__(self, width, heads, window):
-        super().__init__(width, heads)
-        # Named and ordered as published: the table and its index come before qkv in a state dict.
-        linear = {name: self._modules.pop(name) for name in ("qkv", "proj")}
-        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
-        axis = torch.arange(window)
-        position = torch.stack(torch.meshgrid(axis, axis, indexing="ij")).flatten(1)  # (2, T)
-        row, column = position[:, :, None] - position[:, None, :] + window - 1  # (T, T) each, in 0 .. 2 W - 2
-        self.register_buffer("relative_position_index", row * (2 * window - 1) + column)
-        self._modules.update(linear)
-        nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
-
-    def forward(self, x):
-        table = self.relative_position_bias_table[self.relative_position_index.flatten()]  # (T * T, H)
-        tokens = self.relative_position_index.shape[0]
-        return super().forward(x, table.view(tokens, tokens, self.heads).permute(2, 0, 1)[None])
-
-
 class WindowAttention(nn.Module):
     """Attention inside each W x W window of the token grid."""
 
     def __init__(self, width, heads, window):
         super().__init__()
         self.window = window
-        self.attn = RelativeAttention(width, heads, window)
+        self.attn = Attention(width, heads, window)
 
     def forward(self, x):  # (B, G * G, C)
         batch, tokens, width = x.shape
@@ -182,20 +173,8 @@ class TimeEmbedder(nn.Module):
     def forward(self, t):
         half = TIME_FEATURES // 2
         place = torch.arange(half, dtype=torch.float32, device=t.device)
-        frequency = torch.exp(-math.log(10_000) / half * place)
-        angle = t.float()[:, None] * frequency
+        angle = t.float()[:, None] * torch.exp(-math.log(10_000) / half * place)
         return self.mlp(torch.cat([angle.cos(), angle.sin()], -1))
-
-
-class PatchEmbedder(nn.Module):
-    """(B, 2, S, S) -> (B, G * G, C)."""
-
-    def __init__(self, width, patch):
-        super().__init__()
-        self.proj = nn.Conv2d(2, width, patch, stride=patch)
-
-    def forward(self, x):
-        return self.proj(x).flatten(2).transpose(1, 2)
 
 
 class CDEITModel(nn.Module):
@@ -220,15 +199,14 @@ class CDEITModel(nn.Module):
             )
         self.patch, self.grid = patch, grid
 
-        def block(window=None):
-            return Block(width, heads, window)
-
         self.pos_embed = nn.Parameter(positions(grid, width), requires_grad=False)
-        self.x_embedder = PatchEmbedder(width, patch)
+        embedder = nn.Conv2d(2, width, patch, stride=patch)
+        self.x_embedder = nn.ModuleDict(dict(proj=embedder))
         self.t_embedder = TimeEmbedder(width)
         # A buffer, so that it moves to the device with the model; not one of the weights.
         alphas = torch.tensor(alphas_cumprod(), dtype=torch.float32)
         self.register_buffer("alphas_cumprod", alphas, persistent=False)
+        block = functools.partial(Block, width, heads)
         windowed = ("swinIn1", "swinIn2", "swinOut1", "swinOut2")
         self.blocks = nn.ModuleDict({name: block(window) for name in windowed})
         downs = [[Merge(width), block(), block()] for _ in range(levels)]
@@ -237,16 +215,13 @@ class CDEITModel(nn.Module):
         self.blocks["ups"] = nn.ModuleList(map(nn.ModuleList, ups))
         self.blocks["mid"] = block()
         self.final_layer = Final(width, patch)
-        self._init_weights()
-
-    def _init_weights(self):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
-        nn.init.zeros_(cast(Tensor, self.x_embedder.proj.bias))
+        nn.init.xavier_uniform_(embedder.weight.flatten(1))
+        nn.init.zeros_(cast(Tensor, embedder.bias))
         for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
             nn.init.normal_(cast(nn.Linear, layer).weight, std=0.02)
         # Every block starts as the identity, and the image as zero.
@@ -269,7 +244,7 @@ class CDEITModel(nn.Module):
         factor = image.shape[-1] // columns
         copies = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)
         x = torch.cat([image, copies.reshape(image.shape)], 1)  # (B, 2, S, S)
-        x = self.x_embedder(x)  # (B, T, C)
+        x = self.x_embedder["proj"](x).flatten(2).transpose(1, 2)  # (B, T, C)
         # In its own type: a float32 table would take the first blocks out of autocast's.
         x = x + self.pos_embed.to(x.dtype)
         time = self.t_embedder(t)  # (B, C)

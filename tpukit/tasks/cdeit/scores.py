@@ -38,10 +38,3 @@ def _similarity(a, b):
 def _window(image):
     """The mean around every pixel, with Gaussian weights in a window of 11 x 11 pixels."""
     return ndimage.gaussian_filter(image, sigma=1.5, radius=5)
-
-
-def mean_scores(rows: list[dict[str, float]]) -> dict[str, float] | None:
-    """dict of the means over rows of `image_scores`; None where an image holds NaN, because its method was
-    not run."""
-    means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-    return means if np.isfinite(means["rmse"]) else None

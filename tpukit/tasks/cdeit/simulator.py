@@ -7,13 +7,14 @@ a resistive inclusion."""
 
 import concurrent.futures
 import functools
+import importlib.util
 import json
 import math
 import multiprocessing
-import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -99,13 +100,10 @@ class Tank:
     def __init__(self):
         # pyEIT's meshes import shapely for outlines given by corners. The tank is a circle, and Kaggle's TPU
         # image and Colab's have no shapely: a stand-in, which other code does not see, is enough.
-        names = "shapely", "shapely.geometry", "shapely.geometry.polygon"
-        try:
-            import shapely  # noqa: F401
-
-            stand_in = {}
-        except ImportError:
-            stand_in = {name: mock.MagicMock() for name in names}
+        names = ("shapely", "shapely.geometry", "shapely.geometry.polygon")
+        stand_in: dict[str, Any] = {}
+        if importlib.util.find_spec("shapely") is None:
+            stand_in = dict.fromkeys(names, mock.MagicMock())
         sys.modules.update(stand_in)
         try:
             from pyeit.eit import fem, protocol
@@ -137,10 +135,9 @@ class Tank:
         corners = self.mesh.element  # (elements, 3)
         rows, columns = np.repeat(corners, 3, 1).ravel(), np.tile(corners, (1, 3)).ravel()  # (elements * 9,)
         values = (self._stiffness * conductivity[:, None, None]).ravel()
-        # One more conductance fixes the potential, of which only differences are read.
-        ground = self.mesh.ref_node
-        rows, columns, values = np.append(rows, ground), np.append(columns, ground), np.append(values, 1.0)
         matrix = sparse.csc_matrix((values, (rows, columns)))  # (nodes, nodes), entries of a place added
+        # One more conductance fixes the potential, of which only differences are read.
+        matrix[self.mesh.ref_node, self.mesh.ref_node] += 1
         symmetric = dict(diag_pivot_thresh=0, options=dict(SymmetricMode=True))
         factors = splu(matrix, permc_spec="MMD_AT_PLUS_A", **symmetric)
         at_electrodes = factors.solve(self._currents)[self.mesh.el_pos]  # (electrode, pattern)
@@ -161,22 +158,23 @@ class Tank:
         Gauss-Newton.
 
         Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et
-        al., 2007, by pyEIT."""
-        from pyeit.eit.jac import JAC
+        al., 2007; the same as pyEIT's."""
+        from pyeit.eit.fem import EITForward
         from scipy.spatial import KDTree
 
-        solver = JAC(self.mesh, self.protocol)
         inside = disk()
         x, y = pixel_places()
         _, nearest = KDTree(self.centres).query(np.stack([x[inside], y[inside]], 1))  # element of each pixel
-        methods: dict[str, dict] = dict(
-            TR=dict(method="dgn", lamb=TIKHONOV), xs_gn=dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)
-        )
+        jacobian, _ = EITForward(self.mesh, self.protocol).compute_jac()  # (208, elements)
+        sensitivity = np.sqrt((jacobian**2).sum(0))  # (elements,)
+        methods = dict(TR=(TIKHONOV, np.ones(self.elements)), xs_gn=(GAUSS_NEWTON, sensitivity))
         matrices = {}
-        for name, options in methods.items():
-            solver.setup(**options)
-            matrices[name] = np.zeros((SIZE * SIZE, len(self.empty)), np.float32)
-            matrices[name][inside.ravel()] = -(solver.H * np.sign(self.empty) / VOLTS)[nearest]
+        for name, (strength, weights) in methods.items():
+            # (J' J + strength W)^-1 J' = W^-1 J' (J W^-1 J' + strength)^-1, which inverts a small matrix.
+            weighted = jacobian.T / weights[:, None]
+            inverse = weighted @ np.linalg.inv(jacobian @ weighted + strength * np.eye(len(jacobian)))
+            matrices[name] = np.zeros((SIZE * SIZE, len(jacobian)), np.float32)
+            matrices[name][inside.ravel()] = -(inverse * np.sign(self.empty) / VOLTS)[nearest]
         return matrices
 
 
@@ -207,69 +205,65 @@ def simulate(
     from tqdm.auto import tqdm
 
     folder, total = Path(folder), samples + test_samples
-    if min(samples, test_samples, seed) < 0 or workers < 1:
-        counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
-        raise TpukitError(f"{counts}: none may be negative, and workers must be 1 or more")
-    if not (0 <= mismatch < math.inf and snr_db > -math.inf):
-        raise TpukitError(f"mismatch={mismatch}, snr_db={snr_db}: give numbers, and a mismatch of 0 or more")
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
+    at_least_0 = dict(samples=samples, test_samples=test_samples, seed=seed, mismatch=mismatch)
+    wrong = [f"{name}={value}" for name, value in at_least_0.items() if not 0 <= value < math.inf]
+    wrong += [f"workers={workers}"] * (workers < 1) + [f"snr_db={snr_db}"] * (not snr_db > -math.inf)
+    if wrong:
+        raise TpukitError(f"{', '.join(wrong)}: give numbers of 0 or more, and 1 or more workers")
     with files.explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        new = total - len(list(folder.glob("*/*.npz")))
-        needed, free = new * FILE_BYTES, shutil.disk_usage(folder).free
+        # A power cut can leave a file that is listed and empty, because the files are not durable.
+        existing = {path for path in folder.glob("*/*.npz") if path.stat().st_size}
+        needed, free = (total - len(existing)) * FILE_BYTES, shutil.disk_usage(folder).free
         if needed > free:
             raise TpukitError(
-                f"{new} samples need about {needed / 1e9:,.0f} GB, {folder} has {free / 1e9:,.1f} GB free:"
+                f"{total} samples need about {needed / 1e9:,.0f} GB, {folder} has {free / 1e9:,.1f} GB free:"
                 " simulate fewer, or choose a folder on a larger disk"
             )
         _check_settings(folder / "simulation.json", settings)
-        missing = [*_missing(folder, "train", samples), *_missing(folder, "test", test_samples)]
+        for split in SPLITS:
+            (folder / split).mkdir(exist_ok=True)
+    wanted = [
+        (split, number) for split, count in zip(SPLITS, (samples, test_samples)) for number in range(count)
+    ]
+    missing = [sample for sample in wanted if _path(folder, *sample) not in existing]
     make = functools.partial(_make_file, folder, settings)
     workers = min(workers, len(missing) // CHUNK + 1)
     done = total - len(missing)
     with tqdm(total=total, initial=done, desc="simulating", unit="sample", disable=not progress) as bar:
-        if workers <= 1:
+        if workers == 1:
             for _ in map(make, missing):
                 bar.update()
             return folder
         # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
         spawn = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-            try:
+        try:
+            with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
                 for _ in pool.map(make, missing, chunksize=CHUNK):
                     bar.update()
-            except concurrent.futures.process.BrokenProcessPool as error:
-                raise TpukitError(
-                    "a worker process died (out of memory, or killed): start again to continue, with fewer"
-                    " workers. In a script, several workers need `if __name__ == '__main__':` around the call"
-                ) from error
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise TpukitError(
+                "a worker process died (out of memory, or killed): start again to continue, with fewer"
+                " workers. In a script, several workers need `if __name__ == '__main__':` around the call"
+            ) from error
     return folder
 
 
-def _missing(folder, split, count):
-    """[(split, number)] of the samples that are still to be made."""
-    (folder / split).mkdir(exist_ok=True)
-    # A power cut can leave a file that is listed and empty, because the files are not durable.
-    existing = {entry.name for entry in os.scandir(folder / split) if entry.stat().st_size}
-    return [(split, number) for number in range(count) if _file_name(number) not in existing]
-
-
 def _check_settings(path, settings):
-    """Write the settings of a new set, or compare them with those of an existing one."""
+    """Compare the settings with those of an existing set, or write those of a new one."""
     if not path.exists():
         files.write_atomic(path, json.dumps(settings, indent=1))
-        return
     try:
         saved = json.loads(path.read_text())
     except ValueError as error:  # not JSON, or not UTF-8
         raise TpukitError(f"{path} is damaged ({error}): delete it, or choose another folder") from error
-    pairs = ((name, saved.get(name), value) for name, value in settings.items())
-    if different := [f"{name}={old}, not {new}" for name, old, new in pairs if old != new]:
-        raise TpukitError(f"{path.parent} was simulated with {'; '.join(different)}: choose another folder")
+    if saved != settings:
+        raise TpukitError(f"{path.parent} was simulated with {saved}, not {settings}: choose another folder")
 
 
-def _file_name(number):
-    return f"{number:06d}.npz"
+def _path(folder, split, number):
+    return folder / split / f"{number:06d}.npz"
 
 
 @functools.cache
@@ -279,11 +273,9 @@ def _tank():
 
 def _make_file(folder, settings, sample):
     """Make the file of one sample, given as (split, number)."""
-    split, number = sample
-    path = folder / split / _file_name(number)
     # Not durable: there are thousands, and each would wait for the disk.
-    with files.explain_unwritable(folder), files.atomic_file(path, durable=False) as file:
-        np.savez_compressed(file, **make_sample(_tank(), split, number, **settings))
+    with files.atomic_file(_path(folder, *sample), durable=False) as file:
+        np.savez_compressed(file, **make_sample(_tank(), *sample, **settings))
 
 
 def make_sample(tank: Tank, split: str, number: int, *, seed: int, snr_db: float, mismatch: float) -> dict:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpukit.devices.chips import MACHINES
+from tpukit.devices.chips import MACHINES, Chip, Machine
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
 from tpukit.tools.plan import compiler, hlo
@@ -39,7 +39,6 @@ FIGURES = (
     ("VMEM GB", "vmem_bytes", 1e9, 3),
     ("Mcycles*", "cycles", 1e6, 4),
 )
-SUMMED = ("flops", "hbm_bytes", "vmem_bytes", "cycles")
 
 
 def plan(
@@ -62,18 +61,24 @@ def plan(
     where they are small enough. Raises TpukitError where the compiler cannot be had, or refuses a graph for
     another reason than memory."""
     sizes = sorted(set(batch_sizes or [task.batch_size]))
-    check(chip, part, sizes, parallel, backend, task.micro_batches)
+    machine = _check(chip, part, sizes, parallel, backend, task.micro_batches)
+    install_compiler(log, backend)  # which has the jax that lowers kernels, too
     rows = []
     for size in sizes:
         log(f"batch {size}: tracing the step")
-        rows.append(plan_batch(task, chip, size, part, parallel, backend, log))
+        flags = task.libtpu_args(size // machine.chips) if backend == "torch_xla" else ""
+        with tempfile.TemporaryDirectory() as folder:
+            graphs, resident_bytes = compiler.trace(
+                task, part, size, machine, Path(folder), parallel, backend
+            )
+            for graph in graphs:
+                graph |= compiler.compile_graph(graph, machine, parallel, backend, flags, log)
+        rows.append(_row(size, graphs, resident_bytes, machine.chip))
     return Plan(task.name, part, chip, rows)
 
 
-def check(
-    chip: str, part: str, batch_sizes: Sequence[int], parallel: str, backend: str, micro_batches: int
-) -> None:
-    """Raise TpukitError for arguments that cannot be planned, before minutes of compilation."""
+def _check(chip, part, batch_sizes, parallel, backend, micro_batches) -> Machine:
+    """The machine. Raises TpukitError for arguments that cannot be planned, before minutes of compilation."""
     from tpukit.devices.runtime import check_batch
 
     choices = dict(chip=(chip, MACHINES), part=(part, PARTS), parallel=(parallel, PARALLEL))
@@ -89,55 +94,45 @@ def check(
         )
     for size in batch_sizes:
         check_batch(size, chips, micro_batches)
+    return MACHINES[chip]
 
 
-def plan_batch(
-    task: Task, chip: str, size: int, part: str, parallel: str, backend: str, log: Callable[[str], object]
-) -> dict:
-    """The row of one batch size: its graphs, traced and compiled."""
-    machine = MACHINES[chip]
-    install_compiler(log, backend)  # which has the jax that lowers kernels, too
-    flags = task.libtpu_args(size // machine.chips) if backend == "torch_xla" else ""
-    with tempfile.TemporaryDirectory() as folder:
-        graphs, resident_bytes = compiler.trace(task, part, size, machine, Path(folder), parallel, backend)
-        answers = [
-            graph | compiler.compile_graph(graph, machine, parallel, backend, flags, log) for graph in graphs
-        ]
-    row: dict[str, Any] = dict(batch_size=size, fits=True)
-    row["compile_s"] = sum(answer["compile_s"] for answer in answers)
-    for answer in answers:
-        if "error" in answer:
-            return row | dict(fits=False, why=answer["error"])
-    row["peak_bytes"] = resident_bytes + max(answer["peak_bytes"] for answer in answers)
-    hbm_bytes = machine.chip.hbm_bytes
-    if row["peak_bytes"] > hbm_bytes:
-        return row | dict(fits=False, why=f"used {row['peak_bytes'] / GIB:.2f}G of {hbm_bytes / GIB:g}G")
-    row["graphs"] = [read_graph(answer) for answer in answers]
-    for name in SUMMED:
+def _row(size: int, graphs: list[dict], resident_bytes: int, chip: Chip) -> dict[str, Any]:
+    """What `Plan` keeps of a batch size. graphs: of `compiler.trace`, with what `compiler.compile_graph` says
+    of each."""
+    row: dict[str, Any] = dict(batch_size=size, compile_s=sum(graph["compile_s"] for graph in graphs))
+    why = next((graph["error"] for graph in graphs if "error" in graph), "")
+    if not why:
+        peak = row["peak_bytes"] = resident_bytes + max(graph["peak_bytes"] for graph in graphs)
+        if peak > chip.hbm_bytes:
+            why = f"used {peak / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
+    if why:
+        return row | dict(fits=False, why=why)
+    row["graphs"] = [_figures_of(graph) for graph in graphs]
+    for name in ("flops", "hbm_bytes", "vmem_bytes", "cycles"):
         row[name] = sum(graph["times"] * graph[name] for graph in row["graphs"])
-    return row | dict(
-        flop_s=row["flops"] / machine.chip.flops, hbm_s=row["hbm_bytes"] / machine.chip.bandwidth
-    )
+    return row | dict(fits=True, flop_s=row["flops"] / chip.flops, hbm_s=row["hbm_bytes"] / chip.bandwidth)
 
 
-def read_graph(answer: dict) -> dict:
-    """What a compiled graph computes and moves in one run, with the hand-written kernels in it. answer: a
-    graph of `compiler.trace` with what `compiler.compile_graph` says of it."""
-    found = {name: answer[name] for name in ("name", "times", "compile_s", "peak_bytes", "flops", "kernels")}
-    operations = found["operations"] = hlo.operations(answer["hlo"])
-    for name in ("hbm_bytes", "vmem_bytes", "cycles"):
-        found[name] = sum(getattr(one, name) for one in operations)
-    reductions = ("all-reduce", "all-reduce-start")
-    found["all_reduces"] = sum(one.times for one in operations if one.opcode in reductions)
-    found["custom_calls"] = {}  # target -> how many, and the bytes of their operands and results, each once
+def _figures_of(graph: dict) -> dict[str, Any]:
+    """What a compiled graph computes and moves in one run, with the hand-written kernels in it."""
+    operations, kernels = hlo.operations(graph["hlo"]), graph["kernels"]
+    reductions = [one for one in operations if one.opcode in ("all-reduce", "all-reduce-start")]
+    custom_calls = {}  # target -> how many, and the bytes of their operands and results, each once
     for one in operations:
         if one.custom_call:
-            calls = found["custom_calls"].setdefault(one.custom_call, dict(calls=0, hbm_bytes=0.0))
+            calls = custom_calls.setdefault(one.custom_call, dict(calls=0, hbm_bytes=0.0))
             calls["calls"] += one.times
             calls["hbm_bytes"] += one.hbm_bytes
-    for name in ("hbm_bytes", "flops"):
-        found[name] += sum(kernel[name] for kernel in found["kernels"])
-    return found
+    return {name: graph[name] for name in ("name", "times", "compile_s", "peak_bytes", "kernels")} | dict(
+        flops=graph["flops"] + sum(kernel["flops"] for kernel in kernels),
+        hbm_bytes=sum(one.hbm_bytes for one in operations) + sum(kernel["hbm_bytes"] for kernel in kernels),
+        vmem_bytes=sum(one.vmem_bytes for one in operations),
+        cycles=sum(one.cycles for one in operations),
+        all_reduces=sum(one.times for one in reductions),
+        custom_calls=custom_calls,
+        operations=operations,
+    )
 
 
 @dataclasses.dataclass
@@ -154,52 +149,37 @@ class Plan:
         """The largest batch in `rows` that fits, or None."""
         return max((row["batch_size"] for row in self.rows if row["fits"]), default=None)
 
-    @property
-    def hbm_gib(self) -> float:
-        """What a compiled graph may use of one core's memory."""
-        return MACHINES[self.chip].chip.hbm_bytes / GIB
-
     def table(self) -> Table:
-        headings = [heading for heading, *_ in FIGURES]
-        columns = ["batch", "fits", "peak HBM, GiB", *headings, "compiled in, s"]
         rows = []
         for row in self.rows:
             if row["fits"]:
-                answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *_figures(row, headings)]
+                figures = [f"{row[name] / unit:.{digits}g}" for _, name, unit, digits in FIGURES]
+                answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *figures]
             else:
                 used = re.search(r"([\d.]+[KMG])\)? (?:of|exceeds)", row["why"])
                 needs = f"needs {used[1]}" if used else "more than available"
-                answer = ["no", needs, *[""] * len(headings)]
+                answer = ["no", needs, *[""] * len(FIGURES)]
             rows.append([row["batch_size"], *answer, round(row["compile_s"])])
+        headings = [heading for heading, *_ in FIGURES]
+        columns = ["batch", "fits", "peak HBM, GiB", *headings, "compiled in, s"]
         return Table(f"{self.task}: {PARTS[self.part]} on {self.chip}, per core", columns, rows)
-
-    def graphs_table(self) -> Table:
-        """The compiled graphs at the largest batch that fits."""
-        headings, rows = ("HBM GB", "Mcycles*"), []
-        for graph in self._graphs:
-            peak, seconds = f"{graph['peak_bytes'] / GIB:.2f}", f"{graph['compile_s']:.0f}"
-            rows.append([graph["name"], graph["times"], peak, *_figures(graph, headings), seconds])
-        columns = ("graph", "times", "peak HBM, GiB", *headings, "compiled in, s")
-        return Table(f"{self.task}: its {len(rows)} graphs at batch {self.largest_batch}", columns, rows)
 
     @property
     def caption(self) -> str:
         """What the columns mean."""
         chip = MACHINES[self.chip].chip
         text = (
-            f"{self.hbm_gib:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM time: of"
-            f" this graph, at {chip.bandwidth / 1e9:g} GB/s, for what its operations read and write in HBM,"
-            " padded, each operand once. Neither is a forecast. *Cycles: the compiler's own estimates, added"
-            " up. Not calibrated: use them to compare one graph with another, never as a time."
+            f"{chip.hbm_bytes / GIB:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM"
+            f" time: of this graph, at {chip.bandwidth / 1e9:g} GB/s, for what its operations read and write"
+            " in HBM, padded, each operand once. Neither is a forecast. *Cycles: the compiler's own"
+            " estimates, added up. Not calibrated: use them to compare one graph with another, never as a"
+            " time."
         )
-        calls = sum(
-            graph["times"] * call["calls"]
-            for graph in self._graphs
-            for call in graph["custom_calls"].values()
-        )
-        if calls:
-            text += f" Of {calls} custom calls only operands and results are counted, once each."
-        if kernels := [kernel for graph in self._graphs for kernel in graph["times"] * graph["kernels"]]:
+        fitting = [row["graphs"] for row in self.rows if row["fits"]]
+        graphs = fitting[-1] if fitting else []  # of the largest batch
+        if any(graph["custom_calls"] for graph in graphs):
+            text += " Of custom calls only operands and results are counted, once each."
+        if kernels := [kernel for graph in graphs for kernel in graph["times"] * graph["kernels"]]:
             names = ", ".join(sorted({kernel["name"] for kernel in kernels}))
             text += (
                 f" What the kernels among them ({names}) read again and compute is counted by hand: "
@@ -208,18 +188,5 @@ class Plan:
             )
         return text
 
-    @property
-    def _graphs(self):
-        """Those of the largest batch that fits."""
-        return next((row["graphs"] for row in self.rows if row["batch_size"] == self.largest_batch), [])
-
     def __str__(self) -> str:
-        tables = [self.table(), self.graphs_table()] if self.part == "session" else [self.table()]
-        return "\n\n".join(map(str, [*tables, self.caption]))
-
-
-def _figures(counts, headings):
-    """The figures of a graph, or of a row, under some headings of `FIGURES`."""
-    return [
-        f"{counts[name] / unit:.{digits}g}" for heading, name, unit, digits in FIGURES if heading in headings
-    ]
+        return f"{self.table()}\n\n{self.caption}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
+from tpukit.host.known_errors import fix_for
 from tpukit.tools.child import ROOT, last_line, run_python
 from tpukit.training.task import to_request
 
@@ -53,9 +54,15 @@ def trace(
     A graph is a dict as of `ExportRuntime.graphs`, with path and times (how often a batch runs it; 1 in a
     session). Resident bytes: how much more a core keeps meanwhile, which is the average of the weights, and
     the set that is not used."""
-    request = to_request(task) | dict(part=part, size=size, cores=machine.chips, spmd=parallel == "spmd")
-    request |= dict(memory_size=int(machine.chip.hbm_bytes), compiler=str(folder_of("torch_xla")))
-    request |= dict(backend=backend)
+    request = to_request(task) | dict(
+        part=part,
+        size=size,
+        cores=machine.chips,
+        spmd=parallel == "spmd",
+        memory_size=int(machine.chip.hbm_bytes),
+        compiler=str(folder_of("torch_xla")),
+        backend=backend,
+    )
     variables = NO_FLAGS
     if backend == "torch_tpu":  # its torch goes before the one that is installed here
         variables = NO_FLAGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder_of(backend))])}
@@ -90,44 +97,33 @@ def compile_graph(graph: dict, machine: Machine, parallel: str, backend: str, fl
     kilobytes = graph["path"].stat().st_size / 1000
     log(f"compiling {kilobytes:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
-    ran = run_compiler(graph["path"], machine.topology, machine.chips, parallel, libraries, flags)
-    answer = read_answer(ran, libraries) | dict(compile_s=time.monotonic() - started)
+    variables = NO_FLAGS | {"PYTHONPATH": str(libraries), "LIBTPU_INIT_ARGS": flags or None}
+    command = ("-s", COMPILER_SCRIPT, graph["path"], machine.topology, machine.chips, parallel)
+    answer = read_answer(run_python(*command, variables=variables), libraries)
+    answer["compile_s"] = time.monotonic() - started
     with contextlib.suppress(OSError, TpukitError):  # then it is compiled again next time
         files.make_private(cached.parent)
-        with files.file_lock(cached):
-            files.write_atomic(cached, gzip.compress(json.dumps(answer).encode()))
+        files.write_atomic(cached, gzip.compress(json.dumps(answer).encode()))
     return answer
-
-
-def run_compiler(
-    graph: Path, topology: str, cores: int, parallel: str, libraries: Path, flags: str = ""
-) -> subprocess.CompletedProcess:
-    """Run tpu_compiler.py in the environment of `libraries`, a folder of `install_compiler`."""
-    variables = NO_FLAGS | {"PYTHONPATH": str(libraries), "LIBTPU_INIT_ARGS": flags or None}
-    return run_python("-s", COMPILER_SCRIPT, graph, topology, cores, parallel, variables=variables)
 
 
 def read_answer(ran: subprocess.CompletedProcess, libraries: Path) -> dict:
     """The compiler's answer. Too little memory is one; anything else that went wrong is a TpukitError."""
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    answer = json.loads(lines[-1]) if lines else {}
-    error = answer.get("error", "") if answer else ran.stderr
-    if answer and (not error or "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower()):
-        return answer
-    if "libtpu_lockfile" in error or "already in use" in error:
-        raise TpukitError(
-            "libtpu is held by another process on this machine (/tmp/libtpu_lockfile). End that process, or,"
-            " if there is none any more, delete the file, then plan again"
-        )
-    if answer:
-        raise TpukitError(f"the TPU compiler refuses this graph: {' '.join(error.split())[:600]}")
+    if lines:
+        answer = json.loads(lines[-1])
+        error = answer.get("error", "")
+        if not error or "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower():
+            return answer
+        fix = fix_for(error) or ""  # of a lock file, for example
+        raise TpukitError(f"the TPU compiler refuses this graph: {' '.join(error.split())[:600]} {fix}")
     if ran.returncode == -signal.SIGKILL:
         raise TpukitError(
             "the TPU compiler was killed, most likely for lack of memory: a large network needs 8 GiB or more"
         )
     raise TpukitError(
-        f"the TPU compiler does not run here: {last_line(ran)}. It needs Linux on x86-64; delete {libraries}"
-        " to install it again"
+        f"the TPU compiler does not run here: {last_line(ran)}. {fix_for(ran.stderr) or ''} It needs Linux on"
+        f" x86-64; delete {libraries} to install it again"
     )
 
 

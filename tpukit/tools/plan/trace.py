@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 def trace_graphs(request: dict, folder: Path) -> None:
     """The graphs of a request, as numbered files, and traced.json about them."""
+    task, part, size = from_request(request), request["part"], request["size"]
     if request["backend"] == "torch_tpu":
         from tpukit.tools.plan.torch_tpu_export import TorchTPUExportRuntime as ExportRuntime
     else:
@@ -32,7 +33,6 @@ def trace_graphs(request: dict, folder: Path) -> None:
 
         # jax, for the processes that lower kernels, and not for this one
         os.environ["PYTHONPATH"] = request["compiler"]
-    task, part, size = from_request(request), request["part"], request["size"]
     runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"], spmd=request["spmd"])
     if part == "train":
         _, resident_bytes = trace_step(task, runtime, size, task.epochs)

@@ -6,13 +6,11 @@ of the computation. The kernels (`kernels.py`) keep them in fast memory.
 Shapes: B batch, T tokens, H heads, D channels of a head, C = H * D, g = 128 / D heads fill the lanes of a
 register."""
 
-import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -36,9 +34,8 @@ KERNEL_SCRIPT = Path(__file__).with_name("kernels.py")
 TOLERANCE = 0.02  # of `try_kernels`, relative: a few roundings to bf16, of 0.4% at most each
 MAX_PAIRS = 2**29  # tokens squared, over batch and heads, that a core holds at a time without the kernels
 
-_disabled_reason: str | None = (
-    "it is for TPUs"  # why this process does without the kernels; None: it uses them
-)
+# Why this process does without the kernels; None: it uses them.
+_disabled_reason: str | None = "it is for TPUs"
 
 
 def attention(qkv: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
@@ -66,16 +63,15 @@ def choose(runtime: "XLARuntime") -> str:
     """Find out whether all ranks can use the kernels, before their first graph. Returns a sentence for the
     log. Collective: an all-reduce needs the same graph on all ranks."""
     global _disabled_reason
-    _disabled_reason = _reason_here(runtime)
-    works = runtime.world.all_gather([_disabled_reason is None])
-    if _disabled_reason is None and not all(answer for [answer] in works):
-        failed = ", ".join(str(rank) for rank, [answer] in enumerate(works) if not answer)
-        _disabled_reason = f"it does not work on rank {failed}"
-    if _disabled_reason is None:
+    reason = _reason_here(runtime)
+    failed = [rank for rank, [works] in enumerate(runtime.world.all_gather([reason is None])) if not works]
+    if failed and reason is None:
+        reason = f"it does not work on rank {', '.join(map(str, failed))}"
+    _disabled_reason = reason
+    if reason is None:
         return "attention: by a TPU kernel (Pallas)"
     return (
-        "attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic:"
-        f" {_disabled_reason}"
+        f"attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic: {reason}"
     )
 
 
@@ -93,7 +89,7 @@ def _reason_here(runtime):
         if runtime.runs_graphs:
             try_kernels(runtime.device)
         else:
-            kernel_payload("forward", (1, 128, 384), 4, False)
+            kernel_payloads((1, 128, 384), 4, False)
     except Exception as error:  # jax, its lowering and libtpu raise many types for what they do not support
         return f"it does not work here ({first_line(error)})"
     return None
@@ -148,89 +144,44 @@ class KernelAttention(torch.autograd.Function):
         ctx.save_for_backward(qkv, bias)
         ctx.heads = heads
         batch, tokens, width = qkv.shape
-        operands = [qkv, qkv, qkv] if bias is None else [qkv, qkv, qkv, bias]
         outputs = [((batch, tokens, width // 3), qkv.dtype)]
-        return _call("forward", heads, operands, outputs, bias is not None)[0]
+        return _call("forward", heads, [qkv, qkv, qkv], bias, outputs)[0]
 
     @staticmethod
     def backward(ctx, gradient):
         qkv, bias = ctx.saved_tensors
-        operands, outputs = [qkv, qkv, qkv, gradient.to(qkv.dtype)], [(qkv.shape, qkv.dtype)]
-        if bias is None:
-            return *_call("backward", ctx.heads, operands, outputs, False), None, None
-        outputs.append((bias.shape, bias.dtype))
-        return *_call("backward", ctx.heads, [*operands, bias], outputs, True), None
+        outputs = [(value.shape, value.dtype) for value in (qkv, bias) if value is not None]
+        found = _call("backward", ctx.heads, [qkv, qkv, qkv, gradient.to(qkv.dtype)], bias, outputs)
+        return found[0], None if bias is None else found[1], None
 
 
-def _call(kind, heads, operands, outputs, biased):
+def _call(kind, heads, operands, bias, outputs):
     """A kernel's results, as traced tensors. operands: queries, keys and values are three times the same
     tensor. outputs: [(shape, dtype)]."""
-    shape = tuple(operands[0].shape)
+    batch, tokens, width = shape = tuple(operands[0].shape)
+    # For every head two matrix products forward and five backward, of 2 T T D each. (The zeros by which a
+    # kernel tells heads apart do not count, though the chip multiplies them.)
+    flops = dict(forward=2, backward=5)[kind] * 2 * batch * tokens**2 * width // 3
     # Operands and results cross the memory bus once each (see the kernels' docstring): the compiler's own
     # count has that.
-    count_kernel(f"attention {kind}", hbm_bytes=0, flops=kernel_flops(kind, *shape))
-    code = kernel_payload(kind, shape, heads, biased)
+    count_kernel(f"attention {kind}", hbm_bytes=0, flops=flops)
+    code = kernel_payloads(shape, heads, bias is not None)[kind]
+    operands = operands if bias is None else [*operands, bias]
     return xla_private.tpu_custom_call(operands, code, *map(list, zip(*outputs)))
 
 
-def kernel_flops(kind: str, batch: int, tokens: int, width: int) -> int:
-    """FLOP of one kernel: for every head two matrix products forward and five backward, of 2 T T D each. (The
-    zeros by which a kernel tells heads apart do not count, though the chip multiplies them.) width: 3 C."""
-    return dict(forward=2, backward=5)[kind] * 2 * batch * tokens**2 * width // 3
-
-
 @functools.cache
-def kernel_payload(kind: str, shape: tuple[int, int, int], heads: int, biased: bool) -> str:
-    """The kernel's code, lowered by jax. Raises RuntimeError with jax's words if it cannot."""
-    return _lowering(os.getpid()).payload(kind=kind, shape=shape, heads=heads, biased=biased)
-
-
-@functools.lru_cache(maxsize=1)
-def _lowering(pid):
-    """The `KernelLowering` of this process: a fork must not read the answers to its parent."""
-    return KernelLowering()
-
-
-class KernelLowering:
-    """jax in a process of its own, which leaves the TPU alone. It lowers all kernels, one after the other,
-    because importing jax takes longer than lowering one; and ends with this process, whose pipe it reads."""
-
-    process: subprocess.Popen | None = None
-
-    def payload(self, **request) -> str:
-        """What a `tpu_custom_call` of the kernel carries. request: the arguments of `kernels.payload`."""
-        process = self.process = self.process or self._start()
-        try:
-            answer = self._ask(process, request)
-        except BaseException:  # an interrupt, too: the next question must not get this one's answer
-            process.kill()
-            self.process = None
-            raise
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["payload"]
-
-    def _start(self):
-        self.errors = tempfile.TemporaryFile("w+")  # no pipe, which would fill
-        return subprocess.Popen(
-            [sys.executable, "-P", "-s", str(KERNEL_SCRIPT)],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},  # flags are for torch_xla's compiler
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-
-    def _ask(self, process, request):
-        with contextlib.suppress(BrokenPipeError):  # it has ended: see below
-            print(json.dumps(request), file=process.stdin, flush=True)
-        for line in process.stdout:
-            if line.startswith("{"):  # jax's libraries print, too
-                return json.loads(line)
-        code = process.wait()
-        self.errors.seek(0)
-        raise RuntimeError((self.errors.read().strip().splitlines() or [f"exit code {code}"])[-1])
+def kernel_payloads(shape: tuple[int, int, int], heads: int, biased: bool) -> dict[str, str]:
+    """What the `tpu_custom_call` of each kernel carries ("forward", "backward"), lowered by jax in a process
+    that leaves the TPU alone. shape: (B, T, 3 C). Raises RuntimeError with jax's words if it cannot."""
+    request = json.dumps(dict(shape=shape, heads=heads, biased=biased))
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # flags are for torch_xla's compiler
+    command = [sys.executable, "-P", "-s", str(KERNEL_SCRIPT), request]
+    # A session of its own: Ctrl-C is for this process.
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, start_new_session=True)
+    if ran.returncode:
+        raise RuntimeError((ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1])
+    return json.loads(ran.stdout.splitlines()[-1])  # jax's libraries print, too
 
 
 # Without

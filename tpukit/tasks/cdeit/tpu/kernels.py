@@ -1,11 +1,10 @@
 """Attention as TPU kernels in Pallas: what `attention.py` hands to the compiler. A script, run where jax is
 installed.
 
-    echo '{"kind": "forward", "shape": [16, 4096, 1536], "heads": 16, "biased": false}' | python kernels.py
+    python kernels.py '{"shape": [16, 4096, 1536], "heads": 16, "biased": false}'
 
-Answers each line with a line of JSON, {"payload": what a `tpu_custom_call` carries} or {"error": its reason},
-until its input ends. Imports nothing of tpukit: jax stays out of the process in which torch_xla holds the
-TPU.
+Prints a line of JSON: what a `tpu_custom_call` of each kernel carries. Imports nothing of tpukit: jax stays
+out of the process in which torch_xla holds the TPU.
 
 Shapes: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of a
 register, G = H / g is the number of such groups; Q queries at a time.
@@ -28,7 +27,6 @@ and its gradient with the group. So in each kernel every array crosses the memor
 
 import functools
 import json
-import os
 import sys
 
 import jax
@@ -204,34 +202,35 @@ def _dot(a, b, axis_of_a, axis_of_b):
     )
 
 
-def payload(kind, shape, heads, biased):
-    """The JSON that a `tpu_custom_call` of the kernel carries."""
+def arguments(kind, shape, heads, biased):
+    """The types of what a kernel is given, "forward" or "backward". shape: (B, T, 3 C)."""
+    batch, tokens, width = shape
+    found = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
+    if kind == "backward":
+        found.append(jax.ShapeDtypeStruct((batch, tokens, width // 3), jnp.bfloat16))
+    if biased:
+        groups = width // 3 // LANES
+        found.append(jax.ShapeDtypeStruct((groups, tokens, heads // groups * tokens), jnp.float32))
+    return found
+
+
+def payloads(shape, heads, biased):
+    """The JSON that the `tpu_custom_call` of each kernel carries, by its name."""
     from jax._src import tpu_custom_call
 
     tpu_custom_call.get_ir_version = lambda context: MOSAIC_VERSION
     # Without the lines of this file, so that the same kernel is the same graph wherever tpukit is installed.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    batch, tokens, width = shape
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
-    if kind == "backward":
-        arguments.append(jax.ShapeDtypeStruct((batch, tokens, width // 3), jnp.bfloat16))
-    if biased:
-        columns = Shape(arguments[0], heads).heads * tokens
-        arguments.append(jax.ShapeDtypeStruct((width // 3 // LANES, tokens, columns), jnp.float32))
-    kernel = jax.jit(functools.partial(dict(forward=forward, backward=backward)[kind], heads=heads))
-    module = kernel.trace(*arguments).lower(lowering_platforms=("tpu",)).compiler_ir()
-    for function in module.body.operations:
-        for operation in function.body.blocks[0].operations:
-            if operation.name == "stablehlo.custom_call":
-                return operation.attributes["backend_config"].value
-    raise LookupError("jax lowered no kernel")
+    found = {}
+    for kernel in (forward, backward):
+        kind = kernel.__name__
+        traced = jax.jit(functools.partial(kernel, heads=heads)).trace(*arguments(kind, shape, heads, biased))
+        functions = traced.lower(lowering_platforms=("tpu",)).compiler_ir().body.operations
+        operations = [operation for function in functions for operation in function.body.blocks[0].operations]
+        [call] = [operation for operation in operations if operation.name == "stablehlo.custom_call"]
+        found[kind] = call.attributes["backend_config"].value
+    return found
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        try:
-            answer = dict(payload=payload(**json.loads(line)))
-        except Exception as error:  # jax raises many types for what it cannot lower
-            answer = dict(error=f"{type(error).__name__}: {error}")
-        print(json.dumps(answer), flush=True)
-    os._exit(0)
+    print(json.dumps(payloads(**json.loads(sys.argv[1]))))
