@@ -108,7 +108,7 @@ def test_scores_equal_the_published_ones_whatever_the_batch(reference, batch):
 
 
 def on_host(image, mask, crop):
-    return [array[0].astype(int) for array in augment.on_host(image, mask, crop)]
+    return [array[0].astype(int) for array in augment.on_host(image[None], mask, crop)]
 
 
 def on_device(image, mask, crop, in_bfloat16=False):
@@ -153,7 +153,7 @@ def test_evaluation_resize_equals_the_published_one(way, reference, real_data):
 
 def pair(real_data, name):
     return [
-        read_image(real_data / "IRSTD-1k" / kind / f"{name}.png", grey=True) for kind in ("images", "masks")
+        read_image(real_data / f"IRSTD-1k/{kind}/{name}.png", grey=True)[0] for kind in ("images", "masks")
     ]
 
 

@@ -49,22 +49,19 @@ def scaled_size(image_size: tuple[int, int], long_size: int) -> tuple[int, int]:
     return width, height
 
 
-def planes(image: np.ndarray) -> np.ndarray:
-    """(H, W) or (H, W, 3) -> (C, H, W)."""
-    return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)
-
-
 def on_host(image: np.ndarray, mask: np.ndarray, crop: Crop) -> tuple[np.ndarray, np.ndarray]:
-    """The sample of an image, (H, W) or (H, W, 3), and its mask, (H, W), both uint8 -> (C, S, S) and (1, S,
-    S) uint8."""
+    """The sample of an image, (C, H, W), and its mask, (H, W), both uint8 -> (C, S, S), (1, S, S) uint8."""
     box = (crop.x1, crop.y1, crop.x1 + crop.size, crop.y1 + crop.size)
-    sample = []
-    for pixels, method in ((image, Image.Resampling.BILINEAR), (mask, Image.Resampling.NEAREST)):
-        picture = Image.fromarray(pixels)
+
+    def cut(plane, method):
+        picture = Image.fromarray(plane)
         picture = ImageOps.mirror(picture) if crop.flip else picture
-        sample.append(picture.resize(crop.scaled, method).crop(box))
-    blurred = sample[0].filter(ImageFilter.GaussianBlur(crop.blur)) if crop.blur else sample[0]
-    return planes(np.asarray(blurred)), planes(np.asarray(sample[1]))
+        return picture.resize(crop.scaled, method).crop(box)
+
+    planes = [cut(plane, Image.Resampling.BILINEAR) for plane in image]
+    if crop.blur:
+        planes = [plane.filter(ImageFilter.GaussianBlur(crop.blur)) for plane in planes]
+    return np.stack(planes), np.asarray(cut(mask, Image.Resampling.NEAREST))[None]
 
 
 def device_parameters(image_size: tuple[int, int], crop: Crop) -> dict[str, np.ndarray]:
