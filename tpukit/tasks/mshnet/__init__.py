@@ -120,14 +120,15 @@ class MSHNet(Task):
         return network_for(image).predict(model, image, warm_up)  # (B, 1, H, W) logits
 
     def evaluate(self, predictions: Iterable[tuple[Tensor, Batch]], threshold: float = 0.5) -> dict:
-        """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability,
-        in (0, 1)."""
-        from tpukit.tasks.mshnet.scores import Scores
+        """dict of `scores.summary`. threshold: of the probability, in (0, 1)."""
+        from tpukit.tasks.mshnet import scores
 
-        scores = Scores(threshold)
+        counts = []
         for logits, batch in predictions:
-            scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
-        return {**scores.result(), "roc": scores.roc()}
+            labels = batch["mask"].numpy()[:, 0] >= 128
+            rows = zip(logits.numpy()[:, 0], labels, batch["valid"])
+            counts += [scores.count(image, label, threshold) for image, label, valid in rows if valid]
+        return scores.summary(counts)
 
     def libtpu_args(self, batch_size: int) -> str:
         # If a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes out
@@ -201,12 +202,15 @@ class MSHNet(Task):
     def results(self, batch: Arrays, predictions, threshold: float = 0.5) -> list[dict]:
         """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of
         `scores.boxes`."""
+        from scipy import special
+
         from tpukit.tasks.mshnet.scores import boxes
 
         results = []
         for logits in np.asarray(predictions)[:, 0]:
-            mask, found = boxes(logits, threshold)
-            height, width = mask.shape
+            height, width = logits.shape
+            mask = logits > special.logit(threshold)
+            found = boxes(logits, mask)
             results.append(dict(height=height, width=width, targets=len(found), mask=mask, boxes=found))
         return results
 
