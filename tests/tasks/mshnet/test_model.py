@@ -11,7 +11,7 @@ from tests.tasks.mshnet.small import Narrow
 from tpukit import MSHNet, TpukitError
 from tpukit.runs import weights
 from tpukit.tasks.mshnet import model as network
-from tpukit.tasks.mshnet.model import Block, max_over_image
+from tpukit.tasks.mshnet.model import Block
 from tpukit.training import batch_norm
 
 
@@ -34,21 +34,6 @@ def test_weights_that_say_nothing_sensible_of_their_images_shrink_yours_to_a_hal
     (tmp_path / "a.safetensors").write_bytes(weights.serialize(state, dict(image_side=side)))
     task = MSHNet(weights=tmp_path / "a.safetensors")
     assert len(task.split(dict(image=np.zeros((1, 3, 1024, 1024), np.uint8)))[0]) == 9  # windows of 256
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_the_largest_value_of_an_image_and_its_gradient_are_the_same_by_a_reduction_as_by_pooling(layout):
-    torch.manual_seed(0)
-    image = torch.rand(3, 4, 6, 5).to(memory_format=layout)
-    found = []
-    for by_reduction in (False, True):
-        x = image.clone(memory_format=torch.preserve_format).requires_grad_()
-        largest = max_over_image(x, by_reduction=by_reduction)
-        (largest * torch.arange(12).view(3, 4, 1, 1)).sum().backward()
-        found.append((largest, x.grad))
-    (pooled, gradient), reduced = found
-    assert pooled.shape == (3, 4, 1, 1) and gradient.any()
-    assert torch.equal(pooled, reduced[0]) and torch.equal(gradient, reduced[1])
 
 
 class SumsInFloat32(TorchFunctionMode):

@@ -68,7 +68,7 @@ def test_the_gradient_that_the_convolutions_of_a_backward_pass_read_is_computed_
 
     layer = torch.nn.Conv2d(2, 3, 3).to(xla.device)
     x = torch.ones(4, 2, 8, 8).to(xla.device).requires_grad_()
-    y = F.relu(tiling.conv2d([layer], x, 2))
+    y = F.relu(tiling.conv2d([layer], [x], 2))
     graph = torch_xla._XLAC._get_xla_tensors_hlo(list(torch.autograd.grad(y.sum(), (x, layer.weight))))
     assert graph.count(" opt-barrier(") == 1
 
@@ -146,7 +146,7 @@ def test_a_block_with_frozen_batch_norms_trains_as_the_plain_one_and_leaves_thei
     def gradients(y):
         return torch.autograd.grad((y * torch.arange(y.numel()).double().view_as(y)).sum() / 1e3, inputs)
 
-    wanted, found = layers(x), tiling.merge(block.forward(layers, tiling.split(x, 2), 2), 2)
+    wanted, found = layers(x), tiling.merge(block.forward(layers, [tiling.split(x, 2)], 2), 2)
     for a, b in zip([found, *gradients(found)], [wanted, *gradients(wanted)], strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-9)
     assert all(torch.equal(a, b) for a, b in zip(layers.buffers(), before))

@@ -56,6 +56,5 @@ def _places(length, size):
     that is taken from it)."""
     stride = size - 2 * (size // MARGIN)
     starts = np.linspace(0, length - size, -(-(length - size) // stride) + 1).astype(int).tolist()
-    return list(
-        zip(starts, [0, *((before + after + size) // 2 for before, after in zip(starts, starts[1:]))])
-    )
+    middles = [(before + after + size) // 2 for before, after in zip(starts, starts[1:])]
+    return list(zip(starts, [0, *middles]))

@@ -80,11 +80,9 @@ def exchange_halo(x: Tensor, tiles: int, halo: int) -> Tensor:
     return torch.cat([above, x, below], 2)
 
 
-def conv2d(layers: Sequence[nn.Conv2d], x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor:
-    """Convolutions of the same tiled images without their biases, one after another in the channels.
-
-    x: (T*B, C, h, W), or a tuple of them, one after another in the channels."""
-    maps = x if isinstance(x, tuple) else (x,)
+def conv2d(layers: Sequence[nn.Conv2d], maps: Sequence[Tensor], tiles: int) -> Tensor:
+    """Convolutions without their biases, one after another in the channels, of maps (T*B, C, h, W), which
+    follow one another in the channels too."""
     dtype = autocast_dtype(maps[0], layers[0])
     weights = [layer.weight for layer in layers]
     return apply(_Convolutions, tiles, len(layers), *[tensor.to(dtype) for tensor in (*weights, *maps)])
