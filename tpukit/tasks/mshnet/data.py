@@ -166,13 +166,10 @@ def _read_split(folder, listing, lines, skip_bad):
                 samples[number, name] = future.result()
             except TpukitError as error:
                 bad.append(f"  line {number}: {name}: {error}")
-    problems = "\n".join(bad[:20] + [f"  ... and {len(bad) - 20} more"] * (len(bad) > 20))
+    notes = f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n" if bad else ""
+    notes += "\n".join(bad[:20] + ["  ..."] * (len(bad) > 20))
     if bad and not (skip_bad and samples):
-        raise TpukitError(
-            f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
-            "Fix them, or leave them out with skip_bad=True (--skip-bad)."
-        )
-    notes = f"{listing}: left out {len(bad)} of {len(entries)} entries:\n{problems}" if bad else ""
+        raise TpukitError(f"{notes}\nFix them, or leave them out with skip_bad=True (--skip-bad).")
     # Kept with the arrays: at the start of a training no pixels are read.
     masks = [[sample.shape[1:], hashlib.sha256(sample[-1]).hexdigest()] for sample in samples.values()]
     channels = max(map(len, samples.values()))
