@@ -67,8 +67,8 @@ def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_mean
     model, found = trained()
     monkeypatch.setattr(network, "takes_batch_statistics", lambda norm: False)
     plain, wanted = trained()
-    for mine, theirs in ((found, wanted), (list(model.buffers()), list(plain.buffers()))):
-        torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-9)
+    mine, theirs = [*found, *model.buffers()], [*wanted, *plain.buffers()]
+    torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-9)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if variant == "per-core" and name.endswith((".conv1.bias", ".conv2.bias", ".shortcut.0.bias")):
             assert mine.grad is None and theirs.grad.abs().max() < 1e-10

@@ -63,9 +63,8 @@ def test_the_window_is_a_square_within_an_image_of_any_size_and_holds_the_target
         target = np.zeros(size, bool)
         target[place] = True
         for masks in ([target], [target, target], [np.zeros_like(target), target], [target, ~target]):
-            whole, zoomed, pixels = (picture for _, picture in row(image, *masks))
-            assert whole.shape == (height, width, 3)
-            assert zoomed.shape == pixels.shape == (side, side, 3)
+            shapes = [picture.shape for _, picture in row(image, *masks)]
+            assert shapes == [(height, width, 3), (side, side, 3), (side, side, 3)]
         assert is_colour(row(image, target, target)[2][1], HIT).sum() == 1
 
 
