@@ -107,7 +107,7 @@ def test_a_missing_folder_and_a_list_in_another_encoding_are_refused(tmp_path):
     with refuses("nowhere", "images/"):
         InfraredSet(tmp_path / "nowhere", "train")
     (write_set(tmp_path, ["a"]) / "trainval.txt").write_text("gelände", encoding="latin-1")
-    with refuses("trainval.txt", "UTF-8 (invalid continuation byte at byte 3"):
+    with refuses("trainval.txt", "line 1: gel\N{REPLACEMENT CHARACTER}nde: no image"):
         InfraredSet(tmp_path, "train")
 
 

@@ -54,7 +54,7 @@ class MSHNet(Task):
     published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     export_output: ClassVar[str] = (
-        "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
+        "probability of a target (batch, 1, height, width); images RGB or thrice grey"
     )
     export_multiple: ClassVar[int] = 16  # of which height and width of an exported image are multiples
 
@@ -89,9 +89,9 @@ class MSHNet(Task):
         from tpukit.tasks.mshnet.data import InfraredSet
 
         assert self.dataset_dir is not None  # `check_dataset_dir` explained it
-        read = functools.partial(InfraredSet, self.dataset_dir, skip_bad=self.skip_bad)
-        read = functools.partial(read, base_size=self.base_size, crop_size=self.crop_size)
-        return read("train"), read("test")
+        settings = (self.base_size, self.crop_size, self.skip_bad)
+        train, test = (InfraredSet(self.dataset_dir, split, *settings) for split in ("train", "test"))
+        return train, test
 
     def model(self) -> nn.Module:
         from torch.nn import init

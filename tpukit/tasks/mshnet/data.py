@@ -43,7 +43,7 @@ class InfraredSet:
     num_uniforms = augment.NUM_UNIFORMS
 
     def __init__(
-        self, folder: Path, split: str, *, base_size: int = 256, crop_size: int = 256, skip_bad: bool = False
+        self, folder: Path, split: str, base_size: int = 256, crop_size: int = 256, skip_bad: bool = False
     ) -> None:
         self.base_size, self.crop_size = base_size, crop_size
         folder = Path(folder)
@@ -117,12 +117,8 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
         for name, patterns in LISTS.items()
     }
     if lists[split]:
-        listing = lists[split][0]
-        try:
-            return listing, listing.read_text("utf-8-sig").splitlines()  # Windows' editors write a mark first
-        except UnicodeDecodeError as error:
-            reason = f"{error.reason} at byte {error.start}"
-            raise TpukitError(f"{listing} is not text in UTF-8 ({reason}): save it as UTF-8") from error
+        # Windows' editors write a mark first. In another encoding a name is shown with what is no UTF-8.
+        return lists[split][0], lists[split][0].read_text("utf-8-sig", errors="replace").splitlines()
     images = folder / "images"
     if images.is_dir() and not any(lists.values()):
         return images, _split_by_name(list(_image_files(images).values()), split)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import ndimage, special
 
-THRESHOLDS = np.arange(11) / 10  # of the ROC, on the sigmoid of the logits
+THRESHOLDS = (np.arange(11) / 10).astype(np.float32)  # of the ROC, on the sigmoid of the logits
 MATCH_DISTANCE = 3  # pixels between centroids
 
 Region = tuple[int, tuple[float, float]]  # area in pixels, (row, column) of the centroid
@@ -18,7 +18,8 @@ Region = tuple[int, tuple[float, float]]  # area in pixels, (row, column) of the
 def count(logits: np.ndarray, label: np.ndarray, threshold: float = 0.5) -> dict[str, Any]:
     """The counts of one image, which `summary` adds up. logits: (H, W), unbounded. label: (H, W) bool. A
     pixel is predicted above the threshold of its probability, in (0, 1)."""
-    prediction, above = logits > special.logit(threshold), predictions_at_thresholds(logits)
+    prediction = logits > special.logit(threshold)
+    above = special.expit(logits) > THRESHOLDS[:, None, None]  # (11, H, W)
     targets = regions(label)
     matched, unmatched = match(targets, regions(prediction))
     return dict(
@@ -56,11 +57,6 @@ def summary(counts: list[dict[str, Any]]) -> dict[str, Any]:
         targets=total["targets"],
         roc={name: rate.tolist() for name, rate in rates.items()},
     )
-
-
-def predictions_at_thresholds(logits: np.ndarray) -> np.ndarray:
-    """(H, W) logits -> (11, H, W) bool, for each of `THRESHOLDS`."""
-    return special.expit(logits) > THRESHOLDS.astype(np.float32)[:, None, None]
 
 
 def regions(mask: np.ndarray) -> list[Region]:
