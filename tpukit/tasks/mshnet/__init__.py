@@ -180,7 +180,7 @@ class MSHNet(Task):
         """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, if they do
         not say."""
         side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
-        known = re.fullmatch("[1-9][0-9]{1,4}", side)  # Python refuses to read long numbers
+        known = re.fullmatch("[1-9][0-9]{0,4}", side)  # Python refuses to read long numbers
         return min(self.base_size / int(side), 1.0) if known else 0.5
 
     def read_files(self, paths: Iterable[Path], best: Path) -> tuple[Arrays, list[str]]:
@@ -202,17 +202,13 @@ class MSHNet(Task):
     def results(self, batch: Arrays, predictions, threshold: float = 0.5) -> list[dict]:
         """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of
         `scores.boxes`."""
-        from scipy import special
-
         from tpukit.tasks.mshnet.scores import boxes
 
-        results = []
-        for logits in np.asarray(predictions)[:, 0]:
-            height, width = logits.shape
-            mask = logits > special.logit(threshold)
-            found = boxes(logits, mask)
-            results.append(dict(height=height, width=width, targets=len(found), mask=mask, boxes=found))
-        return results
+        found = [boxes(logits, threshold) for logits in np.asarray(predictions)[:, 0]]
+        return [
+            dict(height=mask.shape[0], width=mask.shape[1], targets=len(rows), mask=mask, boxes=rows)
+            for mask, rows in found
+        ]
 
 
 def network_for(image: Tensor) -> ModuleType:

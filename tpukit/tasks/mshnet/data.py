@@ -154,14 +154,14 @@ def _read_split(folder, listing, lines, skip_bad):
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
     files = _image_files(folder / "images"), _image_files(folder / "masks")
-    samples, bad = {}, []  # by line
+    samples, bad = {}, []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = [pool.submit(_read_pair, *files, name) for _, name in entries]
-        for (number, name), future in zip(entries, futures):
-            try:
-                samples[number, name] = future.result()
-            except TpukitError as error:
-                bad.append(f"  line {number}: {name}: {error}")
+    for (number, name), future in zip(entries, futures):
+        try:
+            samples[number, name] = future.result()
+        except TpukitError as error:
+            bad.append(f"  line {number}: {name}: {error}")
     notes = f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n" if bad else ""
     notes += "\n".join(bad[:20] + ["  ..."] * (len(bad) > 20))
     if bad and not (skip_bad and samples):

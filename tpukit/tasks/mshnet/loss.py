@@ -47,23 +47,20 @@ def sums_of_scales(logits: Tensor, masks: Sequence[Tensor], target: Tensor, **ti
     return torch.stack(sums, 1)
 
 
-def rows_of_images(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, 1, H, 1): which row of its image, from 0, each row is."""
-    return torch.arange(x.shape[2], dtype=x.dtype, device=x.device)[:, None].expand(len(x), 1, -1, 1)
-
-
 def sums_over_images(
-    logits: Tensor, target: Tensor, rows: Callable[[Tensor], Tensor] = rows_of_images, tiles: int = 1
+    logits: Tensor, target: Tensor, rows: Callable[[Tensor], Tensor] | None = None, tiles: int = 1
 ) -> Tensor:
     """(7, B) for each image: the sums of prediction times target, of the prediction and of the target, and
     the centres x and y of the prediction and of the target as shares of the image.
 
-    Of tiles: how many an image has, and what takes the place of `rows_of_images`."""
+    Of tiles: how many an image has, and rows: (B, 1, H, W) -> (B, 1, H, 1), the numbers of their rows in the
+    image, from 0."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     p, t = torch.sigmoid(logits.to(dtype)), target.to(dtype)
     height, width = p.shape[2] * tiles, p.shape[3]
     x = torch.arange(width, dtype=dtype, device=p.device) / width
-    y = rows(p) / height  # (B, 1, H, 1)
+    row = rows(p) if rows else torch.arange(p.shape[2], dtype=dtype, device=p.device)[:, None]
+    y = row / height  # (H, 1) or (B, 1, H, 1)
     regions = torch.stack([values.sum((1, 2, 3)) for values in (p * t, p, t)])
     centres = torch.stack([values.sum((1, 2, 3)) for values in (x * p, y * p, x * t, y * t)])
     return torch.cat([regions, centres / (height * width)])

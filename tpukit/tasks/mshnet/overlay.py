@@ -24,7 +24,7 @@ def row(image: np.ndarray, targets: np.ndarray, predicted: np.ndarray | None = N
         matched, false = match([target], false)  # the rule of Pd: a prediction serves one target
         (hits if matched else missed).append(target)
     window = _window(wanted or false, targets.shape)
-    marked = image.repeat(3 // len(image), 0).transpose(1, 2, 0)  # (H, W, 3)
+    marked = np.asarray(image, np.uint8).repeat(3 // len(image), 0).transpose(1, 2, 0)  # (H, W, 3)
     plain, pixels = marked[window].copy(), marked.copy()
     _dot_edge(marked, window)
     rows, columns = np.ogrid[: image.shape[1], : image.shape[2]]

@@ -75,9 +75,11 @@ def _labels(mask):
     return labels
 
 
-def boxes(logits: np.ndarray, mask: np.ndarray) -> list[dict]:
-    """A dict for each 8-connected region of a mask (H, W) bool, of logits (H, W): left, top, right, bottom
-    (the last two exclusive), pixels (their number), and score, the mean probability of its pixels."""
+def boxes(logits: np.ndarray, threshold: float = 0.5) -> tuple[np.ndarray, list[dict]]:
+    """(H, W) logits -> (the mask (H, W) bool of a probability above the threshold, a dict for each of its
+    8-connected regions): left, top, right, bottom (the last two exclusive), pixels (their number), and score,
+    the mean probability of its pixels."""
+    mask = logits > special.logit(threshold)
     labels = _labels(mask)
     found = []
     for number, (rows, columns) in enumerate(ndimage.find_objects(labels), 1):
@@ -85,7 +87,7 @@ def boxes(logits: np.ndarray, mask: np.ndarray) -> list[dict]:
         box = dict(left=columns.start, top=rows.start, right=columns.stop, bottom=rows.stop)
         score = round(float(special.expit(inside).mean()), 4)
         found.append(dict(box, pixels=len(inside), score=score))
-    return found
+    return mask, found
 
 
 def match(targets: list[Region], predictions: list[Region]) -> tuple[list[Region], list[Region]]:
