@@ -60,7 +60,9 @@ def on_host(image: np.ndarray, mask: np.ndarray, crop: Crop) -> tuple[np.ndarray
 
     blur = ImageFilter.GaussianBlur(crop.blur)  # of radius 0: none
     planes = [cut(plane, Image.Resampling.BILINEAR).filter(blur) for plane in image]
-    return np.stack(planes), np.asarray(cut(mask, Image.Resampling.NEAREST))[None]
+    return np.stack([np.asarray(plane) for plane in planes]), np.asarray(cut(mask, Image.Resampling.NEAREST))[
+        None
+    ]
 
 
 def device_parameters(image_size: tuple[int, int], crop: Crop) -> dict[str, np.ndarray]:

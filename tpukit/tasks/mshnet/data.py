@@ -208,5 +208,5 @@ def read_image(path: Path, *, grey: bool = False) -> np.ndarray:
     with pictures.opened(path) as image:
         image = pictures.to_uint8(image)
         image = image.convert("L" if grey or image.mode in ("1", "L", "LA") else "RGB")
-        planes = np.stack(image.split())
+        planes = np.stack([np.asarray(plane) for plane in image.split()])
         return planes if np.ptp(planes, axis=0).max() > 1 else np.array(image.convert("L"))[None]

@@ -39,7 +39,7 @@ def count(logits: np.ndarray, label: np.ndarray, threshold: float = 0.5) -> dict
 def summary(counts: list[dict[str, Any]]) -> dict[str, Any]:
     """The scores of the counts of all images: iou, niou, pixel_recall, pd in [0, 1]; fa in false pixels per
     pixel; images, targets; roc, a dict of lists over `THRESHOLDS`: tpr (= recall), fpr, precision."""
-    total = {name: sum(image[name] for image in counts) for name in counts[0]}
+    total: dict[str, Any] = {name: sum(image[name] for image in counts) for name in counts[0]}
     true, false, labelled = total["true_positives"], total["false_positives"], total["labelled"]
     rates = dict(  # the 0.001 is published
         tpr=true / (labelled + 0.001),
