@@ -31,7 +31,7 @@ def plain(folder, names, numbers, size):
         image = Image.open(folder / "images" / f"{name}.png").convert("RGB")
         mask = Image.open(folder / "masks" / f"{name}.png").convert("L")
         crop = augment.random_crop(drawn, image.size, size, size)
-        image, mask = augment.on_host(np.asarray(image), np.asarray(mask), crop)
+        image, mask = augment.on_host(np.stack(image.split()), np.asarray(mask), crop)
         image = torch.from_numpy(image.copy()).float() / 255
         images.append(
             (image - torch.tensor(IMAGE_MEAN).view(3, 1, 1)) / torch.tensor(IMAGE_STD).view(3, 1, 1)

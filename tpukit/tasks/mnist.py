@@ -103,12 +103,6 @@ class MNIST(Task):
         image = rng.integers(0, 256, (count, 1, 28, 28), np.uint8)
         return dict(image=image, label=rng.integers(0, 10, count))
 
-    def panels(self, batch, prediction=None) -> list[list[tuple[str, np.ndarray]]]:
-        labels = batch.get("label", ["your own"] * len(batch["image"]))
-        if prediction is not None:
-            labels = [f"{label}, predicted {digit}" for label, digit in zip(labels, prediction)]
-        return [[(f"{label}", image[0])] for label, image in zip(labels, np.asarray(batch["image"]))]
-
     def exported(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return model(inputs["image"].float() / 255).float().softmax(1)  # (B, 10)
 

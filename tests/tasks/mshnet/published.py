@@ -1,8 +1,9 @@
 """The scores of MSHNet as the published code counts them, to compare ours and a paper's figures with."""
 
 import numpy as np
+from scipy import special
 
-from tpukit.tasks.mshnet.scores import THRESHOLDS, match, predictions_at_thresholds, regions
+from tpukit.tasks.mshnet.scores import THRESHOLDS, match, regions
 
 
 def published_scores(logits, target):
@@ -29,7 +30,8 @@ def published_scores(logits, target):
         detected += len(matched)
         matched_areas = {area for area, _ in matched}
         false_area += sum(area for area, _ in found if area not in matched_areas)
-        for place, above in enumerate(predictions_at_thresholds(image)):
+        for place, threshold in enumerate(THRESHOLDS):
+            above = special.expit(image) > threshold
             true, false = np.count_nonzero(above & exact), np.count_nonzero(above & ~exact)
             missed, rejected = np.count_nonzero(~above & (label > 0)), np.count_nonzero(~above & (label == 0))
             roc[:, place] += true, false, true + missed, false + rejected

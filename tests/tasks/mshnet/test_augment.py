@@ -21,24 +21,28 @@ def many_kinds(tmp_path):
         shape = (height // 4 + 1, width // 4 + 1, *([3] if number % 2 else []))
         image = Image.fromarray(rng.integers(0, 255, shape, np.uint8))
         image.resize((width, height), Image.Resampling.BICUBIC).save(tmp_path / f"images/{number}.png")
-        mask = np.where(rng.random((height, width)) > 0.9, 255, 0).astype(np.uint8)
-        Image.fromarray(mask).save(tmp_path / f"masks/{number}.png")
+        mask = Image.fromarray(255 * (rng.random((height, width)) > 0.9).astype(np.uint8))
+        mask.save(tmp_path / f"masks/{number}.png")
     for name in ("trainval.txt", "test.txt"):
         (tmp_path / name).write_text("0\n1\n2\n3\n")
     return InfraredSet(tmp_path, "train", base_size=64, crop_size=48)
 
 
+def on_device(data, indices, numbers):
+    """The arguments of `augment.on_device`."""
+    rows = [torch.as_tensor(values[indices]) for values in data.device_arrays().values()]
+    parameters = data.sample_parameters(indices, numbers)
+    return *rows, {name: torch.as_tensor(values) for name, values in parameters.items()}
+
+
 @pytest.mark.parametrize("augmented, size", [(True, 48), (False, 64)])
 def test_images_of_many_sizes_and_modes_are_on_a_device_what_pil_makes_of_them(many_kinds, augmented, size):
     data, rng = many_kinds, np.random.default_rng(1)
-    on_device = data.device_arrays()
-    assert data.device_nbytes() == sum(a.nbytes for a in on_device.values()) == 4 * (3 + 1) * 200 * 300
     indices, numbers = rng.integers(0, 4, 40), rng.random((40, 6)) if augmented else None
-    host = data.batch(indices, numbers)
-    rows = [torch.as_tensor(on_device[name][indices]) for name in ("image", "mask")]
-    parameters = {k: torch.as_tensor(v) for k, v in data.sample_parameters(indices, numbers).items()}
+    host, batch = data.batch(indices, numbers), on_device(data, indices, numbers)
+    assert data.device_nbytes() == sum(a.nbytes for a in data.device_arrays().values()) == 4 * 4 * 200 * 300
     for in_bfloat16 in (False, True):
-        image, mask = augment.on_device(*rows, parameters, in_bfloat16=in_bfloat16)
+        image, mask = augment.on_device(*batch, in_bfloat16=in_bfloat16)
         assert host["image"].shape == image.shape == (40, 3, size, size)
         difference = np.abs(image.numpy() - host["image"])
         assert difference.max() <= (3.5 if augmented else 1.5) and difference.mean() < 0.8  # PIL rounds
@@ -61,29 +65,16 @@ class Products(TorchFunctionMode):
         return function(*arguments, **(settings or {}))
 
 
-@pytest.fixture
-def batch(infrared):
-    """The arguments of `augment.on_device`."""
-    data = InfraredSet(infrared, "train", base_size=64, crop_size=64)
-    rng = np.random.default_rng(0)
+def test_an_image_is_two_exact_products_and_those_in_bfloat16_as_of_a_tpu_move_no_grey_level(infrared):
+    data, rng = InfraredSet(infrared, "train", base_size=64, crop_size=64), np.random.default_rng(0)
     indices, numbers = rng.integers(0, len(data), 8), rng.random((8, 6))
-    pixels = [torch.as_tensor(data.device_arrays()[name][indices]) for name in ("image", "mask")]
-    parameters = data.sample_parameters(indices, numbers)
-    return *pixels, {name: torch.as_tensor(value) for name, value in parameters.items()}
-
-
-def test_products_in_bfloat16_as_a_tpu_takes_them_move_no_grey_level(batch):
-    image, mask = augment.on_device(*batch)
+    batch = on_device(data, indices, numbers)
+    with Products(in_bfloat16=False) as products:
+        image, mask = augment.on_device(*batch)
+    assert products.count == 2
     with Products(in_bfloat16=True):
         found_image, found_mask = augment.on_device(*batch, in_bfloat16=True)
-    assert 0 < (found_image - image).abs().max() < 0.05
-    assert torch.equal(found_mask, mask)
-
-
-def test_where_products_are_exact_an_image_takes_two_of_them_and_a_mask_none(batch):
-    with Products(in_bfloat16=False) as products:
-        augment.on_device(*batch)
-    assert products.count == 2
+    assert 0 < (found_image - image).abs().max() < 0.05 and torch.equal(found_mask, mask)
 
 
 def test_crops_cover_their_whole_range_and_nothing_beyond():

@@ -5,19 +5,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.tasks.mshnet.test_data import write_set
 from tpukit import MSHNet, show_labels
 from tpukit.tasks.mshnet.data import InfraredSet
 
 
 def write(folder, masks):
-    """images/ and masks/ of square masks, by name, all in the training list."""
-    for kind in ("images", "masks"):
-        (folder / kind).mkdir()
+    """A task of square masks, by name, all in both lists."""
+    write_set(folder, masks)
     for name, mask in masks.items():
         Image.new("L", mask.shape, 50).save(folder / f"images/{name}.png")
         Image.fromarray(mask.astype(np.uint8)).save(folder / f"masks/{name}.png")
-    for listing in ("trainval.txt", "test.txt"):
-        (folder / listing).write_text("\n".join(masks))
     return MSHNet(dataset_dir=folder, base_size=64, crop_size=64)
 
 

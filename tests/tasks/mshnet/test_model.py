@@ -3,15 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MSHNet, TpukitError
 from tpukit.runs import weights
 from tpukit.tasks.mshnet import model as network
-from tpukit.tasks.mshnet.model import Block, max_over_image
 from tpukit.training import batch_norm
 
 
@@ -36,37 +33,6 @@ def test_weights_that_say_nothing_sensible_of_their_images_shrink_yours_to_a_hal
     assert len(task.split(dict(image=np.zeros((1, 3, 1024, 1024), np.uint8)))[0]) == 9  # windows of 256
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_the_largest_value_of_an_image_and_its_gradient_are_the_same_by_a_reduction_as_by_pooling(layout):
-    torch.manual_seed(0)
-    image = torch.rand(3, 4, 6, 5).to(memory_format=layout)
-    found = []
-    for by_reduction in (False, True):
-        x = image.clone(memory_format=torch.preserve_format).requires_grad_()
-        largest = max_over_image(x, by_reduction=by_reduction)
-        (largest * torch.arange(12).view(3, 4, 1, 1)).sum().backward()
-        found.append((largest, x.grad))
-    (pooled, gradient), reduced = found
-    assert pooled.shape == (3, 4, 1, 1) and gradient.any()
-    assert torch.equal(pooled, reduced[0]) and torch.equal(gradient, reduced[1])
-
-
-class SumsInFloat32(TorchFunctionMode):
-    """Context manager: what autocast does on a GPU, and not on a CPU, to sums that name no type."""
-
-    def __torch_function__(self, function, types, arguments=(), settings=None):
-        settings = settings or {}
-        if function in (torch.sum, torch.Tensor.sum) and arguments[0].is_floating_point():
-            settings = dict(dtype=torch.float32) | settings
-        return function(*arguments, **settings)
-
-
-def test_under_a_gpus_autocast_a_block_stays_in_half_precision():
-    with torch.autocast("cpu", dtype=torch.bfloat16), SumsInFloat32():
-        assert torch.ones(2, dtype=torch.bfloat16).sum().dtype == torch.float32
-        assert Block(16, 32)(torch.randn(2, 16, 8, 8)).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("variant", ["per-core", "frozen"])
 def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_means(variant, cpu, monkeypatch):
     image = torch.randn(3, 3, 32, 32, dtype=torch.float64)
@@ -82,25 +48,13 @@ def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_mean
     model, found = trained()
     monkeypatch.setattr(network, "takes_batch_statistics", lambda norm: False)
     plain, wanted = trained()
-    for mine, theirs in ((found, wanted), (list(model.buffers()), list(plain.buffers()))):
-        torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-9)
+    mine, theirs = [*found, *model.buffers()], [*wanted, *plain.buffers()]
+    torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-9)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if variant == "per-core" and name.endswith((".conv1.bias", ".conv2.bias", ".shortcut.0.bias")):
             assert mine.grad is None and theirs.grad.abs().max() < 1e-10
         else:
             torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-11, rtol=1e-8)
-
-
-def test_under_a_gpus_autocast_what_is_upsampled_stays_in_half_precision():
-    torch.set_autocast_dtype("cuda", torch.float16)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        with FakeTensorMode():  # knows a GPU's rules without one
-            x = torch.empty(1, 2, 4, 4, dtype=torch.float16, device="cuda")
-            assert F.interpolate(x, scale_factor=2, mode="bilinear").dtype == torch.float32
-            assert network.upsample(x, 2).dtype == torch.float16
-    finally:
-        torch.set_autocast_enabled("cuda", False)
 
 
 def test_no_convolution_of_more_than_three_channels_gets_maps_that_are_not_channels_last(cpu, monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tpukit.tasks.mshnet.overlay import FALSE, FRAME, HIT, MISSED, RING, WINDOW, row
-from tpukit.tasks.mshnet.scores import Scores, match, regions
+from tpukit.tasks.mshnet.scores import count, match, regions, summary
 
 
 def is_colour(picture, colour):
@@ -46,12 +46,11 @@ def test_the_numbers_of_the_title_are_those_of_the_scores():
         label = random.random((48, 40)) < density
         noise = random.random(label.shape) < density / 2
         predicted = np.roll(label, random.integers(-2, 3, 2), (0, 1)) ^ noise
-        scores = Scores()
-        scores.add(np.where(predicted, 5.0, -5.0)[None, None], label[None, None])
-        (counts,), (_, false) = scores.counts, match(regions(label), regions(predicted))
+        counts = count(np.where(predicted, 5.0, -5.0), label)
+        _, false = match(regions(label), regions(predicted))
         (title, _), *_ = row(np.zeros((1, *label.shape), np.uint8), label, predicted)
         found = f"{counts['detected']} of {counts['targets']} hit, {len(false)} false"
-        assert title == f"IoU {scores.result()['iou'] if label.any() else 1:.2f}: {found}"
+        assert title == f"IoU {summary([counts])['iou'] if label.any() else 1:.2f}: {found}"
         hits.append((counts["detected"], counts["targets"] - counts["detected"], len(false)))
     assert (np.count_nonzero(hits, 0) > 10).all()
 
@@ -64,9 +63,8 @@ def test_the_window_is_a_square_within_an_image_of_any_size_and_holds_the_target
         target = np.zeros(size, bool)
         target[place] = True
         for masks in ([target], [target, target], [np.zeros_like(target), target], [target, ~target]):
-            whole, zoomed, pixels = (picture for _, picture in row(image, *masks))
-            assert whole.shape == (height, width, 3)
-            assert zoomed.shape == pixels.shape == (side, side, 3)
+            shapes = [picture.shape for _, picture in row(image, *masks)]
+            assert shapes == [(height, width, 3), (side, side, 3), (side, side, 3)]
         assert is_colour(row(image, target, target)[2][1], HIT).sum() == 1
 
 

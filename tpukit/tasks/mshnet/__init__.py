@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
 from tpukit.host import arrays
+from tpukit.host.arrays import Arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.runs.run import setting
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from tpukit.tasks.mshnet.data import InfraredSet
     from tpukit.tasks.mshnet.overlay import Panels
     from tpukit.training.data import Batch
-
-    Arrays = dict[str, np.ndarray]  # a batch on the host
 
 MAX_SIDE = 8192  # pixels, as of `pictures.MAX_PIXELS`
 
@@ -54,7 +54,7 @@ class MSHNet(Task):
     published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     export_output: ClassVar[str] = (
-        "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
+        "probability of a target (batch, 1, height, width); images RGB or thrice grey"
     )
     export_multiple: ClassVar[int] = 16  # of which height and width of an exported image are multiples
 
@@ -81,18 +81,17 @@ class MSHNet(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("base_size", "crop_size"):
-            size = getattr(self, name)
-            if size not in range(16, MAX_SIDE + 1, 16):
-                rule = f"use a multiple of 16, up to {MAX_SIDE}"
-                raise TpukitError(f"{name}={size}: the network halves it four times; {rule}")
+            if (size := getattr(self, name)) not in range(16, MAX_SIDE + 1, 16):
+                needed = f"a multiple of 16 up to {MAX_SIDE}, as the network halves it four times"
+                raise TpukitError(f"{name}={size}: it must be {needed}")
 
     def datasets(self) -> tuple[InfraredSet, InfraredSet]:
         from tpukit.tasks.mshnet.data import InfraredSet
 
         assert self.dataset_dir is not None  # `check_dataset_dir` explained it
-        sizes = dict(base_size=self.base_size, crop_size=self.crop_size)
-        read = functools.partial(InfraredSet, self.dataset_dir, skip_bad=self.skip_bad, **sizes)
-        return read("train"), read("test")
+        settings = (self.base_size, self.crop_size, self.skip_bad)
+        train, test = (InfraredSet(self.dataset_dir, split, *settings) for split in ("train", "test"))
+        return train, test
 
     def model(self) -> nn.Module:
         from torch.nn import init
@@ -112,8 +111,8 @@ class MSHNet(Task):
         return Adagrad(model.parameters(), lr=self.lr)
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
-        image, mask = batch["image"], batch["mask"]
-        return network_for(image).loss(model, image, mask, warm_up=epoch <= self.warm_epoch)
+        image = batch["image"]
+        return network_for(image).loss(model, image, batch["mask"], warm_up=epoch <= self.warm_epoch)
 
     def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Tensor:
         image = batch["image"]
@@ -121,14 +120,15 @@ class MSHNet(Task):
         return network_for(image).predict(model, image, warm_up)  # (B, 1, H, W) logits
 
     def evaluate(self, predictions: Iterable[tuple[Tensor, Batch]], threshold: float = 0.5) -> dict:
-        """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability,
-        in (0, 1)."""
-        from tpukit.tasks.mshnet.scores import Scores
+        """dict of `scores.summary`. threshold: of the probability, in (0, 1)."""
+        from tpukit.tasks.mshnet import scores
 
-        scores = Scores(threshold)
+        counts = []
         for logits, batch in predictions:
-            scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
-        return {**scores.result(), "roc": scores.roc()}
+            labels = batch["mask"].numpy()[:, 0] >= 128
+            rows = zip(logits.numpy()[:, 0], labels, batch["valid"])
+            counts += [scores.count(image, label, threshold) for image, label, valid in rows if valid]
+        return scores.summary(counts)
 
     def libtpu_args(self, batch_size: int) -> str:
         # If a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes out
@@ -139,13 +139,6 @@ class MSHNet(Task):
     @staticmethod
     def download(folder: Path) -> None:
         raise TpukitError("its authors share it on Google Drive and Baidu, see github.com/RuiZhang97/ISNet")
-
-    @staticmethod
-    def milestones(settings: dict) -> dict[int, str]:
-        """dict epoch -> what changes there, which explains a jump of the curves. settings: as of
-        `settings_dict`."""
-        warm_epoch = settings.get("warm_epoch")
-        return {warm_epoch + 1: "warm-up ends"} if isinstance(warm_epoch, int) else {}
 
     def data_signature(self, data: InfraredSet) -> dict[str, str]:
         return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
@@ -174,7 +167,8 @@ class MSHNet(Task):
         return [overlay.row(*sample) for sample in zip(np.asarray(batch["image"]), *masks)]
 
     def export_inputs(self, batch: Arrays) -> Arrays:
-        return dict(image=np.ascontiguousarray(_in_colour(np.asarray(batch["image"]))))
+        image = np.asarray(batch["image"])
+        return dict(image=image.repeat(3 // image.shape[1], 1))  # (B, 1 or 3, H, W) -> (B, 3, H, W)
 
     def exported(self, model: nn.Module, inputs: Batch) -> Tensor:
         return self.predict(model, inputs).sigmoid()
@@ -186,15 +180,15 @@ class MSHNet(Task):
         """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, if they do
         not say."""
         side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
-        pixels = int(side) if side.isdecimal() and len(side) < 6 else 0  # Python refuses long numbers
-        return min(self.base_size / pixels, 1.0) if pixels else 0.5
+        known = re.fullmatch("[1-9][0-9]{0,4}", side)  # Python refuses to read long numbers
+        return min(self.base_size / int(side), 1.0) if known else 0.5
 
     def read_files(self, paths: Iterable[Path], best: Path) -> tuple[Arrays, list[str]]:
         """Images in their own size; several at once must have the same."""
-        from tpukit.tasks.mshnet.augment import planes
         from tpukit.tasks.mshnet.data import read_image
 
-        images = pictures.read_images(paths, lambda path: _in_colour(planes(read_image(path))[None])[0])
+        images = pictures.read_images(paths, read_image)
+        images = [planes.repeat(3 // len(planes), 0) for planes in images]  # (3, H, W) each
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def split(self, batch: Arrays) -> tuple[list[Arrays], Callable[[list], np.ndarray]]:
@@ -203,8 +197,7 @@ class MSHNet(Task):
         image = batch["image"][0]
         scaled = windows.scale(image, self.base_size, self._smallest_scale)
         rows, join = windows.split(scaled, self.base_size)
-        whole = [dict(image=row) for row in rows]
-        return whole, lambda predictions: windows.resize(join(predictions), image.shape[1:])
+        return [dict(image=row) for row in rows], lambda parts: windows.resize(join(parts), image.shape[1:])
 
     def results(self, batch: Arrays, predictions, threshold: float = 0.5) -> list[dict]:
         """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of
@@ -228,8 +221,3 @@ def network_for(image: Tensor) -> ModuleType:
     else:
         from tpukit.tasks.mshnet import model as network
     return network
-
-
-def _in_colour(images):
-    """(B, 1 or 3, H, W) -> (B, 3, H, W)"""
-    return np.broadcast_to(images, (len(images), 3, *images.shape[2:]))

@@ -49,22 +49,20 @@ def scaled_size(image_size: tuple[int, int], long_size: int) -> tuple[int, int]:
     return width, height
 
 
-def planes(image: np.ndarray) -> np.ndarray:
-    """(H, W) or (H, W, 3) -> (C, H, W)."""
-    return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)
-
-
 def on_host(image: np.ndarray, mask: np.ndarray, crop: Crop) -> tuple[np.ndarray, np.ndarray]:
-    """The sample of an image, (H, W) or (H, W, 3), and its mask, (H, W), both uint8 -> (C, S, S) and (1, S,
-    S) uint8."""
+    """The sample of an image, (C, H, W), and its mask, (H, W), both uint8 -> (C, S, S), (1, S, S) uint8."""
     box = (crop.x1, crop.y1, crop.x1 + crop.size, crop.y1 + crop.size)
-    sample = []
-    for pixels, method in ((image, Image.Resampling.BILINEAR), (mask, Image.Resampling.NEAREST)):
-        picture = Image.fromarray(pixels)
+
+    def cut(plane, method):
+        picture = Image.fromarray(plane)
         picture = ImageOps.mirror(picture) if crop.flip else picture
-        sample.append(picture.resize(crop.scaled, method).crop(box))
-    blurred = sample[0].filter(ImageFilter.GaussianBlur(crop.blur)) if crop.blur else sample[0]
-    return planes(np.asarray(blurred)), planes(np.asarray(sample[1]))
+        return picture.resize(crop.scaled, method).crop(box)
+
+    blur = ImageFilter.GaussianBlur(crop.blur)  # of radius 0: none
+    planes = [cut(plane, Image.Resampling.BILINEAR).filter(blur) for plane in image]
+    return np.stack([np.asarray(plane) for plane in planes]), np.asarray(cut(mask, Image.Resampling.NEAREST))[
+        None
+    ]
 
 
 def device_parameters(image_size: tuple[int, int], crop: Crop) -> dict[str, np.ndarray]:
@@ -96,24 +94,22 @@ def _nearest(source, target, start, flip, size):
 def on_device(
     images: Tensor, masks: Tensor, parameters: dict[str, Tensor], *, in_bfloat16: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Resample a batch by two matrix products for the images, and by their like, or by reading pixels, for
-    the masks.
+    """`on_host` for a batch: images (B, C, H, W) and masks (B, 1, H, W), both uint8, where smaller ones lie
+    in the upper left corner -> images (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S, S)
+    uint8.
 
-    images: (B, C, H, W), masks: (B, 1, H, W), both uint8; smaller images lie in the upper left corner.
     parameters: of `device_parameters`, stacked. in_bfloat16: whether the device rounds the factors of a
-    product to bfloat16, as XLA's do. Returns images (B, C, S, S) float32 in [0, 255], not rounded, and masks
-    (B, 1, S, S) uint8."""
-    axes, blur = parameters["axes"], parameters["blur"]
+    product to bfloat16, as XLA's do: then images and masks are products of whole numbers of 8 bits."""
     mask_rows, mask_columns = parameters["mask_rows"], parameters["mask_columns"]
     in_bfloat16 = is_on_xla(images) if in_bfloat16 is None else in_bfloat16
     height, width = images.shape[-2:]
     with torch.autocast(images.device.type, enabled=False):
-        weights = _blur(_weights(axes, mask_rows.shape[-1], max(height, width)), blur)
+        weights = _weights(parameters["axes"], mask_rows.shape[-1], max(height, width))
+        weights = _blur(weights, parameters["blur"])
         rows, columns = weights[:, :1, :, :height], weights[:, 1:, :, :width]  # (B, 1, S, H), (B, 1, S, W)
         images = images.float()
         if not in_bfloat16:
             return rows @ images @ columns.mT, _pixels(masks, mask_rows, mask_columns)
-        # Of 8 bits: each factor is a sum of parts that have no more of them, as whole numbers up to 255.
         coarse, fine = _in_two_parts(rows, 1 / 128)
         images = coarse @ images + fine @ images  # (B, C, S, W)
         whole, fraction = _in_two_parts(images, 1)
@@ -121,8 +117,7 @@ def on_device(
         images = whole @ coarse.mT + whole @ fine.mT + fraction @ coarse.mT + fraction @ fine.mT
         rows = _one_hot(mask_rows, height)[:, None]  # (B, 1, S, H)
         columns = _one_hot(mask_columns, width)[:, None]  # (B, 1, S, W)
-        masks = rows @ masks.float() @ columns.mT  # (B, 1, S, S)
-    return images, masks.to(torch.uint8)
+        return images, (rows @ masks.float() @ columns.mT).to(torch.uint8)
 
 
 def _pixels(masks, rows, columns):

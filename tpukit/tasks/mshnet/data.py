@@ -29,7 +29,7 @@ LISTS = dict(
 )
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 IMAGES_PER_TEST_IMAGE = 5  # without lists
-VERSION = 5  # of what `_read_split` returns for the same files, which is cached
+VERSION = 6  # of what `_read_split` returns for the same files, which is cached
 
 
 class InfraredSet:
@@ -43,39 +43,37 @@ class InfraredSet:
     num_uniforms = augment.NUM_UNIFORMS
 
     def __init__(
-        self, folder: Path, split: str, *, base_size: int = 256, crop_size: int = 256, skip_bad: bool = False
+        self, folder: Path, split: str, base_size: int = 256, crop_size: int = 256, skip_bad: bool = False
     ) -> None:
         self.base_size, self.crop_size = base_size, crop_size
         folder = Path(folder)
-        listing, names = read_list(folder, split)
-        key = [VERSION, skip_bad, names, arrays.content_key(folder / "images", folder / "masks")]
+        listing, lines = read_list(folder, split)
+        key = [VERSION, skip_bad, lines, arrays.content_key(folder / "images", folder / "masks")]
         decoded = arrays.mapped(
-            f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, names, skip_bad)
+            f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, lines, skip_bad)
         )
         self.notes = str(decoded["notes"])
         self.names = decoded["names"].tolist()
         self.masks_digest = str(decoded["masks_digest"])
-        self.images = _unpack(decoded["images"], decoded["images_shapes"])
-        self.masks = _unpack(decoded["masks"], decoded["masks_shapes"])
-        self.colours = 3 if any(image.ndim == 3 for image in self.images) else 1
-        self.height, self.width = (max(image.shape[axis] for image in self.images) for axis in (0, 1))
+        self.samples = _unpacked(decoded["pixels"], decoded["shapes"])  # image planes, then the mask
+        self.masks = [sample[-1] for sample in self.samples]  # (H, W) each
+        channels, self.height, self.width = decoded["shapes"].max(0).tolist()
+        self.colours = channels - 1
 
     def __len__(self) -> int:
         return len(self.names)
 
     def batch(self, indices: Sequence[int], numbers: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        images, masks = [], []
-        for index, crop in self._crops(indices, numbers):
-            image, mask = augment.on_host(self.images[index], self.masks[index], crop)
-            images.append(np.broadcast_to(image, (self.colours, *image.shape[1:])))
-            masks.append(mask)
+        crops = self._crops(indices, numbers)
+        samples = [augment.on_host(self.samples[i][:-1], self.masks[i], crop) for i, crop in crops]
+        images, masks = zip(*samples)
         return dict(image=np.stack(images), mask=np.stack(masks))
 
     def _crops(self, indices, numbers) -> Iterator[tuple[int, augment.Crop]]:
         for slot, index in enumerate(indices):
             crop = augment.Crop(self.base_size, (self.base_size, self.base_size))
             if numbers is not None:
-                size = self.images[index].shape[1::-1]  # (width, height)
+                size = self.masks[index].shape[::-1]  # (width, height)
                 crop = augment.random_crop(numbers[slot], size, self.base_size, self.crop_size)
             yield index, crop
 
@@ -86,18 +84,16 @@ class InfraredSet:
 
     def device_arrays(self) -> dict[str, np.ndarray]:
         """Images of many sizes, each in the upper left corner of (N, C or 1, H, W) uint8."""
-        padded = {}
-        for name, originals, colours in (("image", self.images, self.colours), ("mask", self.masks, 1)):
-            padded[name] = np.zeros((len(self), colours, self.height, self.width), np.uint8)
-            for whole, original in zip(padded[name], originals):
-                whole[:, : original.shape[0], : original.shape[1]] = augment.planes(original)
-        return padded
+        pixels = np.zeros((len(self), self.colours + 1, self.height, self.width), np.uint8)
+        for padded, sample in zip(pixels, self.samples):
+            padded[:, : sample.shape[1], : sample.shape[2]] = sample
+        return dict(image=pixels[:, :-1], mask=pixels[:, -1:])
 
     def sample_parameters(
         self, indices: Sequence[int], numbers: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         crops = self._crops(indices, numbers)
-        samples = [augment.device_parameters(self.images[i].shape[1::-1], crop) for i, crop in crops]
+        samples = [augment.device_parameters(self.masks[i].shape[::-1], crop) for i, crop in crops]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def compose(self, rows: dict[str, Tensor], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,28 +101,28 @@ class InfraredSet:
         return dict(image=image, mask=mask)
 
 
+def _unpacked(pixels, shapes):
+    """Views of arrays that lie one after another in a vector."""
+    parts = np.split(np.asarray(pixels), np.cumsum(shapes.prod(1))[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes)]
+
+
 def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
     """(The file that lists a split's names, its lines). Without any list, (images/, the names that are chosen
     of it).
 
     Raises TpukitError naming the places that were searched."""
-    if not folder.is_dir():
-        raise TpukitError(f"dataset folder {folder} does not exist")
     lists = {
         name: [path for each in patterns.split() for path in sorted(folder.glob(each)) if path.is_file()]
         for name, patterns in LISTS.items()
     }
     if lists[split]:
-        listing = lists[split][0]
-        try:
-            return listing, listing.read_text("utf-8-sig").splitlines()  # Windows' editors write a mark first
-        except UnicodeDecodeError as error:
-            reason = f"{error.reason} at byte {error.start}"
-            raise TpukitError(f"{listing} is not text in UTF-8 ({reason}): save it as UTF-8") from error
+        # Windows' editors write a mark first. In another encoding a name is shown with what is no UTF-8.
+        return lists[split][0], lists[split][0].read_text("utf-8-sig", errors="replace").splitlines()
     images = folder / "images"
     if images.is_dir() and not any(lists.values()):
         return images, _split_by_name(list(_image_files(images).values()), split)
-    here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    here = ", ".join(sorted(path.name for path in folder.glob("*"))[:8]) or "nothing"
     raise TpukitError(
         f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt"
         f" or no lists: looked for {LISTS[split].replace(' ', ', ')}; found {here}"
@@ -151,83 +147,66 @@ def _split_by_name(paths, split):
     return sorted(path.name for path in (paths[:tests] if split == "test" else paths[tests:]))
 
 
-def _pack(name, images):
-    """Images of any sizes as one vector of pixels and their shapes (N, 3), the last one 0 for grey images."""
-    shapes = [(*image.shape, 0)[:3] for image in images]
-    return {name: np.concatenate([image.reshape(-1) for image in images]), f"{name}_shapes": np.array(shapes)}
-
-
-def _unpack(pixels, shapes):
-    """The images that `_pack` packed, as views."""
-    shapes = [shape if shape[2] else shape[:2] for shape in shapes.tolist()]
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(np.split(np.asarray(pixels), ends[:-1]), shapes)]
-
-
 def _read_split(folder, listing, lines, skip_bad):
-    """Names, pixels and `notes` of a split as a dict of arrays. Decodes on all cores. listing, lines: of
+    """What `InfraredSet` keeps of a split, as a dict of arrays. Decodes on all cores. listing, lines: of
     `read_list`."""
-    from tqdm.auto import tqdm
-
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    images, masks = _image_files(folder / "images"), _image_files(folder / "masks")
-    decoded, bad = [], []  # (name, image, mask)
+    files = _image_files(folder / "images"), _image_files(folder / "masks")
+    samples, bad = {}, []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        pairs = [pool.submit(_read_pair, images, masks, name) for _, name in entries]
-        progress = tqdm(pairs, desc=f"decoding {listing.stem}", unit="image", disable=len(pairs) < 200)
-        for (number, name), pair in zip(entries, progress):
-            try:
-                decoded.append((name, *pair.result()))
-            except TpukitError as error:
-                bad.append(f"  line {number}: {name}: {error}")
-    problems = "\n".join(bad[:20] + [f"  ... and {len(bad) - 20} more"] * (len(bad) > 20))
-    if bad and not (skip_bad and decoded):
-        raise TpukitError(
-            f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
-            "Fix them, or leave them out with skip_bad=True (--skip-bad)."
-        )
-    notes = f"{listing}: left out {len(bad)} of {len(entries)} entries:\n{problems}" if bad else ""
-    names, images, masks = zip(*decoded)
+        futures = [pool.submit(_read_pair, *files, name) for _, name in entries]
+    for (number, name), future in zip(entries, futures):
+        try:
+            samples[number, name] = future.result()
+        except TpukitError as error:
+            bad.append(f"  line {number}: {name}: {error}")
+    notes = f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n" if bad else ""
+    notes += "\n".join(bad[:20] + ["  ..."] * (len(bad) > 20))
+    if bad and not (skip_bad and samples):
+        raise TpukitError(f"{notes}\nFix them, or leave them out with skip_bad=True (--skip-bad).")
     # Kept with the arrays: at the start of a training no pixels are read.
-    masks_digest = arrays.digest([[mask.shape, hashlib.sha256(mask).hexdigest()] for mask in masks])
-    texts = dict(names=np.array(names), notes=np.array(notes), masks_digest=np.array(masks_digest))
-    return dict(texts, **_pack("images", images), **_pack("masks", masks))
+    masks = [[sample.shape[1:], hashlib.sha256(sample[-1]).hexdigest()] for sample in samples.values()]
+    channels = max(map(len, samples.values()))
+    pixels = [sample if len(sample) == channels else sample[[0, 0, 0, 1]] for sample in samples.values()]
+    return dict(
+        names=np.array([name for _, name in samples]),
+        notes=np.array(notes),
+        masks_digest=np.array(arrays.digest(masks)),
+        shapes=np.array([sample.shape for sample in pixels]),
+        pixels=np.concatenate([sample.ravel() for sample in pixels]),
+    )
 
 
 def _read_pair(images, masks, name):
-    """(image, mask) of a name in a list, which is looked up in these folders' files and so leads nowhere
-    else. Raises TpukitError with what is wrong."""
+    """The planes of an image and its mask, (C + 1, H, W), of a name in a list, which is looked up in these
+    folders' files and so leads nowhere else. Raises TpukitError with what is wrong."""
     ending = Path(name).suffix
     stem = name.removesuffix(ending) if ending.lower() in IMAGE_ENDINGS else name
-    pixels = []
-    for kind, path in (
-        ("images", images.get(stem)),
-        ("masks", masks.get(stem, masks.get(f"{stem}_pixels0"))),
-    ):
+    paths = dict(images=images.get(stem), masks=masks.get(stem, masks.get(f"{stem}_pixels0")))
+    planes = []
+    for kind, path in paths.items():
         if path is None:
             raise TpukitError(f"no image {kind}/{stem}")
         try:
-            pixels.append(read_image(path, grey=kind == "masks"))
+            planes.append(read_image(path, grey=kind == "masks"))
         except Exception as error:  # Pillow raises many types for a damaged file
             raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
-    sizes = [f"{one.shape[1]}x{one.shape[0]}" for one in pixels]
+    sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
     if sizes[0] != sizes[1]:
         raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
-    return pixels
+    return np.concatenate(planes)
 
 
 def read_image(path: Path, *, grey: bool = False) -> np.ndarray:
-    """An image file -> uint8, (H, W) for grey images and (H, W, 3) for colour.
+    """The planes of an image file: uint8, (1, H, W) for grey images and (3, H, W) for colour.
 
     Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535
     maps to 0..255. Colours that differ by one level at most are a grey image that some software has converted
     and rounded (three of IRSTD-1k's are such). Raises what `pictures.opened` does."""
     with pictures.opened(path) as image:
         image = pictures.to_uint8(image)
-        if grey or image.mode in ("1", "L", "LA"):
-            return np.array(image.convert("L"))
-        image = image.convert("RGB")
-        colours = np.array(image)
-        return np.array(image.convert("L")) if np.ptp(colours, axis=2).max() <= 1 else colours
+        image = image.convert("L" if grey or image.mode in ("1", "L", "LA") else "RGB")
+        planes = np.stack([np.asarray(plane) for plane in image.split()])
+        return planes if np.ptp(planes, axis=0).max() > 1 else np.array(image.convert("L"))[None]

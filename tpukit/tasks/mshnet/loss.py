@@ -13,24 +13,22 @@ TINY = 1e-12  # keeps 0/0 out of an image without a target whose prediction unde
 def multiscale_loss(
     logits: Tensor, masks: Sequence[Tensor], target: Tensor, *, warm_up: bool | Tensor
 ) -> Tensor:
-    """Mean of the SLS losses of the output and of the masks of all scales, without a loop over the samples.
+    """Mean of the SLS losses of the output and of the masks of all scales, a float32 scalar. In the warm-up
+    phase 1 - IoU, afterwards 1 - IoU weighted by the agreement of the sizes, plus the location term.
 
     logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. masks: logits of scale 0..3, each half as
-    large as the one before; the target is max-pooled to their size. In the warm-up phase there are no masks,
-    or, where it is a tensor, they have no part in the loss. warm_up: a bool, or a 0-d bool tensor. Returns a
-    float32 scalar: in the warm-up phase 1 - IoU, afterwards 1 - IoU weighted by the agreement of the sizes,
-    plus the location term. Source: eq. 1-7."""
+    large as the one before; the target is max-pooled to their size. warm_up: a bool, then without masks in
+    that phase, or a 0-d bool tensor, then they have no part in its loss. Source: eq. 1-7."""
     return loss_of_sums(sums_of_scales(logits, masks, target), warm_up)
 
 
 def loss_of_sums(sums: Tensor, warm_up: bool | Tensor) -> Tensor:
-    """`multiscale_loss` from the sums of `sums_of_scales`, (7, S, B)."""
-    # From here on a few numbers of each image, of all scales at once: a GPU needs longer to start an
-    # operation than for them.
+    """`multiscale_loss` from the sums of `sums_of_scales`, (7, S, B): a few numbers of each image, of all
+    scales at once, as a GPU needs longer to start an operation than for them."""
     intersection, predicted, labelled, *centres = sums  # (S, B) each
     iou = intersection / (predicted + labelled - intersection).clamp(min=TINY)
     plain = 1 - iou.mean(1)  # (S,)
-    if not torch.is_tensor(warm_up) and warm_up:
+    if warm_up is True:
         return plain.mean()
     spread = ((predicted - labelled) / 2) ** 2
     smaller, larger = torch.minimum(predicted, labelled), torch.maximum(predicted, labelled)
@@ -49,23 +47,20 @@ def sums_of_scales(logits: Tensor, masks: Sequence[Tensor], target: Tensor, **ti
     return torch.stack(sums, 1)
 
 
-def rows_of_images(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, 1, H, 1): which row of its image, from 0, each row is."""
-    return torch.arange(x.shape[2], dtype=x.dtype, device=x.device)[:, None].expand(len(x), 1, -1, 1)
-
-
 def sums_over_images(
-    logits: Tensor, target: Tensor, rows: Callable[[Tensor], Tensor] = rows_of_images, tiles: int = 1
+    logits: Tensor, target: Tensor, rows: Callable[[Tensor], Tensor] | None = None, tiles: int = 1
 ) -> Tensor:
     """(7, B) for each image: the sums of prediction times target, of the prediction and of the target, and
     the centres x and y of the prediction and of the target as shares of the image.
 
-    Of tiles: how many an image has, and what takes the place of `rows_of_images`."""
+    Of tiles: how many an image has, and rows: (B, 1, H, W) -> (B, 1, H, 1), the numbers of their rows in the
+    image, from 0."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     p, t = torch.sigmoid(logits.to(dtype)), target.to(dtype)
     height, width = p.shape[2] * tiles, p.shape[3]
     x = torch.arange(width, dtype=dtype, device=p.device) / width
-    y = rows(p) / height  # (B, 1, H, 1)
+    row = rows(p) if rows else torch.arange(p.shape[2], dtype=dtype, device=p.device)[:, None]
+    y = row / height  # (H, 1) or (B, 1, H, 1)
     regions = torch.stack([values.sum((1, 2, 3)) for values in (p * t, p, t)])
     centres = torch.stack([values.sum((1, 2, 3)) for values in (x * p, y * p, x * t, y * t)])
     return torch.cat([regions, centres / (height * width)])

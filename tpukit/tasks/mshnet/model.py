@@ -33,15 +33,13 @@ def predict(model: nn.Module, image: Tensor, warm_up: bool | Tensor) -> Tensor:
 
 def normalise(image: Tensor) -> Tensor:
     """(B, 1 or 3, H, W) in [0, 255] -> (B, 3, H, W) float32 with ImageNet's mean and standard deviation."""
+
+    def constants(values):  # (3, 1, 1), made on the device: a tensor from the host would be sent every step
+        return torch.stack([torch.full((1, 1), value, device=image.device) for value in values])
+
     # (image / 255 - mean) / std, in fewer passes.
-    factor = _constants([1 / (255 * std) for std in IMAGE_STD], image.device)
-    offset = _constants([-mean / std for mean, std in zip(IMAGE_MEAN, IMAGE_STD)], image.device)
-    return (image.float() * factor).add_(offset)
-
-
-def _constants(values, device):
-    """(C, 1, 1), made in the compiled graph: a tensor from the host would be sent with every step."""
-    return torch.stack([torch.full((1, 1), value, device=device) for value in values])
+    factor = constants(1 / (255 * std) for std in IMAGE_STD)
+    return (image.float() * factor).add_(constants(-mean / std for mean, std in zip(IMAGE_MEAN, IMAGE_STD)))
 
 
 class MSHNetModel(nn.Module):
@@ -84,7 +82,7 @@ class MSHNetModel(nn.Module):
         d0 = self.decoder_0(torch.cat([e0, upsample(d1, 2)], 1))  # (B, 16, H, W)
         finish_statistics(self)
         mask0 = self.output_0(d0)
-        if not torch.is_tensor(warm_up) and warm_up:
+        if warm_up is True:
             return mask0, []
         mask1, mask2, mask3 = self.output_1(d1), self.output_2(d2), self.output_3(d3)
         larger = [upsample(mask, 2**scale) for scale, mask in enumerate((mask1, mask2, mask3), 1)]
@@ -96,9 +94,7 @@ class MSHNetModel(nn.Module):
 
 def stage(channels_in: int, channels: int, blocks: int) -> nn.Sequential:
     """Blocks one after another; the first changes the number of channels."""
-    return nn.Sequential(
-        Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1))
-    )
+    return nn.Sequential(*(Block(channels if i else channels_in, channels) for i in range(blocks)))
 
 
 class Block(nn.Module):
@@ -132,8 +128,11 @@ class ChannelAttention(nn.Module):
         self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
-        by_reduction = x.device.type == "cuda"
-        return self.from_pooled(x.mean((2, 3), keepdim=True), max_over_image(x, by_reduction=by_reduction))
+        if x.device.type == "cuda":  # where pooling would read a whole channel by one thread
+            largest = x.flatten(2).max(2, keepdim=True).values[..., None]
+        else:
+            largest = F.adaptive_max_pool2d(x, 1)
+        return self.from_pooled(x.mean((2, 3), keepdim=True), largest)
 
     def from_pooled(self, mean: Tensor, largest: Tensor) -> Tensor:  # (B, C, 1, 1) each
         # As products of matrices: of convolutions a GPU would copy inputs and gradients into other layouts.
@@ -162,14 +161,6 @@ def upsample(x: Tensor, factor: int) -> Tensor:
 
 
 # For GPUs: the same numbers in fewer operations
-
-
-def max_over_image(x: Tensor, *, by_reduction: bool) -> Tensor:
-    """(B, C, H, W) -> (B, C, 1, 1). by_reduction: not by pooling, which on a GPU reads a whole channel by one
-    thread."""
-    if by_reduction:
-        return x.flatten(2).max(2, keepdim=True).values[..., None]
-    return F.adaptive_max_pool2d(x, 1)
 
 
 def _conv_and_norm(x, conv, norm):

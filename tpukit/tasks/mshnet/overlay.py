@@ -9,10 +9,9 @@ Panels = list[tuple[str, np.ndarray]]  # (title, picture) of one sample
 
 # Of Okabe and Ito: told apart with every common colour blindness, and on grey.
 HIT, MISSED, FALSE = (86, 180, 233), (240, 228, 66), (213, 94, 0)
-COLOURS = "blue hit, yellow missed, red false"
+FRAME = (255, 255, 255)
 RING = 6  # pixels around a region
 WINDOW = 32  # pixels: side of the window, at least
-FRAME = (255, 255, 255)
 
 
 def row(image: np.ndarray, targets: np.ndarray, predicted: np.ndarray | None = None) -> Panels:
@@ -24,44 +23,39 @@ def row(image: np.ndarray, targets: np.ndarray, predicted: np.ndarray | None = N
     for target in wanted:
         matched, false = match([target], false)  # the rule of Pd: a prediction serves one target
         (hits if matched else missed).append(target)
-    window = _window(targets if wanted else found)
-    pixels = _rgb(image)
-    pixels[targets & found] = HIT
-    pixels[targets & ~found] = MISSED
-    pixels[found & ~targets] = FALSE
-    union = np.count_nonzero(targets | found)
-    iou = np.count_nonzero(targets & found) / union if union else 1.0
-    title, legend = f"IoU {iou:.2f}: {len(hits)} of {len(wanted)} hit, {len(false)} false", COLOURS
-    if predicted is None:
-        title, legend = f"{len(wanted)} targets", "blue: target"
-    marked = _marked(image, window, [(hits, HIT), (missed, MISSED), (false, FALSE)])
-    return [(title, marked), ("the dotted window", _rgb(image)[window]), (legend, pixels[window])]
+    window = _window(wanted or false, targets.shape)
+    marked = np.asarray(image, np.uint8).repeat(3 // len(image), 0).transpose(1, 2, 0)  # (H, W, 3)
+    plain, pixels = marked[window].copy(), marked.copy()
+    _dot_edge(marked, window)
+    rows, columns = np.ogrid[: image.shape[1], : image.shape[2]]
+    for circled, coloured, colour in (
+        (hits, targets & found, HIT),
+        (missed, targets & ~found, MISSED),
+        (false, found & ~targets, FALSE),
+    ):
+        pixels[coloured] = colour
+        for _, centre in circled:
+            distance = np.hypot(rows - centre[0], columns - centre[1])
+            marked[abs(distance - RING) < 0.7] = colour
+    title, legend = f"{len(wanted)} targets", "blue: target"
+    if predicted is not None:
+        union = np.count_nonzero(targets | found)
+        iou = np.count_nonzero(targets & found) / union if union else 1.0
+        title = f"IoU {iou:.2f}: {len(hits)} of {len(wanted)} hit, {len(false)} false"
+        legend = "blue hit, yellow missed, red false"
+    return [(title, marked), ("the dotted window", plain), (legend, pixels[window])]
 
 
-def _rgb(image):
-    """(1 or 3, H, W) -> (H, W, 3) uint8."""
-    return np.broadcast_to(np.asarray(image, np.uint8), (3, *image.shape[1:])).transpose(1, 2, 0).copy()
-
-
-def _window(mask):
-    """A square around the largest region of a mask (H, W) bool, or the middle, as a pair of slices within the
-    image."""
-    size = np.array(mask.shape)
-    area, centre = max(regions(mask), default=(0, size / 2))
-    side = min(max(WINDOW, 4 * int(area**0.5)), *size)
-    top, left = np.clip(np.round(centre).astype(int) - side // 2, 0, size - side)
+def _window(found, shape):
+    """A square around the largest of some regions, or the middle, as a pair of slices within an image of a
+    shape (H, W)."""
+    area, centre = max(found, default=(0, np.array(shape) / 2))
+    side = min(max(WINDOW, 4 * int(area**0.5)), *shape)
+    top, left = np.clip(np.round(centre).astype(int) - side // 2, 0, np.array(shape) - side)
     return slice(top, top + side), slice(left, left + side)
 
 
-def _marked(image, window, regions_and_colours):
-    """The image (H, W, 3) with the edge of a window (a pair of slices) dotted, and a ring around each
-    region."""
-    picture = _rgb(image)
+def _dot_edge(picture, window):
     (top, bottom), (left, right) = ((part.start, part.stop - 1) for part in window)
     picture[top : bottom + 1 : 3, [left, right]] = FRAME
     picture[[top, bottom], left : right + 1 : 3] = FRAME
-    rows, columns = np.ogrid[: picture.shape[0], : picture.shape[1]]
-    for found, colour in regions_and_colours:
-        for _, (row, column) in found:
-            picture[abs(np.hypot(rows - row, columns - column) - RING) < 0.7] = colour
-    return picture

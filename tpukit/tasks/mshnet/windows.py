@@ -5,6 +5,7 @@ Its long side is scaled to that size, as in an evaluation, but it is never shrun
 training were, so that no target is lost: what is larger is cut. Shapes: C channels, H and W the size of the
 image, S the side of a window."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -38,24 +39,22 @@ def split(image: np.ndarray, size: int) -> tuple[list[np.ndarray], Callable[[lis
     Every pixel is taken from the window whose edge is the farthest."""
     height, width = image.shape[1:]
     padded = np.pad(image, ((0, 0), (0, max(size - height, 0)), (0, max(size - width, 0))), "symmetric")
-    places = [(row, column) for row in _places(height, size) for column in _places(width, size)]
-    windows = [padded[:, top : top + size, left : left + size] for (top, *_), (left, *_) in places]
+    places = list(itertools.product(*(_places(length, size) for length in padded.shape[1:])))
+    windows = [padded[:, top : top + size, left : left + size] for (top, _), (left, _) in places]
 
     def join(predictions):
-        whole = np.empty((1, 1, height, width), predictions[0].dtype)
-        for ((top, *rows), (left, *columns)), prediction in zip(places, predictions, strict=True):
-            part = prediction[:, rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
-            whole[0, :, rows[0] : rows[1], columns[0] : columns[1]] = part
-        return whole
+        whole = np.empty((1, 1, *padded.shape[1:]), predictions[0].dtype)
+        for ((top, row), (left, column)), part in zip(places, predictions, strict=True):
+            whole[0, :, row : top + size, column : left + size] = part[:, row - top :, column - left :]
+        return whole[..., :height, :width]
 
     return windows, join
 
 
 def _places(length, size):
-    """Windows along an axis: a list of (start, first pixel taken from it, one past the last)."""
-    if length <= size:
-        return [(0, 0, length)]
+    """Windows along an axis, each of which takes over from the one before: a list of (start, the first pixel
+    that is taken from it)."""
     stride = size - 2 * (size // MARGIN)
     starts = np.linspace(0, length - size, -(-(length - size) // stride) + 1).astype(int).tolist()
-    cuts = [0, *((before + after + size) // 2 for before, after in zip(starts, starts[1:])), length]
-    return list(zip(starts, cuts, cuts[1:]))
+    middles = [(before + after + size) // 2 for before, after in zip(starts, starts[1:])]
+    return list(zip(starts, [0, *middles]))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.run import settings_dict
 from tpukit.training.task import from_request
 
 if TYPE_CHECKING:
@@ -86,8 +85,7 @@ def trace_session(task: Task, runtime: Runtime, size: int) -> int:
 
     assert isinstance(runtime, ExportRuntime)  # a session of torch_tpu is refused
     runtime.exports_pending = True
-    milestones = getattr(task, "milestones", lambda settings: {})(settings_dict(task))
-    epochs = sorted({0, *milestones, task.epochs})
+    epochs = sorted({0, task.epochs})
     for epoch in epochs:
         model, resident_bytes = trace_step(task, runtime, size, epoch)
         clipped, sums = task.clip_norm is not None, metrics.new_sums(runtime)

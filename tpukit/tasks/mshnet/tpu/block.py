@@ -7,6 +7,8 @@ less, and left to autograd; the functions below are the passes over maps for whi
 Shapes: N = T*B tiles, see `tiling.py`; C channels, h and W the size of a tile. Maps are in the type of
 autocast, all else in `tiling.compute_dtype`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,16 +18,15 @@ from tpukit.tasks.mshnet.tpu import tiling
 from tpukit.tasks.mshnet.tpu.tiling import apply
 
 
-def forward(layers: Block, x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor:
-    """`Block.forward` of tiles. x: (N, channels_in, h, W), or a tuple of them, one after another in the
-    channels."""
+def forward(layers: Block, maps: Sequence[Tensor], tiles: int) -> Tensor:
+    """`Block.forward` of tiles. maps: (N, C, h, W) each, whose channels follow one another."""
     if layers.shortcut is None:
-        residual = x
-        (out,) = _convolve_and_normalise([layers.conv1], [layers.bn1], x, tiles)
+        (residual,) = maps
+        (out,) = _convolve_and_normalise([layers.conv1], [layers.bn1], maps, tiles)
     else:
         layer, norm = layers.shortcut
-        out, residual = _convolve_and_normalise([layers.conv1, layer], [layers.bn1, norm], x, tiles)
-    x = tiling.conv2d([layers.conv2], F.relu(out), tiles)
+        out, residual = _convolve_and_normalise([layers.conv1, layer], [layers.bn1, norm], maps, tiles)
+    x = tiling.conv2d([layers.conv2], [F.relu(out)], tiles)
     sums = _sums(x)
     scale, shift = _scale_and_shift(layers.bn2, layers.conv2.bias, x, *sums)
     # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative
@@ -42,14 +43,14 @@ def forward(layers: Block, x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor
     return apply(_Gate, x, scale, shift, attention, residual)
 
 
-def _convolve_and_normalise(layers, norms, x, tiles):
-    """Convolutions of x, each with its batch norm: a list. Of tiles they are one convolution, whose pass adds
-    up the sums too; whole images have so many channels that the zeros around a 1x1 kernel would cost more
-    than a pass."""
+def _convolve_and_normalise(layers, norms, maps, tiles):
+    """Convolutions of maps, each with its batch norm: a list. Of tiles they are one convolution, whose pass
+    adds up the sums too; whole images have so many channels that the zeros around a 1x1 kernel would cost
+    more than a pass."""
     found = []
     for together in [layers] if tiles > 1 else [[layer] for layer in layers]:
-        maps = tiling.conv2d(together, x, tiles)
-        found += zip(*(part.chunk(len(together), 1) for part in (maps, *_sums(maps))))
+        out = tiling.conv2d(together, maps, tiles)
+        found += zip(*(part.chunk(len(together), 1) for part in (out, *_sums(out))))
     return [
         _affine(part, *_scale_and_shift(norm, layer.bias, part, *sums)).to(part.dtype)
         for layer, norm, (part, *sums) in zip(layers, norms, found)

@@ -35,19 +35,19 @@ def forward(
     model: MSHNetModel, image: Tensor, warm_up: bool | Tensor, tiles: int
 ) -> tuple[Tensor, list[Tensor]]:
     """As of `MSHNetModel.forward`; image, logits and masks are tiles, (T*B, C, H/T, W)."""
-    e0 = _stage(model.encoder_0, conv2d_of_pixels(model.conv_init, image), tiles)  # (T*B, 16, H/T, W)
-    e1 = _stage(model.encoder_1, F.max_pool2d(e0, 2), tiles)  # (T*B, 32, H/T/2, W/2)
-    e2 = _stage(model.encoder_2, F.max_pool2d(e1, 2), tiles)  # (T*B, 64, H/T/4, W/4)
+    e0 = _stage(model.encoder_0, tiles, conv2d_of_pixels(model.conv_init, image))  # (T*B, 16, H/T, W)
+    e1 = _stage(model.encoder_1, tiles, F.max_pool2d(e0, 2))  # (T*B, 32, H/T/2, W/2)
+    e2 = _stage(model.encoder_2, tiles, F.max_pool2d(e1, 2))  # (T*B, 64, H/T/4, W/4)
     # From here on the channels are many and the rows few: whole images.
-    e3 = _stage(model.encoder_3, tiling.merge(F.max_pool2d(e2, 2), tiles), 1)  # (B, 128, H/8, W/8)
-    middle = _stage(model.middle_layer, F.max_pool2d(e3, 2), 1)  # (B, 256, H/16, W/16)
-    d3 = _stage(model.decoder_3, (e3, upsample(middle, 2, 1)), 1)  # (B, 128, H/8, W/8)
+    e3 = _stage(model.encoder_3, 1, tiling.merge(F.max_pool2d(e2, 2), tiles))  # (B, 128, H/8, W/8)
+    middle = _stage(model.middle_layer, 1, F.max_pool2d(e3, 2))  # (B, 256, H/16, W/16)
+    d3 = _stage(model.decoder_3, 1, e3, upsample(middle, 2, 1))  # (B, 128, H/8, W/8)
     up3 = upsample(tiling.split(d3, tiles), 2, tiles)
-    d2 = _stage(model.decoder_2, (e2, up3), tiles)  # (T*B, 64, H/T/4, W/4)
-    d1 = _stage(model.decoder_1, (e1, upsample(d2, 2, tiles)), tiles)  # (T*B, 32, H/T/2, W/2)
-    d0 = _stage(model.decoder_0, (e0, upsample(d1, 2, tiles)), tiles)  # (T*B, 16, H/T, W)
+    d2 = _stage(model.decoder_2, tiles, e2, up3)  # (T*B, 64, H/T/4, W/4)
+    d1 = _stage(model.decoder_1, tiles, e1, upsample(d2, 2, tiles))  # (T*B, 32, H/T/2, W/2)
+    d0 = _stage(model.decoder_0, tiles, e0, upsample(d1, 2, tiles))  # (T*B, 16, H/T, W)
     mask0 = conv2d_of_pixels(model.output_0, d0)
-    if not torch.is_tensor(warm_up) and warm_up:
+    if warm_up is True:
         return mask0, []
     mask1, mask2 = conv2d_of_pixels(model.output_1, d1), conv2d_of_pixels(model.output_2, d2)
     mask3 = tiling.split(conv2d_of_pixels(model.output_3, d3), tiles)
@@ -58,12 +58,12 @@ def forward(
     return logits, [mask0, mask1, mask2, mask3]
 
 
-def _stage(blocks, x, tiles) -> Tensor:
-    """The blocks of `model.stage`. x: tiles, or a tuple of them that convolutions take one after another in
-    the channels, which nothing copies."""
+def _stage(blocks, tiles, *maps) -> Tensor:
+    """The blocks of `model.stage`. maps: the convolutions take one after another, so that nothing copies
+    them."""
     for layers in blocks:
-        x = block.forward(layers, x, tiles)
-    return x
+        maps = [block.forward(layers, maps, tiles)]
+    return maps[0]
 
 
 def sums_of_tiles(logits: Tensor, masks: list[Tensor], target: Tensor, tiles: int) -> Tensor:

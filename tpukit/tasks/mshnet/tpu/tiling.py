@@ -80,11 +80,9 @@ def exchange_halo(x: Tensor, tiles: int, halo: int) -> Tensor:
     return torch.cat([above, x, below], 2)
 
 
-def conv2d(layers: Sequence[nn.Conv2d], x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor:
-    """Convolutions of the same tiled images without their biases, one after another in the channels.
-
-    x: (T*B, C, h, W), or a tuple of them, one after another in the channels."""
-    maps = x if isinstance(x, tuple) else (x,)
+def conv2d(layers: Sequence[nn.Conv2d], maps: Sequence[Tensor], tiles: int) -> Tensor:
+    """Convolutions without their biases, one after another in the channels, of maps (T*B, C, h, W), which
+    follow one another in the channels too."""
     dtype = autocast_dtype(maps[0], layers[0])
     weights = [layer.weight for layer in layers]
     return apply(_Convolutions, tiles, len(layers), *[tensor.to(dtype) for tensor in (*weights, *maps)])
@@ -119,19 +117,18 @@ class _Convolutions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        tiles, num_layers = ctx.tiles, ctx.num_layers
         kernel, *tensors = ctx.saved_tensors
-        weights, maps = tensors[:num_layers], tensors[num_layers:]
+        weights, maps = tensors[: ctx.num_layers], tensors[ctx.num_layers :]
         gradient = with_optimization_barrier(gradient)
         channels = [one.shape[1] for one in maps]
         grad_maps = [
-            _convolve([gradient], part.flip(2, 3).transpose(0, 1), tiles) if needed else None
-            for part, needed in zip(kernel.split(channels, 1), ctx.needs_input_grad[2 + num_layers :])
+            _convolve([gradient], part.flip(2, 3).transpose(0, 1), ctx.tiles) if needed else None
+            for part, needed in zip(kernel.split(channels, 1), ctx.needs_input_grad[2 + len(weights) :])
         ]
         grad_weights = []
-        for weight, part in zip(weights, gradient.split([weight.shape[0] for weight in weights], 1)):
+        for weight, part in zip(weights, gradient.split([len(weight) for weight in weights], 1)):
             pairs = zip(maps, weight.split(channels, 1))
-            grad_weights.append(torch.cat([_gradient_of_kernel(*pair, part, tiles) for pair in pairs], 1))
+            grad_weights.append(torch.cat([_gradient_of_kernel(*pair, part, ctx.tiles) for pair in pairs], 1))
         return None, None, *grad_weights, *grad_maps
 
 
@@ -142,10 +139,10 @@ def _convolve(maps, weight, tiles):
 
 
 def _gradient_of_kernel(x, weight, gradient, tiles):
+    # Not by torch.nn.grad, which adds to the graph.
     x, padding = _padded(x, weight, tiles)
-    ones, zeros, only_weight = [1, 1], [0, 0], [False, True, False]
-    backward = torch.ops.aten.convolution_backward
-    return backward(gradient, x, weight, None, ones, padding, ones, False, zeros, 1, only_weight)[1]
+    backward, ones, mask = torch.ops.aten.convolution_backward, [1, 1], [False, True, False]
+    return backward(gradient, x, weight, None, ones, padding, ones, False, [0, 0], 1, mask)[1]
 
 
 def _padded(x, weight, tiles):
