@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import socket
-import socketserver
 import subprocess
 import sys
 import threading
@@ -46,10 +45,14 @@ def kill_before(number):
 @contextlib.contextmanager
 def s3_server():
     """The port of a moto server, in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    program = "import sys, threading; from moto.server import ThreadedMotoServer; "
+    program += "ThreadedMotoServer('127.0.0.1', int(sys.argv[1])).start(); threading.Event().wait()"
+    server = subprocess.Popen(
+        [sys.executable, "-c", program, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(600):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -62,41 +65,48 @@ def s3_server():
         server.wait()
 
 
-class Line(socketserver.ThreadingTCPServer):
+class Line:
     """A TCP proxy: passes bytes both ways, until `cut`, or until `cut_after` bytes have gone to the
     server."""
 
-    daemon_threads = True
-
     def __init__(self, port):
-        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
-        self.target, self.port, self.sockets = port, self.server_address[1], []
-        self.mend()
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        self.target, self.sent, self.cut_after = port, 0, None
+        self.listener, self.sockets = socket.create_server(("127.0.0.1", 0)), []
+        self.port, self.is_cut = self.listener.getsockname()[1], False
+        threading.Thread(target=self._accept, daemon=True).start()
 
-    def finish_request(self, client, client_address):
-        if self.is_cut:
-            return
-        server = socket.create_connection(("127.0.0.1", self.target))
-        self.sockets += [client, server]
-        answers = threading.Thread(target=self._pass, args=(server, client, False), daemon=True)
-        answers.start()
-        self._pass(client, server, True)
-        answers.join()
+    def _accept(self):
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            if self.is_cut:
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self.target))
+            self.sockets += [client, server]
+            threading.Thread(target=self._pass, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._pass, args=(server, client, False), daemon=True).start()
 
     def _pass(self, source, target, counts):
         with contextlib.suppress(OSError):
             while part := source.recv(4096):
-                self.sent += len(part) * counts
-                if self.cut_after is not None and self.sent >= self.cut_after:
-                    self.cut()
+                if counts:
+                    self.sent += len(part)
+                    if self.cut_after is not None and self.sent >= self.cut_after:
+                        self.cut()
                 target.sendall(part)
-        _shut_down(source, target)
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
     def cut(self):
         """Close every connection, and every new one."""
         self.is_cut = True
-        _shut_down(*self.sockets)
+        for one in self.sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
         self.sockets.clear()
 
     def mend(self, cut_after=None):
@@ -105,11 +115,4 @@ class Line(socketserver.ThreadingTCPServer):
 
     def close(self):
         self.cut()
-        self.shutdown()
-        self.server_close()
-
-
-def _shut_down(*sockets):
-    for one in sockets:
-        with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+        self.listener.close()

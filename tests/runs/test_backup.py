@@ -17,7 +17,7 @@ from tests.runs.store import content, kill_before
 from tests.runs.test_run import holding
 from tpukit import MNIST, Run, cli, find_dataset, find_run, train
 from tpukit.host import files
-from tpukit.runs import weights
+from tpukit.runs import checkpoints, weights
 from tpukit.runs.storage import Storage
 from tpukit.training import loop
 
@@ -46,33 +46,25 @@ def test_of_a_run_and_a_backup_one_without_an_id_is_refused(old, tmp_path):
 
 
 @pytest.mark.parametrize("copies", range(5))
-def test_a_drive_that_goes_within_a_backup_is_reported_gets_no_further_file_and_catches_up(
+def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(
     copies, tmp_path, monkeypatch, capsys
 ):
-    drive, away, done = tmp_path / "drive", tmp_path / "away", []
+    drive, done = tmp_path / "drive", []
     drive.mkdir()
     ismount, copy = os.path.ismount, files.copy_atomic
+    run = Run.open(tmp_path / "run", MNIST())
+    run.log("note", 1)
 
-    def is_mounted(path):
-        return len(done) <= copies or away is None if Path(path) == drive else ismount(path)
+    def mounted(path):
+        return len(done) <= copies if Path(path) == drive else ismount(path)
 
-    monkeypatch.setattr(os.path, "ismount", is_mounted)
+    monkeypatch.setattr(os.path, "ismount", mounted)
     monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths[1]), copy(*paths)))
     run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
-    run.log("note", 1)
     run.save({}, 1)  # config, an empty list, records, the checkpoint, the list
-    assert len(done) == copies + 1
+    assert len(done) == copies + 1 and f"mounted at {drive}" in capsys.readouterr().out
     listed = drive / "runs/mnist/checkpoints/checkpoints.json"
     assert copies == 4 or not listed.exists() or "step-" not in listed.read_text()
-    drive.rename(away)
-    drive.mkdir()
-    run.save({}, 2)
-    assert not list(drive.iterdir()) and capsys.readouterr().out.count(f"mounted at {drive}") == 1
-    drive.rmdir()
-    away = away.rename(drive) and None
-    run.save({}, 3)
-    assert steps_in(drive / "runs/mnist") == [3, 2]
-    assert f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backup", ["a folder", "memory://backups/run"])
@@ -86,7 +78,12 @@ def test_what_changed_is_copied_by_content_and_not_by_clock_and_nothing_twice(
     for path in tmp_path.rglob("*"):
         os.utime(path, (4e9, 4e9))  # a clock that is ahead
     copied, put = [], Storage.put
-    monkeypatch.setattr(Storage, "put", lambda *arguments: (copied.append(arguments[2]), put(*arguments)))
+
+    def noting(self, source, name, check=None):
+        copied.append(name)
+        put(self, source, name, check)
+
+    monkeypatch.setattr(Storage, "put", noting)
     run.print("something")
     run.save(dict(a=2), 5)  # again, of the same name
     assert {"log.txt", "checkpoints/step-00000005.pt", "checkpoints/checkpoints.json"} <= set(copied)
@@ -95,6 +92,27 @@ def test_what_changed_is_copied_by_content_and_not_by_clock_and_nothing_twice(
     assert copied == ["checkpoints/step-00000006.pt", "checkpoints/checkpoints.json"]
     assert Run.open(tmp_path / "again", MNIST(), backup=backup).checkpoints() == run.checkpoints()
     assert run.restore() == {}
+
+
+def test_a_drive_that_vanished_is_reported_and_nothing_goes_to_its_bare_folder(tmp_path, monkeypatch, capsys):
+    drive, away, mounted = tmp_path / "drive", tmp_path / "away", [True]
+    drive.mkdir()
+    ismount = os.path.ismount
+    monkeypatch.setattr(os.path, "ismount", lambda path: mounted[0] if Path(path) == drive else ismount(path))
+    run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
+    run.save({}, 1)
+    drive.rename(away)
+    drive.mkdir()
+    mounted[0] = False
+    for step in (2, 3):
+        run.save({}, step)
+    assert not list(drive.iterdir()) and capsys.readouterr().out.count(f"mounted at {drive}") == 1
+    drive.rmdir()
+    away.rename(drive)
+    mounted[0] = True
+    run.save({}, 4)
+    assert steps_in(drive / "runs/mnist") == [4, 3]
+    assert f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
 
 
 def test_a_backup_on_a_drive_that_was_not_mounted_is_refused_before_the_training(
@@ -120,13 +138,18 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
         (tmp_path / "drive" / name).write_text("mine")
     again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
     assert again.restore() == dict(a=2)
-    names = {f"checkpoints/step-0000000{step}.pt" for step in (1, 2)}
-    assert content(again.path).keys() == names | {"checkpoints/checkpoints.json", "config.json"}
+    names = {
+        "checkpoints/step-00000001.pt",
+        "checkpoints/step-00000002.pt",
+        f"checkpoints/{checkpoints.LIST}",
+    }
+    assert content(again.path).keys() == names | {"config.json"}
     for step in (3, 4):
         again.save({}, step)
     assert steps_in(tmp_path / "drive") == [4, 3]
-    kept = [tmp_path / "outside.pt", *(tmp_path / "drive" / name for name in theirs)]
-    assert {path.read_text() for path in kept} == {"mine"}
+    assert all(
+        (tmp_path / name).read_text() == "mine" for name in ["outside.pt", *map("drive/".__add__, theirs)]
+    )
 
 
 def forked(function):
@@ -173,9 +196,11 @@ def test_a_kill_at_any_point_of_saving_and_backing_up_loses_no_checkpoint(tmp_pa
         again.save(dict(a=torch.full((4,), 3.0)), 3)
 
     def check():
-        here = Run(run).restore()["a"][0]
-        back = Run.open(tmp_path / "back", MNIST(), backup=drive).restore()["a"][0]
-        assert here in (2, 3) and 2 <= back <= here
+        found = [
+            opened.restore()["a"][0]
+            for opened in (Run(run), Run.open(tmp_path / "back", MNIST(), backup=drive))
+        ]
+        assert found[0] in (2, 3) and 2 <= found[1] <= found[0]
         Run.open(run, MNIST(), backup=drive).save(dict(a=torch.full((4,), 4.0)), 4)
         assert steps_in(drive)[0] == 4 and not list(tmp_path.rglob("*.partial"))
 
@@ -194,9 +219,6 @@ def test_a_kill_while_a_run_starts_or_is_restored_can_be_repeated(tmp_path):
         return Run.open(tmp_path / "back", MNIST(), backup=tmp_path / "drive")
 
     def check():
-        back = tmp_path / "back"
-        # No part of one run that could become a part of another.
-        assert not back.exists() or (back / "config.json").exists()
         assert restored().restore() == dict(a=1)
 
     kill_everywhere(prepare, restored, check)
@@ -351,14 +373,15 @@ def test_a_run_that_another_process_restores_or_trains_is_not_restored_into(copi
 
 
 def test_what_an_unfinished_restore_of_another_run_left_is_not_taken_for_a_part_of_this_one(copied, tmp_path):
-    left = tmp_path / "left"  # as earlier versions left it
+    left = tmp_path / "left"
     left.mkdir()
     shutil.copy(copied.path / "best.safetensors", left)
     (left / ".restoring").write_text("another id")
-    before = content(left)
-    with refuses(left, "best.safetensors"):
+    with refuses(left, copied.config["id"]):
         reopened(copied, "left")
-    assert content(left) == before
+    assert not (left / "config.json").exists()
+    (left / ".restoring").write_text(copied.config["id"])
+    assert reopened(copied, "left").restore() == dict(a=2) and not (left / ".restoring").exists()
 
 
 def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(trained, cpu, tmp_path):
@@ -376,7 +399,6 @@ def test_a_restore_whose_folder_another_process_took_meanwhile_replaces_nothing_
     def while_asleep(self, source, target):
         get_file(self, source, target)
         if "records.jsonl" in target:
-            again.mkdir()
             (again / "records.jsonl").write_text("newer")
             (again / ".lock").write_text("{}")
 

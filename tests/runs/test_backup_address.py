@@ -33,9 +33,11 @@ def server():
 @pytest.fixture
 def line(server, monkeypatch):
     line = Line(server)
-    environ = dict(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION="us-east-1")
-    for name, value in dict(environ, AWS_ENDPOINT_URL=f"http://127.0.0.1:{line.port}").items():
+    for name, value in dict(
+        AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION="us-east-1"
+    ).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{line.port}")
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # each takes seconds
     monkeypatch.setitem(storage.S3_TIMEOUTS["config_kwargs"], "retries", dict(max_attempts=0))
     yield line
@@ -54,8 +56,11 @@ def bucket(line, server, request):
 
 def stored(bucket):
     """Key -> bytes of all that is in the bucket."""
-    keys = [one["Key"] for one in bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])]
-    return {key: bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read() for key in keys}
+    found = bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])
+    return {
+        one["Key"]: bucket.client.get_object(Bucket=bucket.name, Key=one["Key"])["Body"].read()
+        for one in found
+    }
 
 
 def without_secrets(*texts):
@@ -172,6 +177,20 @@ def test_a_lost_connection_at_the_start_is_an_error_and_not_an_empty_backup(buck
 
 
 # Rules of a backup, on a file system in memory
+
+
+def names_in(store):
+    return {name.removeprefix("/backups/mnist/") for name in store}
+
+
+def pipe(name, content):
+    """Write a file of the file system in memory."""
+    fsspec.filesystem("memory").pipe_file(name, content)
+
+
+def says(monkeypatch, values, info=MemoryFileSystem.info):
+    """Let the file system in memory say these things of each file."""
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: info(self, path) | values)
 
 
 @pytest.mark.parametrize("kind", ["folder", "address"])
@@ -318,13 +337,13 @@ def test_where_the_list_at_an_address_cannot_be_read_the_checkpoints_found_there
     data[1] ^= 0x10
     fsspec.filesystem("memory").rm_file(name)
     if damage == "flipped":
-        fsspec.filesystem("memory").pipe_file(name, data)
+        pipe(name, data)
     with refuses("step 2", "step 1"):
         Run.open(tmp_path / "behind", MNIST(), backup=address)
     again = Run.open(tmp_path / "again", MNIST(), backup=address)
     assert again.restore() == dict(a=2)
     again.save(dict(a=3), 3)
-    assert {f"/backups/mnist/checkpoints/step-0000000{step}.pt" for step in (2, 3)} <= store.keys()
+    assert {"checkpoints/step-00000003.pt", "checkpoints/step-00000002.pt"} <= names_in(store)
 
 
 def test_a_file_that_arrives_shorter_than_its_store_says_is_refused_and_replaces_nothing(
@@ -334,8 +353,7 @@ def test_a_file_that_arrives_shorter_than_its_store_says_is_refused_and_replaces
     saved(tmp_path, address)
     target = tmp_path / "kept"
     target.write_text("whole")
-    info = MemoryFileSystem.info
-    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path: info(self, path) | dict(size=10_000))
+    says(monkeypatch, dict(size=10_000))
     with refuses(address, "best.safetensors", 10_000):
         storage.Storage(address).get("best.safetensors", target)
     with refuses(address):

@@ -5,20 +5,22 @@ import dataclasses
 import errno
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
 
 from tests.conftest import SMALL, best_weights, exact, refuses, same
-from tests.runs.store import content
-from tpukit import MNIST, MSHNet, Run, launch, train
+from tests.runs.store import alike, content
+from tpukit import MNIST, MSHNet, Run, TpukitError, launch, train
 from tpukit.host import files
-from tpukit.reporting import display
+from tpukit.reporting import display, findings
 from tpukit.runs import weights
 from tpukit.tasks.trained import find_trained
 
@@ -82,6 +84,61 @@ def test_a_run_continues_over_a_record_that_no_training_wrote(record, tmp_path):
     run.log("start", 1)
     run.log("note", 2, speed=record.get("speed"), loss=record.get("loss"))
     assert [r["kind"] for r in run.records()][-2:] == ["start", "note"]
+
+
+def readings(path):
+    """What can be read of a run, by name."""
+    run, best = Run.find(path), path / "best.safetensors"
+    return dict(
+        config=lambda: run.config,
+        records=run.records,
+        describe=lambda: findings.describe(run.records()),
+        tables=lambda: [str(table) for table in findings.accelerator_tables(run.records())],
+        headline=lambda: findings.headline(run.records(), run.read_progress()),
+        best=lambda: best_weights(run),
+        metadata=lambda: weights.metadata(best) | dict(epoch=weights.epoch_of(best)),
+        restored=run.restore,
+    )
+
+
+def outcome(read, capsys):
+    """(what a reader returns, None after a TpukitError; all that it said)."""
+    capsys.readouterr()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            found, said = read(), ""
+        except TpukitError as error:
+            found, said = None, str(error)
+    return found, said + capsys.readouterr().out + "".join(str(w.message) for w in warned)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_any_file_of_a_run_changes_nothing_or_is_named(trained, tmp_path, capsys):
+    _, run = trained
+    whole = shutil.copytree(run.path, tmp_path / "whole")
+    wanted = {what: read() for what, read in readings(whole).items()}
+    names = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file() and p.stat().st_size)
+    assert {"config.json", "records.jsonl", "best.safetensors", "progress.json"} <= set(map(str, names))
+    draw, named = random.Random(13), 0
+    for number in range(120):
+        name = names[number % len(names)]
+        copy = shutil.copytree(run.path, tmp_path / "flipped")
+        data = bytearray((copy / name).read_bytes())
+        bit = draw.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        (copy / name).write_bytes(data)
+        for what, read in readings(copy).items():
+            found, said = outcome(read, capsys)
+            if alike(found, wanted[what]):
+                continue
+            if name.name == "progress.json":  # the next step replaces it
+                said = " ".join(found.split())
+            words = {"checkpoints.json": "is damaged", "progress.json": "The training starts"}
+            assert words.get(name.name, name.name) in said, f"bit {bit} of {name}: {what} is {found}: {said}"
+            named += 1
+        shutil.rmtree(copy)
+    assert named > 30
 
 
 def test_a_run_of_an_earlier_version_is_resumed_though_it_has_no_checksums_and_no_id(trained, tmp_path, cpu):

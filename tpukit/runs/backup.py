@@ -1,7 +1,6 @@
 """The copy of a run in a storage, such as Drive: kept up to date, and restored from. Also runs in Kaggle's
 inputs."""
 
-import contextlib
 import functools
 import glob
 import tempfile
@@ -27,15 +26,10 @@ OTHER_FOLDER = "choose another backup, or, to resume what was backed up, a run f
 LIST = f"checkpoints/{checkpoints.LIST}"
 
 
-def _name(entry: Entry) -> str:
-    return f"checkpoints/{entry['file']}"
-
-
 def _checks(entries: Iterable[Entry]) -> dict[str, Check]:
     """What raises Damaged for a damaged file of a run, by its name. entries: of the list of checkpoints."""
-    checks: dict[str, Check] = {name: lambda path: None for name in COPIED}
-    checks["best.safetensors"] = weights.check_embedded_sha256
-    return checks | {_name(entry): functools.partial(checkpoints.check, entry=entry) for entry in entries}
+    named = {f"checkpoints/{e['file']}": functools.partial(checkpoints.check, entry=e) for e in entries}
+    return {"best.safetensors": weights.check_embedded_sha256, **named}
 
 
 class Backup:
@@ -44,7 +38,8 @@ class Backup:
     def __init__(self, place: str | Path):
         self.storage = Storage(place)
         self.failed = False
-        self.copied: dict[str, tuple] = {}  # file name -> version of the run's file that was copied last
+        # File name -> the version of the run's file that was copied last.
+        self.copied: dict[str, tuple | None] = {}
         self.records = 0, 0  # bytes of the records that were copied last, and their CRC-32
 
     def __str__(self) -> str:
@@ -69,30 +64,31 @@ class Backup:
         kept = run.checkpoints()
         checks = _checks(kept) | {"records.jsonl": self._check_records}
         if not self.storage.has("config.json"):
-            self._copy(run, "config.json", checks["config.json"])
+            self._copy(run, "config.json")
             self._put_list([])
         for name in COPIED:
             if (run.path / name).exists():
-                self._copy(run, name, checks[name])
+                self._copy(run, name, checks.get(name))
         whole = []
         for entry in kept:
-            name, check = _name(entry), checks[_name(entry)]
-            if self._copy(run, name, check) or self.take(run, name, check):
+            name = f"checkpoints/{entry['file']}"
+            if self._copy(run, name, checks[name]) or self.take_back(run, name, checks[name]):
                 whole.append(entry)
         if not whole:
             raise Damaged(f"no checkpoint in {run.path} is whole")
         self._put_list(whole)
 
-    def _copy(self, run: "Run", name: str, check: Check) -> bool:
+    def _copy(self, run: "Run", name: str, check: Check | None = None) -> bool:
         """Bring the copy of a file up to date. Returns False if the run's own is damaged, and says so."""
         path = run.path / name
+        stat = path.stat() if path.exists() else None
+        version = stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if version and self.copied.get(name) == version and self.storage.has(name):
+            return True
         try:
-            stat = path.stat()
-            version = stat.st_ino, stat.st_mtime_ns, stat.st_size
-            if self.copied.get(name) == version and self.storage.has(name):
-                return True
-            check(path)
-        except (FileNotFoundError, Damaged) as error:
+            if check is not None:
+                check(path)
+        except Damaged as error:
             run.print(f"{name} in {run.path} is damaged ({error}): it is not copied to {self}")
             return False
         self.storage.put(path, name, check)
@@ -119,14 +115,14 @@ class Backup:
             raise Damaged(f"one of its first {size} bytes has changed since they were copied")
         self.records = len(data), zlib.crc32(data)
 
-    def take(self, run: "Run", name: str, check: Check) -> bool:
-        """Replace a file of the run by its copy, if that is whole. Returns whether it is; if not, says so."""
+    def take_back(self, run: "Run", name: str, check: Check) -> bool:
+        """Replace a damaged file of the run by its copy. Returns whether that is there, and whole."""
         try:
             self.storage.get(name, run.path / name, check)
-            return True
-        except Damaged as error:
-            run.print(f"{name} in {self} is damaged or missing ({error}): it is not taken from there")
+        except Damaged:
             return False
+        run.print(f"{name} in {run.path} was damaged: taken from {self}")
+        return True
 
     def check_run(self, run: "Run", run_id: str) -> None:
         """Raise TpukitError if a run of this id cannot be backed up here: the disk is gone, or the storage
@@ -142,12 +138,9 @@ class Backup:
             raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
         here = max((entry["step"] for entry in run.checkpoints()), default=0)
         for entry in entries:
-            if entry["step"] > here:
-                with contextlib.suppress(Damaged):
-                    name = _name(entry)
-                    checkpoints.check(self.storage.local_copy([name]) / name, entry)
-                    later = f"has step {entry['step']} of this run, but {run.path} has only step {here}"
-                    raise TpukitError(f"the backup {self} {later}: {OTHER_FOLDER}")
+            if entry["step"] > here and self._is_whole(entry):
+                later = f"has step {entry['step']} of this run, but {run.path} has only step {here}"
+                raise TpukitError(f"the backup {self} {later}: {OTHER_FOLDER}")
 
     def _open_copy(self, run: "Run") -> tuple["Run", list[Entry]]:
         """(the copy as a run for reading, entries of its checkpoints)."""
@@ -156,30 +149,60 @@ class Backup:
         copy.check_links()
         return copy, copy.checkpoints() or checkpoints.entries_of(self.storage.names("checkpoints"))
 
+    def _is_whole(self, entry: Entry) -> bool:
+        """Whether a checkpoint of the copy is there, and whole."""
+        name = f"checkpoints/{entry['file']}"
+        try:
+            checkpoints.check(self.storage.local_copy([name]) / name, entry)
+            return True
+        except Damaged:
+            return False
+
     def restore(self, run: "Run", task: "Task") -> None:
-        """Restore a run of this task from its copy: what is whole there, and nothing else that lies there.
-        The run's folder appears with all of it or not at all."""
-        Storage(run.path.absolute()).check_empty()
+        """Restore a run of this task from its copy: what is whole there, and nothing else that lies there."""
+        unfinished = run.path / ".restoring"  # the run's id; exists only if a kill cut this short
+        if not unfinished.exists():
+            Storage(run.path.absolute()).check_empty()
         copy, entries = self._open_copy(run)
+        run.check_links()
         copy.check_settings(task)
+        if not entries:
+            copy.check_results(list(filter(self.storage.has, ("best.safetensors", "records.jsonl"))))
         print(printable(f"run: restoring {run.path} from {self}"))
-        if run.path.exists():
-            with run.lock():  # raises where another process has the folder
-                for left in (run.path / ".lock", *run.path.glob(".launch-*.lock")):
-                    left.unlink()
-        checks = _checks(entries)
-        with files.atomic_folder(run.path.resolve()) as folder:
-            restored = type(run)(folder)
-            restored.label = str(self)
-            for name in filter(self.storage.has, COPIED):
-                self.take(restored, name, checks[name])
-            arrived = [entry for entry in entries if self.take(restored, _name(entry), checks[_name(entry)])]
+        with run.lock_to_open():
+            if (run.path / "config.json").exists():  # another process has restored it meanwhile
+                return
+            run_id = str(copy.config.get("id"))
+            if unfinished.exists() and unfinished.read_text(errors="replace") != run_id:
+                raise TpukitError(
+                    f"{run.path} has parts of another run than {run_id}: choose an empty folder"
+                )
+            files.write_atomic(unfinished, run_id)
+            checks = _checks(entries)
+            # The list after what it names; config.json last: it is what makes the folder a run.
+            arrived = [e for e in entries if self._restore_file(run, f"checkpoints/{e['file']}", checks)]
             if entries and not arrived:
                 raise TpukitError(f"none of the {len(entries)} checkpoints in {self} is whole: start anew")
-            (folder / "checkpoints").mkdir(exist_ok=True)
-            if entries or checkpoints.read_list(copy.path / "checkpoints") is not None:
-                checkpoints.write_list(folder / "checkpoints", arrived)
-            restored.check_results()
+            (run.path / "checkpoints").mkdir(exist_ok=True)
+            checkpoints.write_list(run.path / "checkpoints", arrived)
+            for name in filter(self.storage.has, reversed(COPIED)):
+                self._restore_file(run, name, checks)
+            unfinished.unlink(missing_ok=True)
+
+    def _restore_file(self, run: "Run", name: str, checks: dict[str, Check]) -> bool:
+        """Restore a file. Returns whether it was whole; a damaged one is named and left out."""
+
+        def check(path: Path) -> None:
+            if name in checks:
+                checks[name](path)
+            run.check_lock()  # copying may have taken long
+
+        try:
+            self.storage.get(name, run.path / name, check)
+            return True
+        except Damaged as error:
+            print(printable(f"run: {name} in {self} is damaged ({error}): it is left out"))
+            return False
 
 
 def find_run(env: Environment, name: str) -> Path | None:

@@ -4,7 +4,6 @@ A file is listed only once it has reached the disk and was read back, and remove
 kill at any point loses none. The list of a run without checkpoints is empty; if there is none, checkpoints
 were deleted."""
 
-import contextlib
 import json
 import re
 import zipfile
@@ -14,7 +13,6 @@ from typing import Any
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, first_line
-from tpukit.host.json_types import has_type
 from tpukit.runs import weights
 
 KEEP = 2  # the newest, and the one before in case it is damaged
@@ -46,10 +44,10 @@ def load(path: Path) -> dict[str, Any]:
 
 def check(path: Path, entry: Entry) -> None:
     """Raise Damaged if the file at `path` is not the checkpoint of this entry of a list."""
-    if not entry.get("sha256"):
-        return _check_crc32s(path)
     try:
-        if files.sha256(path) != entry["sha256"]:
+        if not entry["sha256"]:
+            _check_crc32s(path)
+        elif files.sha256(path) != entry["sha256"]:
             raise Damaged(f"its {path.stat().st_size} bytes do not match the recorded SHA-256")
     except OSError as error:
         raise Damaged(first_line(error)) from error
@@ -58,10 +56,11 @@ def check(path: Path, entry: Entry) -> None:
 def _check_crc32s(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:  # torch writes CRC-32s, and does not check them
-            if part := archive.testzip():
-                raise Damaged(f"{part} in it does not match its CRC-32")
+            part = archive.testzip()
     except Exception as error:  # zipfile raises many types for a damaged file
         raise Damaged(first_line(error)) from error
+    if part:
+        raise Damaged(f"{part} in it does not match its CRC-32")
 
 
 def entries(folder: Path) -> list[Entry]:
@@ -71,12 +70,13 @@ def entries(folder: Path) -> list[Entry]:
 
 def read_list(folder: Path) -> list[Entry] | None:
     """The list, which may be empty; None if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+    try:
         listed = json.loads((folder / LIST).read_bytes())
         found = [files.parse_with_crc32(json.dumps(entry)) for entry in listed]
-        typed = all(has_type(entry, dict(file=str, step=int, sha256=str | None)) for entry in found)
-        if typed and all(entry["file"] == _file_name(entry["step"]) for entry in found):
+        if all(entry["file"] == _file_name(entry["step"]) and "sha256" in entry for entry in found):
             return found
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
     return None
 
 

@@ -14,6 +14,7 @@ tensorboard/             the records' numbers for TensorBoard, if it is installe
 cores/                   what each core of the last launch printed, and its error or stacks if it failed
 .lock                    host and pid of the process that trains here
 .launch-HOST.lock        host and pid of the process that launched the cores of that host
+.restoring               its id, only while the run is being restored from a backup
 .test                    marks a folder without a run, in which foreign weights were tested
 """
 
@@ -25,13 +26,12 @@ import operator
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError
-from tpukit.host.json_types import has_type
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
 from tpukit.runs.backup import Backup
@@ -66,10 +66,9 @@ class Run:
 
     echo = True  # print to the console too; a launched core does not: its launching process shows log.txt
     is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
-    # Raises TpukitError if another process has taken the lock that this one holds.
-    _check_lock: Callable[[], None] = staticmethod(lambda: None)
     _writes = True
-    _events: EventFile | None = None
+    _events = None
+    _check_lock = None
 
     def __init__(self, path: str | Path, backup: str | Path | None = None):
         if "\0" in str(path):
@@ -116,17 +115,12 @@ class Run:
         if environment.rank() != 0:
             return run.read_only()  # rank 0 prints and writes for all
         config = run.path / "config.json"
-        source = Backup(earlier) if earlier else None
         if run.backup:
             run.backup.storage.check_before_training()
-            if run.backup.storage.has("config.json"):
-                source = run.backup
-        if source and not config.exists():
-            try:
-                source.restore(run, task)
-            except TpukitError:
-                if not config.exists():  # another host of a slice of TPU VMs may have restored it meanwhile
-                    raise
+            if not config.exists() and run.backup.storage.has("config.json"):
+                run.backup.restore(run, task)
+        if earlier and not config.exists():
+            Backup(earlier).restore(run, task)
         run.check_links()
         run_id = secrets.token_hex(8)
         if config.exists():
@@ -139,13 +133,11 @@ class Run:
         if run.backup:
             run.backup.check_run(run, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
-        # The hosts of a slice of TPU VMs may share the folder, and each opens the run.
-        lock = contextlib.nullcontext() if environment.detect().host == "tpu-vm" else run.lock()
-        with files.explain_unwritable(run.path):
-            (run.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        with lock, files.explain_unwritable(run.path):
+        with run.lock_to_open(), files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(files.with_crc32(values), indent=1))
-            checkpoints.write_list(run.path / "checkpoints", run.checkpoints())
+            (run.path / "checkpoints").mkdir(exist_ok=True)
+            if not run.checkpoints() and checkpoints.read_list(run.path / "checkpoints") is None:
+                checkpoints.write_list(run.path / "checkpoints", [])
         if run.backup:
             print(printable(f"run: every checkpoint is copied to {run.backup}"))
         return run
@@ -176,12 +168,24 @@ class Run:
         if not self._writes:
             yield
             return
-        signs = [self.path / "progress.json"]
-        with files.exclusive_lock(self.path / ".lock", signs) as self._check_lock:
+        with files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"]) as check:
+            self._check_lock = check
             try:
                 yield
             finally:
-                del self._check_lock
+                self._check_lock = None
+
+    def lock_to_open(self) -> contextlib.AbstractContextManager[None]:
+        """`lock`, for what opens or restores the run, and makes its folder. None on a TPU VM: the hosts of a
+        slice may share the folder, and each opens the run."""
+        with files.explain_unwritable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
+
+    def check_lock(self) -> None:
+        """Raise TpukitError if another process has taken the lock that this one holds."""
+        if self._check_lock is not None:
+            self._check_lock()
 
     # What is in the folder
 
@@ -209,7 +213,7 @@ class Run:
         fields = [field for field in dataclasses.fields(task) if not field.metadata.get("free")]
         # A run of an earlier version, which did not have a setting yet, trained as by its default.
         old = {field.name: _plain(field.default) for field in fields} | config["settings"]
-        if weights.ADDRESS.match(str(old["weights"])):  # which earlier versions read
+        if weights.is_address(old["weights"]):  # which earlier versions read
             old["weights"] = new["weights"]
         changed = [field.name for field in fields if old[field.name] != new[field.name]]
         if changed:
@@ -224,11 +228,12 @@ class Run:
             found.append("records.jsonl")
         return found
 
-    def check_results(self) -> None:
-        """Raise TpukitError for results without checkpoints, which a new training would replace."""
+    def check_results(self, names: Iterable[str] | None = None) -> None:
+        """Raise TpukitError for results without checkpoints, which a new training would replace. names: files
+        that hold results, if they lie elsewhere."""
         if self.checkpoints() or checkpoints.read_list(self.path / "checkpoints") is not None:
             return
-        if names := self._results():
+        if names := self._results() if names is None else names:
             raise TpukitError(
                 f"{self.label} holds {' and '.join(names)} of a training, but none of its checkpoints: put"
                 " them back, or choose a new run folder (and another backup)"
@@ -256,7 +261,7 @@ class Run:
         """Append one record. Floats that are not finite become null: JSON has no such numbers."""
         if not self._writes:
             return
-        self._check_lock()
+        self.check_lock()
         record = _finite(dict(kind=kind, step=step, time=round(time.time(), 3), **values))
         files.append(self.path / "records.jsonl", json.dumps(files.with_crc32(record)) + "\n")
         if kind == "start":
@@ -287,10 +292,20 @@ class Run:
         """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again.
         Those of the backup, if whole, replace damaged ones."""
         path = self.path / "records.jsonl"
+
+        def check(file: Path) -> None:
+            kept = file.read_bytes()[:size] if file.exists() else b""
+            damaged = sum(not _parse_record(line) for line in kept.splitlines())
+            if damaged or len(kept) < size:
+                lost = (
+                    f"{damaged} damaged lines are left out, and {size - len(kept)} of {size} bytes are lost"
+                )
+                raise Damaged(f"{path}: {lost}")
+
         try:
-            self._mend(path.name, functools.partial(_check_records, size=size))
+            self._mend(path.name, check)
         except Damaged as error:
-            self.print(f"{path}: {error}")
+            self.print(error)
         if self.backup:
             self.backup.records = 0, 0
         if self.records_size() > size:
@@ -331,7 +346,7 @@ class Run:
             state: pytree of CPU tensors, numbers and strings.
             records_size: bytes of the records that belong to this state; by default all that are there.
         """
-        self._check_lock()
+        self.check_lock()
         size = self.records_size() if records_size is None else records_size
         for name in ("records.jsonl", "log.txt"):  # a checkpoint reaches the disk after what it counts on
             if (self.path / name).exists():
@@ -350,7 +365,7 @@ class Run:
         are kept."""
         self.check_results()
         found = self.checkpoints()
-        for entry in found:
+        for number, entry in enumerate(found):
             name = f"checkpoints/{entry['file']}"
             try:
                 self._mend(name, functools.partial(checkpoints.check, entry=entry))
@@ -358,9 +373,9 @@ class Run:
             except Damaged as error:
                 self.print(f"checkpoint {entry['file']} is damaged ({error}); trying the previous one")
                 continue
-            if entry is not found[0]:
-                text = checkpoints.list_text(found[found.index(entry) :])
-                files.write_atomic(self.path / "checkpoints" / checkpoints.LIST, text)
+            if number:
+                path = self.path / "checkpoints" / checkpoints.LIST
+                files.write_atomic(path, checkpoints.list_text(found[number:]))
             self._restore_records(saved["records_size"])
             return saved["state"]
         if found:
@@ -378,10 +393,9 @@ class Run:
             check(self.path / name)
             return False
         except Damaged:
-            if not self.backup or not self.backup.take(self, name, check):
-                raise
-            self.print(f"{name} in {self.path} was damaged: taken from {self.backup}")
-            return True
+            if self.backup and self.backup.take_back(self, name, check):
+                return True
+            raise
 
     def mend_best(self) -> dict[str, str] | None:
         """None if best.safetensors is whole. Otherwise the metadata of the backup's, which takes its place;
@@ -403,28 +417,20 @@ class Run:
 
     def save_best(self, tensors: "Mapping[str, Tensor]", **values: Any) -> None:
         """Write the best weights, CPU tensors by name, as best.safetensors. values: kept as its metadata."""
-        self._check_lock()
+        self.check_lock()
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         files.write_atomic(self.path / "best.safetensors", data)
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:
     """The record on a line, None for a damaged one."""
-    with contextlib.suppress(ValueError):
+    try:
         record = files.parse_with_crc32(line)
-        if has_type(record, dict(kind=str, step=int, time=float)):
-            return record
-    return None
-
-
-def _check_records(path: Path, size: int) -> None:
-    """Raise Damaged if one of the first `size` bytes of a file of records is missing, or a line in them
-    damaged."""
-    kept = path.read_bytes()[:size] if path.exists() else b""
-    damaged = sum(not _parse_record(line) for line in kept.splitlines())
-    if damaged or len(kept) < size:
-        lost = f"{size - len(kept)} of {size} bytes are lost"
-        raise Damaged(f"{damaged} damaged lines are left out, and {lost}")
+        numbers = record["step"], record["time"]
+        is_valid = isinstance(record["kind"], str) and all(0 <= number < 2**53 for number in numbers)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record if is_valid else None
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

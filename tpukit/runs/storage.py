@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from tpukit.host import environment, files, secrets
@@ -104,30 +104,32 @@ class Storage:
             has = printable(", ".join(found[:3]))
             raise TpukitError(f"{self} is not empty and holds no run (it has {has}): choose an empty folder")
 
-    def has(self, name: str) -> bool:
-        """Not by `exists`, which takes a lost connection for a missing file."""
+    def info(self, name: str) -> dict[str, Any] | None:
+        """What the file system says of a file, None if there is none. Not by `exists`, which takes a lost
+        connection for a missing file."""
         with self._opened() as (file_system, root), contextlib.suppress(FileNotFoundError):
-            file_system.info(f"{root}/{name}")
-            return True
-        return False
+            return file_system.info(f"{root}/{name}")
+
+    def has(self, name: str) -> bool:
+        return self.info(name) is not None
 
     def names(self, folder: str = "") -> list[str]:
         with self._opened() as (file_system, root), contextlib.suppress(FileNotFoundError):
             paths = file_system.ls(f"{root}/{folder}".rstrip("/"), detail=False)
-            return [PurePosixPath(path).name for path in paths]
+            return [path.rstrip("/").rpartition("/")[2] for path in paths]
         return []
 
     def get(self, name: str, target: Path, check: Check | None = None) -> None:
         """Copy a file from here, whole or not at all. Raises Damaged if it is damaged or missing."""
-        if not self.has(name):
-            raise Damaged(f"there is no {self}/{name}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with files.atomic_file(target, check=check) as file, self._opened() as (file_system, root):
-            expected = file_system.info(f"{root}/{name}")["size"]
-            file_system.get_file(f"{root}/{name}", file.name)
+        if (info := self.info(name)) is None:
+            raise Damaged(f"there is no {self}/{name}")
+        with files.atomic_file(target, check=check) as file:
+            with self._opened() as (file_system, root):
+                file_system.get_file(f"{root}/{name}", file.name)
             size = os.stat(file.name).st_size
-            if expected not in (None, size):
-                raise TpukitError(f"{self}/{name} arrived incomplete ({size} of {expected} bytes)")
+            if info["size"] not in (None, size):
+                raise TpukitError(f"{self}/{name} arrived incomplete ({size} of {info['size']} bytes)")
 
     def local_copy(self, names: Iterable[str]) -> Path:
         """A folder on this machine with these files, if they are here, for reading."""

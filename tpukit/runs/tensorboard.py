@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tpukit.host.json_types import has_type
 from tpukit.host.tables import GIB
 
 
@@ -15,7 +14,7 @@ class EventFile:
     """tpukit's one event file in a folder. Those of earlier sessions are removed: a resumed run writes
     all its records again, and may have fewer; files of others stay."""
 
-    _new_writer: Any
+    _new_writer: Any = None
 
     def __init__(self, folder: Path):
         self.path = folder / f"events.out.tfevents.{time.time_ns()}.tpukit"
@@ -27,10 +26,10 @@ class EventFile:
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.glob("events.out.tfevents.*.tpukit"):
                 old.unlink()
-            self._new_writer = RecordWriter
-            self._append(self._new_event(wall_time=time.time(), file_version="brain.Event:2"))
         except Exception:  # not installed, or in conflict with its protobuf, or no file can be made
-            self._new_writer = None
+            return
+        self._new_writer = RecordWriter
+        self._append(self._new_event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the numbers of one record of the run, if it has any."""
@@ -60,4 +59,5 @@ def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
             found["speed/samples per second"] = speed["images_per_s"]
             found["speed/waiting for data"] = speed["wait_s"] / max(speed["seconds"], 1e-9)
             found |= {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
-    return [(tag, value) for tag, value in found.items() if has_type(value, float)]
+    numbers = [(tag, value) for tag, value in found.items() if isinstance(value, (int, float))]
+    return [(tag, value) for tag, value in numbers if abs(value) < 2**127]  # an event holds a float32

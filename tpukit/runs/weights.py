@@ -3,12 +3,12 @@
 import contextlib
 import hashlib
 import json
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpukit.host.environment import release
 from tpukit.host.errors import Damaged, TpukitError, first_line
 
 if TYPE_CHECKING:
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-ADDRESS = re.compile(r"([a-z0-9+]{2,}):", re.I)  # how one begins, such as s3://bucket/file, and no path
+def is_address(path: str | Path) -> bool:
+    """Whether this is no path, but an address such as s3://bucket/file."""
+    return re.match(r"[a-z0-9+]{2,}:", str(path), re.I) is not None
 
 
 def local(path: str | Path) -> Path:
     """The path of a weight file. Raises TpukitError for an address, without showing it: it may hold a
     secret."""
-    if found := ADDRESS.match(str(path)):
-        raise TpukitError(f"{found[1]}: weights are read from a file, not from an address: download it first")
+    if is_address(path):
+        scheme = str(path).partition(":")[0]
+        raise TpukitError(f"{scheme}: weights are read from a file, not from an address: download it first")
     return Path(path)
 
 
@@ -49,41 +52,39 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     for key in ("state_dict", "model", "net"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    values = content if isinstance(content, dict) else {}
-    if not values or not all(isinstance(name, str) and torch.is_tensor(values[name]) for name in values):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
         raise TpukitError(f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__}")
-    for name, tensor in values.items():
+    for name, tensor in content.items():
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not is_dense or tensor.is_quantized or tensor.is_nested:
             raise TpukitError(
                 f"weights {path}: {name} is no plain tensor ({tensor.layout} on {tensor.device}, quantized:"
                 f" {tensor.is_quantized}): save it as one (`.to_dense()`, `.dequantize()`)"
             )
-    return {name.removeprefix("module."): tensor for name, tensor in values.items()}
+    return {name.removeprefix("module."): tensor for name, tensor in content.items()}
 
 
 def load_tensors(path: Path) -> Any:
-    """What `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises Damaged for
-    a file that asks for more, and TpukitError for a torch that cannot refuse it."""
+    """What `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises
+    UnpicklingError for a file that asks for more, and TpukitError for a torch that cannot refuse it."""
     import torch
 
-    if release(torch.__version__) < (2, 6):
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
         raise TpukitError(
             f"torch {torch.__version__} can run code from a weight file even with weights_only=True"
             " (CVE-2025-32434): install torch 2.6 or newer"
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except (pickle.UnpicklingError, RuntimeError) as error:
         if "weights_only" not in str(error):
             raise
         # torch goes on to recommend weights_only=False, which would run the code.
         found = re.search(r"GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", str(error))
         asked = found[1] or found[2] if found else "something that is not a tensor"
-        raise Damaged(
-            f"weights {path}: this pickle asks to load {asked}, which could run code, so it was not opened."
-            " Ask for a state dict or a .safetensors file"
-        ) from None
+        raise pickle.UnpicklingError(f"this pickle asks to load {asked}, which could run code") from None
 
 
 def load(model: "torch.nn.Module", path: str | Path) -> None:
@@ -96,16 +97,18 @@ def load(model: "torch.nn.Module", path: str | Path) -> None:
 
 def differences(loaded: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]") -> str:
     """How weights differ from those of a model, in words; "" if neither names nor shapes do."""
-    lines = [f"  {name}: not in the model" for name in loaded if name not in expected]
-    for name, tensor in expected.items():
-        if name in loaded and loaded[name].shape != tensor.shape:
-            shapes = f"{tuple(loaded[name].shape)} in the file, {tuple(tensor.shape)} in the model"
-            lines.append(f"  {name}: shape {shapes}")
-        # Counters of batch norm do not change what a model computes; old files lack them.
-        elif name not in loaded and not name.endswith("num_batches_tracked"):
-            lines.append(f"  {name}: missing in the file")
-    first = "\n".join(lines[:3] + lines[3:][-6:])
-    return f"{len(lines)} differences in {len(expected)} tensors, such as:\n{first}" if lines else ""
+    # Counters of batch norm do not change what a model computes; old files lack them.
+    missing = [n for n in expected if n not in loaded and not n.endswith("num_batches_tracked")]
+    unknown = [n for n in loaded if n not in expected]
+    shapes = [n for n in expected if n in loaded and expected[n].shape != loaded[n].shape]
+    if not (missing or unknown or shapes):
+        return ""
+    sizes = {n: (tuple(loaded[n].shape), tuple(expected[n].shape)) for n in shapes[:3]}
+    lines = [f"  {n}: shape {ours} in the file, {theirs} in the model" for n, (ours, theirs) in sizes.items()]
+    lines += [f"  {n}: missing in the file" for n in missing[:3]]
+    lines += [f"  {n}: not in the model" for n in unknown[:3]]
+    counts = f"{len(shapes)} other shapes, {len(missing)} missing, {len(unknown)} unknown of {len(expected)}"
+    return f"{counts}. First differences:\n" + "\n".join(lines)
 
 
 def metadata(path: str | Path) -> dict[str, str]:
@@ -125,8 +128,8 @@ def metadata(path: str | Path) -> dict[str, str]:
 
 def epoch_of(path: str | Path) -> int | None:
     """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
-    found = re.fullmatch("[0-9]{1,9}", metadata(path).get("epoch", ""))
-    return int(found[0]) if found else None
+    epoch = metadata(path).get("epoch", "")
+    return int(epoch) if re.fullmatch(r"[0-9]{1,9}", epoch) else None
 
 
 @contextlib.contextmanager
@@ -136,6 +139,10 @@ def explain_damage(path: Path) -> Iterator[None]:
         yield
     except TpukitError:
         raise
+    except pickle.UnpicklingError as error:
+        raise Damaged(
+            f"weights {path}: {error}, so it was not opened. Ask for a state dict or a .safetensors file"
+        ) from error
     except Exception as error:  # torch and safetensors raise many types for a damaged file
         raise Damaged(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
 
@@ -159,14 +166,17 @@ def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> b
 def check_embedded_sha256(path: Path) -> None:
     """Raise Damaged if a .safetensors file is missing, has no whole header, or is not what its embedded
     SHA-256 says, if it has one."""
-    with explain_damage(path):
+    try:
         data = path.read_bytes()
         header = data[8 : 8 + int.from_bytes(data[:8], "little")]
         json.loads(header)
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
     found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
-    is_whole = found and hashlib.sha256(data.replace(found[1], ZEROS, 1)).hexdigest().encode() == found[1]
-    # Without one the file is of elsewhere, unless something of it is left, as by a flipped bit in its name.
-    if not is_whole and (found or re.search(rb'"tpukit|sha256"', header)):
+    if not found and not re.search(rb'"tpukit|sha256"', header):  # one of which a flipped bit leaves
+        return
+    zeroed = data.replace(found[1], ZEROS, 1) if found else data
+    if not found or hashlib.sha256(zeroed).hexdigest().encode() != found[1]:
         raise Damaged(
             f"weights {path}: damaged (its {len(data)} bytes do not match the SHA-256 embedded in it)"
         )

@@ -129,7 +129,7 @@ def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn
     if what := _differences(saved.get("data_signature", {}), origin.data_signature):
         raise _changed(run, f"on {data}, with other {what}")
     if what := weights.differences(saved["model"], model.state_dict()):
-        raise _changed(run, f"with another model than {code}.model() makes now:{what}\n")
+        raise _changed(run, f"with another model than {code}.model() makes now: {what}")
     old, new = saved.get("optimizer_signature", {}), origin.optimizer_signature
     # Another version of torch may have more settings.
     changed = [name for name in old if name in new and old[name] != new[name]]
