@@ -38,7 +38,6 @@ class CUDARuntime(Runtime):
     torch has one, and counts its steps on the device."""
 
     has_graphs = True
-    allow_sync = True  # whether a step may wait for the GPU; one that is captured may not
     peak_before = 0  # bytes: of what ran before the statistics of torch were last reset
     generators = {**Runtime.generators, "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)}
 

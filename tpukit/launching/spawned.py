@@ -28,7 +28,7 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
     `torch.multiprocessing.spawn` started, in the run folder `run_folder`; a run that is there is resumed.
 
     index: this process's number, which they pass. On a TPU rank and number of cores come from torch_xla;
-    elsewhere WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before the spawn, as for
+    elsewhere, on one host, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before the spawn, as for
     torch.distributed.init_process_group("env://"). Flags that the task has for libtpu are not set: the chip
     is open already. A core that fails prints its rank, step and error, and all end."""
     env = environment.detect()
@@ -42,7 +42,7 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
             run = Run.open(run_folder, task)
         world.broadcast(0)  # the others find what rank 0 has made
         if world.rank > 0:
-            run = Run.find(run_folder).read_only()
+            run = Run(run_folder).read_only()
         runtime = open_core(job, run, world)
         runtime.watchdog = Watchdog(job.hang_timeout_s, sys.__stderr__ or sys.stderr, kills_process=size > 1)
         train(task, run, runtime=runtime)

@@ -216,8 +216,11 @@ class Run:
         if weights.is_address(old["weights"]):  # which earlier versions read
             old["weights"] = new["weights"]
         changed = [field.name for field in fields if old[field.name] != new[field.name]]
-        if changed:
+        known = {field.name for field in dataclasses.fields(task)}
+        gone = [name for name, value in config["settings"].items() if value and name not in known]
+        if changed or gone:
             lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
+            lines += [f"  {name}: the run has {old[name]!r}, this version no such setting" for name in gone]
             advice = "Set them back to resume it, or choose another run folder."
             raise TpukitError("\n".join([f"{self.label} holds a run with other settings:", *lines, advice]))
 

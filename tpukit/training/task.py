@@ -184,7 +184,8 @@ class Task:
         for name, declared in get_type_hints(known).items():
             if get_origin(declared) is Literal:
                 choices = get_args(declared)
-                self._require(name, lambda value: value in choices, f"choose one of {', '.join(choices)}")
+                if (value := getattr(self, name)) not in choices:
+                    raise TpukitError(f"{name}={value!r}: choose one of {', '.join(choices)}")
 
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is

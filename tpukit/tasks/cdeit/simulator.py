@@ -7,7 +7,6 @@ a resistive inclusion."""
 
 import concurrent.futures
 import functools
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -102,7 +101,9 @@ class Tank:
         # image and Colab's have no shapely: a stand-in, which other code does not see, is enough.
         names = ("shapely", "shapely.geometry", "shapely.geometry.polygon")
         stand_in: dict[str, Any] = {}
-        if importlib.util.find_spec("shapely") is None:
+        try:
+            import shapely  # noqa: F401
+        except ImportError:  # also one without its library
             stand_in = dict.fromkeys(names, mock.MagicMock())
         sys.modules.update(stand_in)
         try:

@@ -192,7 +192,8 @@ class ImageSet:
         decoded = arrays.mapped(f"images-{split}", key, lambda: _decode(samples, size, skip_bad, split))
         samples = [samples[index] for index in decoded["kept"]]
         self.images, self.names = decoded["images"], [sample.name for sample in samples]
-        self.labels = np.array([self.classes.index(sample.label) for sample in samples], np.int64)
+        numbers = {name: number for number, name in enumerate(classes)}
+        self.labels = np.array([numbers[sample.label] for sample in samples], np.int64)
         self.notes = "\n".join(filter(None, (notes, str(decoded["notes"]))))
 
     def __len__(self):

@@ -37,7 +37,8 @@ def describe(name: str) -> Network:
         import timm
     except ImportError:
         return _describe_torchvision(name)
-    _require_known(name, {*timm.list_models(), *timm.list_models(pretrained=True)}, "timm")
+    if not timm.is_model(name):  # which knows its older names, too
+        _require_known(name, {*timm.list_models(), *timm.list_models(pretrained=True)}, "timm")
     config = timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
     mean, std, published = tuple(config.mean), tuple(config.std), str(config.hf_hub_id or config.url or "")
     return Network("timm", name, config.input_size[-1], config.fixed_input_size, mean, std, published)
@@ -89,13 +90,24 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
         )
     if state is None:
         return model
-    for name, own in model.state_dict().items():  # of the head, however it is called
-        if own.shape[:1] == (classes,) and (name not in state or state[name].shape != own.shape):
-            state[name] = own
+    own = model.state_dict()
+    for name in [f"{head}.{part}" for head in _heads(model) for part in ("weight", "bias")]:
+        if name in own and (name not in state or state[name].shape != own[name].shape):
+            state[name] = own[name]
     try:
         return _make(network, classes, size, state)
     except Exception as error:
         raise TpukitError(f"weights {pretrained} do not fit {network.name}: {first_line(error)}") from error
+
+
+def _heads(model):
+    """Names of the last layers; torchvision does not say."""
+    import torch
+
+    if named := getattr(model, "default_cfg", {}).get("classifier"):
+        return (named,) if isinstance(named, str) else named
+    kinds = torch.nn.Linear, torch.nn.Conv2d
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1:]
 
 
 def _make(network, classes, size, state=None):
