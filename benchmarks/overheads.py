@@ -111,7 +111,7 @@ def timed(spans, owner, name, part):
 PARTS = (
     (loop.Trainer, "save", "saves"),
     (evaluation.Evaluator, "collect", "scores"),
-    (evaluation.Evaluator, "predict", "evaluation"),
+    (evaluation.Evaluator, "evaluate", "evaluation"),
     (Run, "log", "records"),
     (Run, "write_progress", "records"),
     (Run, "print", "records"),

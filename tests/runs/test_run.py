@@ -362,6 +362,17 @@ def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(train
         Run.find(run.path.parent)
 
 
+def test_what_an_earlier_version_had_set_and_this_one_cannot_is_named_and_what_was_off_is_not(trained):
+    task, run = trained
+    config = dict(run.config)
+    config.pop("crc32", None)
+    for mixup in (0.4, 0.0):
+        config["settings"] = config["settings"] | dict(mixup=mixup)
+        (run.path / "config.json").write_text(json.dumps(files.with_crc32(config)))
+        with refuses("mixup", 0.4) if mixup else contextlib.nullcontext():
+            Run.open(run.path, task)
+
+
 @pytest.mark.parametrize("other", [dict(host="elsewhere", pid=7), None], ids=["it trains", "it has ended"])
 def test_a_training_whose_folder_another_process_took_meanwhile_stops_before_it_writes(other, trained):
     _, run = trained

@@ -234,7 +234,7 @@ class Trainer:
         run.print(f"test set: {self.evaluator.loader.description}")
         if runtime.compiles and step < self.total:
             run.print(
-                f"step {step + 1} compiles the training step, which can take minutes; later ones reuse it"
+                f"step {step + 1}: compiling the training step, which can take minutes; later steps reuse it"
             )
         run.log(
             "start",
