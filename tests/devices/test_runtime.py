@@ -182,9 +182,9 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
     monkeypatch, opened, version, chips, given, wanted
 ):
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: chips)
-    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    if given is not None:
-        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", given or "")  # so that it is as before when the test has ended
+    if given is None:
+        monkeypatch.delenv("LIBTPU_INIT_ARGS")
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
     for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
         env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False)

@@ -30,6 +30,7 @@ def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt_after
         needs_torch_xla()
     calls = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("LIBTPU_INIT_ARGS", None)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1" if size == 16 else "localhost")
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.21.1")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
