@@ -427,8 +427,7 @@ def test_the_loop_by_hand_of_the_tpu_guide_trains_mnist(place):
     (code,) = [code for code in codes if "_mp_fn" in code]
     (place / "mp_mnist.py").write_text(code)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"}
-    ran = subprocess.run(
-        [sys.executable, "mp_mnist.py"], cwd=place, env=environ, capture_output=True, text=True
-    )
+    command = [sys.executable, "mp_mnist.py"]
+    ran = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True)
     losses = [float(loss) for loss in re.findall(r"core 0, epoch \d: loss ([\d.]+)", ran.stdout)]
     assert len(losses) == 2 and losses[1] < losses[0], ran.stdout + ran.stderr[-2000:]

@@ -81,8 +81,11 @@ def test_a_process_that_fails_ends_the_others_with_its_own_words(odd, tmp_path):
     assert re.search(r"core 1 on \S+ failed in step 30: sample 7 is broken", ran.stderr)
 
 
-def test_a_process_that_was_not_told_how_many_there_are_says_what_to_set(digits, tmp_path, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+@pytest.mark.parametrize("told", [{}, dict(WORLD_SIZE="two"), dict(WORLD_SIZE="1")], ids=str)
+def test_a_process_that_does_not_know_how_many_there_are_says_what_to_set(
+    told, digits, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "environ", {n: v for n, v in os.environ.items() if n != "WORLD_SIZE"} | told)
     with pytest.raises(TpukitError, match="WORLD_SIZE"):
         train_core(1, MNIST(dataset_dir=digits), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -113,9 +116,7 @@ def test_a_core_of_a_tpu_joins_by_pjrt_and_ends_its_process_when_it_fails(
 
     monkeypatch.setattr(spawned, "open_core", fail)
     monkeypatch.setattr("tpukit.devices.distributed.World.broadcast", lambda world, tree: tree)
-    task = MNIST(dataset_dir=tmp_path)
-    Run.open(tmp_path / "run", task)
     with pytest.raises(TpukitError):
-        train_core(3, task, tmp_path / "run")
+        train_core(3, MNIST(dataset_dir=tmp_path), tmp_path / "run")
     assert tpu_core["init_method"] == "xla://" and tpu_core["exit"] == 1
     assert "core 5 on" in (printed := capfd.readouterr().err) and "failed: 5 of 8" in printed

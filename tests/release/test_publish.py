@@ -29,8 +29,7 @@ def test_no_placeholder_is_left_in_any_file(published):
 
 
 def test_what_pages_say_until_they_are_published_is_left_out(published):
-    pages = [name for name in ("README.md", "README.zh-CN.md", "docs/NOTEBOOKS.md", "docs/COLAB_GUIDE.md")]
-    for page in pages:
+    for page in ("README.md", "README.zh-CN.md", "docs/NOTEBOOKS.md", "docs/COLAB_GUIDE.md"):
         assert "until published -->" in (ROOT / page).read_text()
         assert "until published -->" not in (published / page).read_text()
 

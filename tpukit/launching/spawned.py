@@ -38,11 +38,8 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
     runtime = None
     try:
         world = _join(job, index, rank, size, is_opened_by_torch_xla)
-        if world.rank == 0:
-            run = Run.open(run_folder, task)
-        world.broadcast(0)  # the others find what rank 0 has made
-        if world.rank > 0:
-            run = Run(run_folder).read_only()
+        run = Run.open(run_folder, task) if world.rank == 0 else Run(run_folder).read_only()
+        world.broadcast(0)  # before the others read what rank 0 has made
         runtime = open_core(job, run, world)
         runtime.watchdog = Watchdog(job.hang_timeout_s, sys.__stderr__ or sys.stderr, kills_process=size > 1)
         train(task, run, runtime=runtime)
@@ -60,7 +57,8 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
 
 
 def _rank_by_variables(env: environment.Environment, index: int) -> tuple[int, int]:
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    told = os.environ.get("WORLD_SIZE", "1")
+    size = int(told) if told.isdecimal() else 0
     is_alone = "WORLD_SIZE" not in os.environ and env.accelerator != "xla"
     if index >= size or (is_alone and multiprocessing.parent_process() is not None):
         raise TpukitError(
