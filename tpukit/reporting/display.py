@@ -12,6 +12,7 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Sentences, Table, printable
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run, settings_dict
+from tpukit.training.task import RIGHT, WRONG
 
 if TYPE_CHECKING:
     from IPython.display import Image
@@ -125,13 +126,17 @@ def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
     # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
     if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
         saved = task.load_predictions(folder)
-    if not saved:
-        return figures.panels_figure(task.panels(*predict_test_images(run, task, count)), "Test images")
-    batch, prediction = saved
-    title = getattr(task, "saved_title", "Test images")
-    indices = _evenly_spaced(len(prediction), count)
-    batch = {name: values[indices] for name, values in batch.items()}
-    return figures.panels_figure(task.panels(batch, prediction[indices]), title)
+    title = getattr(task, "saved_title", "")
+    if saved:
+        batch, prediction = saved
+        indices = np.arange(len(prediction))[:count] if title else _evenly_spaced(len(prediction), count)
+        saved = {name: values[indices] for name, values in batch.items()}, prediction[indices]
+    batch, prediction = saved or predict_test_images(run, task, count)
+    rows = task.panels(batch, prediction)
+    title = title if saved and title else "Test images"
+    if known := [row[0][0] for row in rows if row[0][0].startswith((RIGHT, WRONG))]:
+        title += f": {sum(word.startswith(WRONG) for word in known)} of {len(known)} are wrong"
+    return figures.panels_figure(rows, title, batch.get("name", ()))
 
 
 def show_plan(plan: Any) -> None:

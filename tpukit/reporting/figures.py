@@ -3,26 +3,30 @@
 import io
 import itertools
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host.tables import printable
 from tpukit.reporting import findings
+from tpukit.training.task import RIGHT, WRONG
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of Okabe and Ito: told apart with every common colour blindness. Black is left to matplotlib, for dark
-# backgrounds.
-BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8a94a0"
+# Nearly those of Okabe and Ito, told apart with every common colour blindness. A figure has no background:
+# curves and text (in grey) have to be seen on white pages and on dark ones.
+BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#B98000", "#009E73", "#D55E00", "#787f89"
 SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), ("#CC79A7", "D"))  # colour and marker of a curve
 MAX_LABEL = 60  # characters
+MAX_NAME = 36  # characters of a file's name below a panel's title
+MARKS = {RIGHT: GREEN, WRONG: RED}  # sign at the beginning of a panel's title -> colour of its frame
 Panel = tuple[str, Any]  # a title, and an array (H, W) or (H, W, 3)
 
 
 def as_png(figure: "Figure") -> bytes:
-    """The bytes of a figure as a PNG file."""
+    """The bytes of a figure as a PNG file, without a background."""
     png = io.BytesIO()
-    figure.savefig(png, dpi=110, format="png")
+    figure.savefig(png, dpi=110, format="png", transparent=True)
     return png.getvalue()
 
 
@@ -46,27 +50,25 @@ def curves_figure(records: list, labels: findings.Labels = findings.NO_LABELS) -
 
 def plot_curve(axis, name, epochs, values, labels):
     """One series of a run over the epochs, with what its task says of it: unit, best value, the paper's."""
-    is_score = name not in findings.NO_SCORES
+    is_score, title = name not in findings.NO_SCORES, labels.names.get(name, name)
     plot(axis, epochs, values, RED if is_score else BLUE)
-    if is_score and values and min(values) >= 0:
-        axis.set_ylim(0, 1.25 * max(values) or 1)
     if name == labels.score and values:
         best, epoch = max(zip(values, epochs), key=lambda point: point[0])
-        axis.plot(epoch, best, marker="*", ms=12, color=RED, mec="white")
-        side = "right" if epoch > max(epochs) / 2 else "left"
-        axis.annotate(
-            f"best {best:.3g}", (epoch, best), (0, 9), textcoords="offset points", ha=side, fontsize=8
-        )
-    if values and (paper := labels.published.get(name)):
-        axis.axhline(paper, color=GREY, ls="--", lw=1.2)
-        axis.text(0.01, paper, "the paper", transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
-        axis.set_ylim(0, 1.25 * max(*values, paper))
-    finish(axis, labels.names.get(name, name), "epoch")
+        axis.plot(epoch, best, marker="*", ms=12, color=RED, mec="white", clip_on=False)
+        title += f" (best {best:.3g})"
+    paper = labels.published.get(name) if values else None
+    if paper:
+        axis.axhline(paper, color=GREY, ls="--", lw=1.2, label=f"the paper: {paper:.3g}")
+    if is_score and values and min(values) >= 0:
+        largest = max(*values, paper or 0)
+        # A share ends at 1.
+        axis.set_ylim(0, 1 if 0.8 < largest <= 1 else 1.25 * largest or 1)
+    finish(axis, title, "epoch")
 
 
-def live_figure(records: list, progress: dict, labels: findings.Labels) -> "Figure":
+def live_figure(records: list, labels: findings.Labels) -> "Figure":
     """A training as it stands: loss, the score that decides, and speed with the compilations of the step,
-    over the epochs."""
+    over the epochs. How far it is, the progress bar says, which is redrawn more often."""
     figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
     scores = [name for name in series if name not in findings.NO_SCORES]
@@ -78,7 +80,7 @@ def live_figure(records: list, progress: dict, labels: findings.Labels) -> "Figu
     mark_compilations(speed, [step / steps_per_epoch for step in findings.compiled_steps(records)])
     speed.set_ylim(bottom=0)
     finish(speed, "samples per second", "epoch")
-    figure.suptitle(label(findings.headline(records, progress), limit=150), x=0.01, ha="left", fontsize=11)
+    write_above(figure, findings.headline(records))
     return figure
 
 
@@ -94,17 +96,17 @@ def roc_figure(roc: dict) -> "Figure":
     figure, ((left, right),) = subplots(1, 2, (9.6, 3.2))
     least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2  # 0 has no logarithm
     points = list(zip(roc["threshold"], roc["tpr"], [max(rate, least) for rate in roc["fpr"]]))
-    # Where nothing is predicted there is no precision.
-    predicted = [any(rates) for rates in zip(roc["tpr"], roc["fpr"])]
-    precise = list(itertools.compress(zip(roc["threshold"], roc["precision"], roc["tpr"]), predicted))
+    # Where nothing is found the precision says nothing: 0 of 0, or 0 of some.
+    precise = [point for point in zip(roc["threshold"], roc["precision"], roc["tpr"]) if point[2] > 0]
     for axis, curve, colour in ((left, points, BLUE), (right, precise, RED)):
         plot(axis, [x for _, _, x in curve], [y for _, y, _ in curve], colour)
         marked = [point for point in curve if point[0] in (0.1, 0.5, 0.9)]
         for (threshold, y, x), marker in zip(marked, "^sv"):
-            axis.plot(x, y, ls="", color=GREEN, marker=marker, ms=8, label=f"threshold {threshold:g}")
-    left.set(xscale="log", ylim=(0, 1.08))
+            name = f"threshold {threshold:g}"
+            axis.plot(x, y, ls="", color=GREEN, marker=marker, ms=8, label=name, clip_on=False)
+    left.set(xscale="log", ylim=(0, 1))
     finish(left, "ROC, pixels of the test set", "false pixels per background pixel", "recall")
-    right.set(xlim=(0, 1.08), ylim=(0, 1.08))
+    right.set(xlim=(0, 1), ylim=(0, 1))
     finish(right, "precision and recall", "recall", "precision")
     return figure
 
@@ -114,8 +116,9 @@ def confusion_figure(confusion: dict) -> "Figure":
     names, counts = [label(name, 20) for name in confusion["classes"]], confusion["counts"]
     side = 2.2 + 0.32 * len(names)  # inches
     figure, ((axis,),) = subplots(1, 1, (side + 0.6, side))
-    shares = [[count / (sum(row) or 1) for count in row] for row in counts]
-    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    # No tile where there is no image; the palest one is still seen on white.
+    shares = [[count / sum(row) if count else math.nan for count in row] for row in counts]
+    axis.imshow(shares, cmap="Blues", vmin=-0.25, vmax=1)
     for line, column in itertools.product(range(len(names)), repeat=2):
         if count := counts[line][column]:
             colour = "white" if shares[line][column] > 0.5 else "black"
@@ -137,10 +140,8 @@ def report_figure(records: list) -> "Figure | None":
     largest = max(span["step"] for span in spans)
     for name, (colour, marker) in zip(findings.TIMES, SERIES):
         times = [span[name] for span in spans]
-        if max(times) > largest / 50:
+        if max(times) > largest / 50:  # flat lines at zero say nothing
             axis.plot(steps, times, color=colour, marker=marker, lw=1.5, ms=3, label=name)
-        else:  # flat lines at zero say nothing
-            axis.plot([], color=colour, marker=marker, label=f"{name}: below 2%")
     mark_compilations(axis, findings.compiled_steps(records))
     axis.set_ylim(0, None)
     finish(axis, "where a step's time went", "step", "ms per step")
@@ -177,28 +178,34 @@ def runs_figure(series: findings.Series, name: str) -> "Figure":
     return figure
 
 
-def panels_figure(rows: list[list[Panel]], title: str) -> "Figure":
-    """Rows of panels, several samples in a line where there is space."""
+def panels_figure(rows: list[list[Panel]], title: str, names: Iterable[str] = ()) -> "Figure":
+    """Rows of panels, several samples in a line where there is space. names: of the samples, written below
+    the titles of their first panels; of a long one the end, where files differ."""
+    named = [name if len(name) <= MAX_NAME else f"…{name[1 - MAX_NAME :]}" for name in map(printable, names)]
+    if named:
+        rows = [[(f"{row[0][0]}\n{name}", row[0][1]), *row[1:]] for row, name in zip(rows, named)]
     samples = {1: 4, 2: 2, 3: 2}.get(len(rows[0]), 1)  # in a line
     rows = [sum(rows[first : first + samples], []) for first in range(0, len(rows), samples)]
     side = 2.3 if len(rows[0]) < 6 else 2.0  # inches
-    figure, axes = subplots(len(rows), len(rows[0]), (side * len(rows[0]), (side + 0.15) * len(rows) + 0.3))
+    height = side + (0.3 if named else 0.15)
+    figure, axes = subplots(len(rows), len(rows[0]), (side * len(rows[0]), height * len(rows) + 0.3))
     for line, row in zip(axes, rows):
         draw_panels(line, row)
-    figure.suptitle(label(title), x=0.02, ha="left", fontsize=11)
+    write_above(figure, title)
     return figure
 
 
 def draw_panels(axes, panels):
-    """Each panel as a picture with its title; axes without one are hidden."""
+    """Each panel as a picture with its title, which may have two lines; axes without one are hidden."""
     hide(axes[len(panels) :])
-    for axis, (name, array) in zip(axes, panels):
+    for axis, (title, array) in zip(axes, panels):
+        colour = MARKS.get(title[:1], GREY)  # an edge for a white image, too
         axis.set(xticks=(), yticks=())
-        axis.spines[:].set_color(GREY)  # so that a white image has an edge
+        axis.spines[:].set(color=colour, linewidth=0.8 if colour == GREY else 2.5)
         # The range of its type: scaled to its own values, a mask that is true everywhere would be black.
         low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
         axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
-        axis.set_title(label(name), fontsize=8)
+        axis.set_title("\n".join(map(label, title.split("\n", 1))), fontsize=8, color=colour)
 
 
 # The common look
@@ -221,20 +228,26 @@ def plot(axis, x, y, colour):
 
 def finish(axis, title, x, y=""):
     """Title, names of the axes, look, and a legend if a curve has a label. Ticks of epochs are whole."""
-    axis.set_title(label(title), loc="left", fontsize=10)
-    axis.set_xlabel(x, fontsize=9)
-    axis.set_ylabel(y, fontsize=9)
+    axis.set_title(label(title), loc="left", fontsize=10, color=GREY)
+    axis.set_xlabel(x, fontsize=9, color=GREY)
+    axis.set_ylabel(y, fontsize=9, color=GREY)
     if x == "epoch":
+        axis.set_xlim(0, 1.02 * max(1, axis.dataLim.x1))
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8, frameon=False)
+        axis.legend(fontsize=8, frameon=False, labelcolor=GREY)
     style(axis)
 
 
 def style(axis):
-    axis.tick_params(labelsize=8)
-    axis.grid(alpha=0.25)
+    axis.tick_params(labelsize=8, color=GREY, labelcolor=GREY, which="both")
+    axis.grid(color=GREY, alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["bottom", "left"]].set_color(GREY)
+
+
+def write_above(figure, text):
+    figure.suptitle(label(text, limit=150), x=0.01, ha="left", fontsize=11, color=GREY)
 
 
 def hide(axes):

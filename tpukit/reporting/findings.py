@@ -67,9 +67,12 @@ def _sessions(records):
 def _last_session(records):
     """The valid records of the last session that trained or compiled, which a finished run that is started
     again does not; else of the last session."""
-    sessions = _sessions(records)
-    worked = [s for s in sessions if _of_kind(s, "train") or _of_kind(s, "compile")]
-    return (worked or sessions or [[]])[-1]
+    return (_worked(records) or _sessions(records) or [[]])[-1]
+
+
+def _worked(records):
+    """The sessions that trained or compiled."""
+    return [s for s in _sessions(records) if _of_kind(s, "train") or _of_kind(s, "compile")]
 
 
 # Scores and curves
@@ -194,20 +197,23 @@ def per_class_table(confusion: dict) -> Table:
 
 
 def describe(records: list) -> list[str]:
-    """What the accelerator did in the last session of a run, in sentences, the most important first."""
+    """What the accelerator did in the last session of a run, in sentences, the most important first, and how
+    long all sessions took."""
     session = _last_session(records)
     damaged = len(records) - len(valid_records(records))
     sentences = [f"Damaged records left out: {damaged}."] if damaged else []
     if not session:
         return sentences or ["This run has not started yet."]
-    sentences.append(f"It ran on {session[0]['device']}.")
+    worked = _worked(records)
+    which = f"The last of {len(worked)} sessions" if len(worked) > 1 else "It"
+    sentences.append(f"{which} ran on {session[0]['device']}.")
     for record in _of_kind(session, "diverged")[-1:]:
         sentences.append(f"It stopped at step {record['step']}: loss or gradient was not a finite number.")
     for record in _of_kind(session, "stopped")[-1:]:
         reason = f"no better score within a patience of {record['patience']}"
         sentences.append(f"It stopped early after epoch {record['epoch'] + 1}: {reason}.")
     speeds = [record["speed"] for record in _of_kind(session, "train")]
-    return [*sentences, *_describe_graphs(session, speeds), *_describe_time(session, speeds)]
+    return [*sentences, *_describe_graphs(session, speeds), *_describe_time(speeds, worked)]
 
 
 def _describe_graphs(session, speeds):
@@ -270,7 +276,8 @@ def _why(compilation, before=""):
     return f"{before}{causes}" if causes else ""
 
 
-def _describe_time(session, speeds):
+def _describe_time(speeds, worked):
+    """speeds: of the intervals of the last session. worked: the sessions."""
     if not speeds:
         return ["No interval of training was recorded yet."]
     seconds = sum(speed["seconds"] for speed in speeds)
@@ -281,9 +288,13 @@ def _describe_time(session, speeds):
         f"Fastest interval: {fastest:.1f} samples per second.",
         f"Waiting for data took {waited:.1%} of the training time{advice}.",
     ]
-    if evaluating := sum(record["speed"]["seconds"] for record in _of_kind(session, "evaluation")):
-        sentences.append(f"Training took {seconds:.0f} s, evaluation {evaluating:.0f} s.")
-    return sentences
+    training, evaluating = (
+        sum(record["speed"]["seconds"] for session in worked for record in _of_kind(session, kind))
+        for kind in ("train", "evaluation")
+    )
+    where = f" in {len(worked)} sessions" if len(worked) > 1 else ""
+    words = [format_duration(seconds) for seconds in (training, evaluating)]
+    return [*sentences, f"Training took {words[0]}, evaluation {words[1]}{where}."]
 
 
 def accelerator_tables(records: list) -> list[Table]:
@@ -297,9 +308,10 @@ def accelerator_tables(records: list) -> list[Table]:
         compilations.append((record["step"], function, seconds, reason))
         seen.add(function)
     spans, steps = intervals(records), []
+    timed = [name for name in TIMES if any(f"{span[name]:.2f}" != "0.00" for span in spans)]
     stride = math.ceil(len(spans) / 12) or 1  # at most 12, the last among them
     for span in spans[(len(spans) - 1) % stride :: stride]:
-        times = [f"{span[name]:.2f}" for name in TIMES]
+        times = [f"{span[name]:.2f}" for name in timed]
         steps.append((f"{span['from']} to {span['to']}", *times, f"{span['images_per_s']:.1f}"))
     memory = []
     for record in _of_kind(session, "train")[-1:]:
@@ -308,7 +320,7 @@ def accelerator_tables(records: list) -> list[Table]:
             memory.append((device, f"{peak / GIB:.2f}", f"{size / GIB:.2f}", share))
     tables = (
         Table("Compilations", ("step", "function", "seconds", "why"), compilations),
-        Table("Where a step's time went, ms per step", ("steps", *TIMES, "samples per second"), steps),
+        Table("Where a step's time went, ms per step", ("steps", *timed, "samples per second"), steps),
         Table("Memory", ("device", "peak, GiB", "of GiB", ""), memory),
     )
     return [table for table in tables if table.rows]
@@ -339,13 +351,26 @@ def compiled_steps(records: list) -> list[int]:
 # A run that is still training
 
 
-def headline(records: list, progress: dict) -> str:
-    """How far a training is, in one line: device, step, epoch, time left, compilations of the step."""
+def headline(records: list, progress: dict | None = None) -> str:
+    """A training in one line: device, compilations of the step; with `progress` (`Run.read_progress`) also
+    how far it is: step, epoch, time left."""
     sessions = _sessions(records)
-    if not sessions or not has_type(progress, PROGRESS):
+    if not sessions or not (progress is None or has_type(progress, PROGRESS)):
         return "The training starts: the first step is compiled or prepared"
-    session, step, total = sessions[-1], progress["step"], progress["total"]
-    parts = [session[0]["device"], f"{progress['unit']} {step} of {total}"]
+    session = sessions[-1]
+    parts = [session[0]["device"], *_how_far(session, progress or {})]
+    if compiled := [record for record in _of_kind(session, "compile") if _made_graphs(record)]:
+        seconds = format_duration(sum(record["seconds"] for record in compiled))
+        parts.append(f"{len(compiled)} compilation{'s' if len(compiled) > 1 else ''}, {seconds}")
+    return " · ".join(parts)
+
+
+def _how_far(session, progress):
+    """Step, epoch, time left; nothing without progress."""
+    if not progress:
+        return []
+    step, total = progress["step"], progress["total"]
+    parts = [f"{progress['unit']} {step} of {total}"]
     if progress.get("epoch"):
         parts.append(f"epoch {progress['epoch']}")
     trained = _of_kind(session, "train")
@@ -353,10 +378,7 @@ def headline(records: list, progress: dict) -> str:
     if progress["unit"] == "step" and step < total and rate > 0:
         left_s = (total - step) * (session[0].get("batch_size") or 1) / rate
         parts.append(f"about {format_duration(left_s)} left")
-    if compiled := [record for record in _of_kind(session, "compile") if _made_graphs(record)]:
-        seconds = format_duration(sum(record["seconds"] for record in compiled))
-        parts.append(f"{len(compiled)} compilation{'s' if len(compiled) > 1 else ''}, {seconds}")
-    return " · ".join(parts)
+    return parts
 
 
 def is_finished(progress: dict, checkpoints: list) -> bool:

@@ -43,7 +43,7 @@ def save_predictions(
     results, listed, taken = [], [], set()
     for sample in samples:
         results.append(result_of(task, sample))
-        entry = dict(results[-1])
+        entry = {key: _six_digits(value) for key, value in results[-1].items()}
         name = _free_name(Path(printable(sample.name).replace("/", "_")).name, taken)
         for key, value in entry.items():
             if isinstance(value, np.ndarray):
@@ -63,6 +63,11 @@ def result_of(task: "Task", sample: "Sample") -> dict:
     if sample.batch is None:
         return dict(name=sample.name, error=sample.error)
     return dict(name=sample.name, **task.results(sample.batch, sample.prediction)[0])
+
+
+def _six_digits(value):
+    """A float with as many digits as a float32 can have right; anything else as it is."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _save_array(folder, key, name, value):
@@ -142,7 +147,7 @@ def _predict_and_save(run, task, paths):
     task = dataclasses.replace(task, weights=run.best())
     save_predictions(task, samples, run.path / "own", pictures=False)
     rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
-    figure = figures.panels_figure(rows, "Your own files")
+    figure = figures.panels_figure(rows, "Your own files", [sample.name for sample in samples])
     _save(run.path / "own/predictions.png", figures.as_png(figure))
     return figure
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import printable
+from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
 from tpukit.reporting.display import as_image, present_figure
 from tpukit.runs.run import Run
@@ -31,7 +31,7 @@ def live(run: Run, *, every_s: float = 5.0) -> Iterator[None]:
     """Context manager: show a training that runs inside as one chart, redrawn in place; the last one stays in
     the notebook.
 
-    Loss, score, speed, compilations and time left are read from the run directory, for one core and for many.
+    Loss, score, speed and compilations are read from the run directory, for one core and for many.
     Where nobody looks at the page (papermill, a shell) nothing is shown: the printed lines tell the same."""
     if not environment.is_interactive_notebook():
         yield
@@ -75,7 +75,7 @@ class LiveChart:
 
         try:
             labels = findings.labels_of(self.run.config)
-            image = as_image(figures.live_figure(self.run.records(), self.run.read_progress(), labels))
+            image = as_image(figures.live_figure(self.run.records(), labels))
             if self._handle is None:
                 self._handle = display(image, display_id=True)
             else:
@@ -87,13 +87,11 @@ class LiveChart:
             self._failed = True
 
     def _written_at(self):
-        """When the training last wrote, in ns. That a launch deletes progress.json, before it forks, does not
-        count."""
-        times = [0]
-        for name in ("records.jsonl", "progress.json"):
-            with contextlib.suppress(OSError):
-                times.append((self.run.path / name).stat().st_mtime_ns)
-        return max(times)
+        """When the training last wrote a record, in ns; 0 before the first."""
+        try:
+            return (self.run.path / "records.jsonl").stat().st_mtime_ns
+        except OSError:
+            return 0
 
 
 def explore(run: Run, task: "Task", *, count: int = 32) -> None:
@@ -125,7 +123,8 @@ def explore(run: Run, task: "Task", *, count: int = 32) -> None:
 
 
 def compare_runs(folder: str | Path) -> None:
-    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score.
+    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score. Of a
+    single run the last values are said in a sentence.
 
     folder: of run directories, such as `env.outputs`. Raises TpukitError where no run has a curve."""
     curves = {}
@@ -136,6 +135,13 @@ def compare_runs(folder: str | Path) -> None:
     if not curves:
         advice = "train first, or name the folder that holds the run folders"
         raise TpukitError(f"no run below {folder} has a curve yet: {advice}")
+    if len(curves) == 1:
+        [(name, series)] = curves.items()
+        values = ", ".join(f"{score} {values[-1]:.4g}" for score, (_, values) in series.items())
+        print(
+            f"one run to compare, {name}: {values}. The next one, in a folder of its own, is drawn beside it"
+        )
+        return
     names = sorted({score for series in curves.values() for score in series})
 
     def draw(runs, score):
@@ -153,7 +159,7 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
     notebook. Without an open page, or without ipywidgets, it is shown alone.
 
     controls: name of a value -> (class of ipywidgets, its options), of which `value` is the first. A
-    TpukitError that `draw` raises later is said beside the controls."""
+    TpukitError that `draw` raises later takes the place of the picture."""
     figure = draw(**{name: options.get("value") for name, (_, options) in controls.items()})
     if not (environment.is_interactive_notebook() and importlib.util.find_spec("ipywidgets")):
         present_figure(figure)
@@ -164,17 +170,15 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
     widgets = {}
     for name, (kind, options) in controls.items():
         widgets[name] = getattr(ipywidgets, kind)(description=name, **options)
-    note = ipywidgets.Label()
-    display(ipywidgets.HBox([*widgets.values(), note]))
+    display(ipywidgets.HBox(list(widgets.values())))
     # What is displayed later, when a control calls, belongs to no cell in JupyterLab.
     handle: Any = display(as_image(figure), display_id=True)
 
     def redraw(_):
-        note.value = ""
         try:
             handle.update(as_image(draw(**{name: widget.value for name, widget in widgets.items()})))
         except TpukitError as error:
-            note.value = printable(error)
+            handle.update(Sentences([str(error)]))
 
     for widget in widgets.values():
         widget.observe(redraw, names="value")

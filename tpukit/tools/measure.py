@@ -456,7 +456,7 @@ class Comparison:
         colours = [figures.BLUE if offer.basis == "measured" else figures.GREY for offer in shown]
         bars = axis.barh(range(len(shown)), [offer.machine_h for offer in shown], color=colours)
         texts = [" {0}, {2}; {basis}".format(*offer.words(), basis=offer.basis) for offer in shown]
-        axis.bar_label(bars, texts, fontsize=7)
+        axis.bar_label(bars, texts, fontsize=7, color=figures.GREY)
         axis.set_yticks(range(len(shown)), [figures.label(offer.name) for offer in shown])
         axis.margins(x=0.5)
         figures.finish(axis, self.title, "hours on the machine (training steps and start-up), and cost")

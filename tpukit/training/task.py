@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
 
+# What the title of a panel begins with where a prediction was right or wrong.
+RIGHT, WRONG = "\u2713", "\u2717"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
@@ -255,17 +258,23 @@ class Task:
         """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
-        data alone. By default `image`, titled by what has one value a sample: `label`, and the prediction."""
+        data alone. A title that begins with ✓ or ✗ gets a green or a red frame. By default `image`, titled by
+        what has one value a sample: `label`, and the prediction."""
         if "image" not in batch:
             raise self._missing("panels")
         images, titles = np.asarray(batch["image"]), [[] for _ in batch["image"]]
         if images.ndim == 4 and images.shape[1] in (1, 3):
             images = np.moveaxis(images, 1, -1)  # (B, C, H, W) -> (B, H, W, C)
         images = images[..., 0] if images.shape[3:] == (1,) else images
-        for word, values in {"": batch.get("label"), "predicted ": prediction}.items():
+        label = batch.get("label")
+        for word, values in {"": label, "predicted ": prediction}.items():
             for title, value in zip(titles, values if np.ndim(values) == 1 else ()):
                 title.append(f"{word}{value}")
-        return [[(", ".join(title), image)] for title, image in zip(titles, images)]
+        titles = [", ".join(title) for title in titles]
+        is_class = np.asarray(prediction).dtype.kind in "iu" and np.ndim(prediction) == 1
+        if is_class and np.shape(label) == np.shape(prediction):
+            titles = [marked(*pair) for pair in zip(titles, np.asarray(label) == np.asarray(prediction))]
+        return [[panel] for panel in zip(titles, images)]
 
     def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
         """(sentences about a dataset's samples and labels, the most important first; indices of samples to
@@ -277,8 +286,9 @@ class Task:
         the test set."""
 
     def load_predictions(self, folder: Path) -> tuple[Batch, Tensor] | None:
-        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none. Their
-        picture has the title `saved_title`, if the task has one."""
+        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none. `name`
+        in the batch, if there is one, names each sample. A picture shows some, evenly spaced; of a task with
+        a `saved_title` the first, under that title."""
 
     # For a user's own files
 
@@ -329,6 +339,11 @@ class Task:
         """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See
         `open_runtime`."""
         return ""
+
+
+def marked(title: str, is_right: bool) -> str:
+    """The title of a panel, with the sign of a right or a wrong prediction."""
+    return f"{RIGHT if is_right else WRONG} {title}"
 
 
 # A task in another process

@@ -23,14 +23,15 @@ from tpukit.tasks import pictures
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
-from tpukit.training.task import Task
+from tpukit.training.task import Task, marked
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
-WORST = 16  # images with the largest loss that are kept
+WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
+TOP5_CLASSES = 10  # up to so many, five of them are no score
 FEW = 10  # images of a class, below which `check_labels` warns
 
 
@@ -54,7 +55,7 @@ class ImageClassifier(Task):
         top5="top-5, share of test images with their class among five",
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
-    saved_title: ClassVar[str] = "Test images with the largest loss"
+    saved_title: ClassVar[str] = "Test images, the worst mistakes first"
 
     batch_size: int = 64
     """Global batch size: images in one optimizer step, over all cores."""
@@ -216,14 +217,14 @@ class ImageClassifier(Task):
     # Scores and predictions
 
     def evaluate(self, predictions):
-        """dict: accuracy and top5 in [0, 1] (top5 of more than five classes), images; `confusion`, a row of
+        """dict: accuracy and top5 in [0, 1] (top5 of more than ten classes), images; `confusion`, a row of
         predicted classes for each true one, where there are at most 30."""
         logits, labels = _gather(predictions)
         count = logits.shape[1]
         # How many classes are above the true one: all of them, if its logit is not a number.
         ranks = (~(logits <= logits.gather(1, labels[:, None]))).sum(1)
         scores: dict = dict(accuracy=float((ranks == 0).double().mean()), images=len(labels))
-        if count > 5:
+        if count > TOP5_CLASSES:
             scores["top5"] = float((ranks < 5).double().mean())
         if count <= CONFUSION_CLASSES:
             counts = _confusion(logits, labels).tolist()
@@ -232,7 +233,8 @@ class ImageClassifier(Task):
 
     def save_predictions(self, folder, predictions, data):
         """predictions.csv, the largest loss first; per_class.csv: precision, recall, count, and how many of
-        its images were taken for each class; and worst.npz, the images with the largest loss."""
+        its images were taken for each class; and worst.npz, the mistakes, then what is right, each with the
+        largest loss first."""
         from torch.nn.functional import cross_entropy
 
         logits, labels = _gather(predictions)
@@ -250,10 +252,12 @@ class ImageClassifier(Task):
             rows.append((name, precision, recall, taken.sum(), *taken))
         header = ("class", "precision", "recall", "images", *(f"taken for {name}" for name in names))
         _write_csv(folder / "per_class.csv", header, rows)
-        worst = order[:WORST]
+        is_right = (predicted == labels).numpy()
+        worst = order[np.argsort(is_right[order], kind="stable")][:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
-            label, prediction = labels[worst].numpy(), logits[worst].numpy()
-            np.savez_compressed(file, image=data.images[worst], label=label, prediction=prediction)
+            shown = dict(image=data.images[worst], name=np.array([data.names[i] for i in worst]))
+            shown |= dict(label=labels[worst].numpy(), prediction=logits[worst].numpy())
+            np.savez_compressed(file, **shown)
 
     def load_predictions(self, folder):
         path = folder / "worst.npz"
@@ -261,7 +265,7 @@ class ImageClassifier(Task):
             return None
         try:
             with arrays.load(path) as saved:
-                return dict(image=saved["image"], label=saved["label"]), saved["prediction"]
+                return {name: saved[name] for name in ("image", "label", "name")}, saved["prediction"]
         except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
             raise TpukitError(
                 f"{path} is damaged ({first_line(error)}): `tpukit test` makes it anew"
@@ -274,13 +278,12 @@ class ImageClassifier(Task):
         if "augment" in batch:
             images = augment.apply(self, images, torch.as_tensor(np.asarray(batch["augment"])))
         images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
-        titles = ["your own"] * len(images)
+        titles = [""] * len(images)
         if "label" in batch:
             titles = [self.class_names[label] for label in batch["label"]]
         if prediction is not None:
-            results = zip(titles, self.results({}, prediction))
-            titles = [f"{title}, predicted {r['class']} {r['probability']:.0%}" for title, r in results]
-        return [[(title, image)] for title, image in zip(titles, images)]
+            titles = [_verdict(*pair) for pair in zip(titles, self.results({}, prediction))]
+        return [[panel] for panel in zip(titles, images)]
 
     def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
         counts = np.bincount(data.labels, minlength=len(data.classes))
@@ -312,6 +315,12 @@ class ImageClassifier(Task):
             row = {"class": self.class_names[best[0]], "probability": shares[0]}
             rows.append(row | dict(next_class=self.class_names[best[1]], next_probability=shares[1]))
         return rows
+
+
+def _verdict(name, result):
+    """What is written over an image: the class that was predicted, beside its own where that is known."""
+    predicted = f"{result['class']} {result['probability']:.0%}"
+    return marked(f"{name}, predicted {predicted}", name == result["class"]) if name else predicted
 
 
 def _gather(predictions):
