@@ -6,11 +6,15 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+from PIL import Image
 
 from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement, strange_run
 from tpukit import MNIST, cli
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import display, figures, findings
+from tpukit.training.task import RIGHT, WRONG
 
 
 class Page(HTMLParser):
@@ -101,6 +105,47 @@ def test_a_mask_is_drawn_by_what_it_could_hold_so_that_all_true_is_white_and_all
     assert np.allclose(drawn, [1.0, 0.0, 0.2], atol=0.01)
 
 
+def luminance(colour):
+    """The relative luminance of WCAG 2.2."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
+    return np.dot(linear, (0.2126, 0.7152, 0.0722))
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+# Of GitHub, JupyterLab and VS Code
+@pytest.mark.parametrize("page", ["#ffffff", "#0d1117", "#111111", "#1e1e1e"])
+def test_on_white_and_on_dark_pages_curves_and_words_of_a_figure_without_a_background_are_seen(page):
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    for colour in (figures.RED, *(colour for colour, _ in figures.SERIES)):
+        assert contrast(colour, page) > 3, colour  # what WCAG asks for graphics and large text
+    assert contrast(figures.GREY, page) > 3.9
+    figure = figures.curves_figure(records_of([0.5, 0.75]), LABELS)
+    drawn = np.asarray(Image.open(io.BytesIO(figures.as_png(figure))))
+    corners = drawn[[0, 0, -1, -1], [0, -1, 0, -1], 3]
+    assert not corners.any() and np.mean(drawn[..., 3] == 0) > 0.5
+    dark = [text.get_text() for text in figure.findobj(Text) if contrast(text.get_color(), page) < 3.9]
+    assert not [word for word in dark if word]
+
+
+def test_a_right_prediction_has_a_green_frame_a_wrong_one_a_red_one_and_each_the_name_of_its_file():
+    rows = [[(title, np.eye(4)), ("mask", np.eye(4))] for title in (f"{RIGHT} a", f"{WRONG} b", "c")]
+    names = ["a.png", f"{'folder/' * 20}last.png", "c\n\x1b$x$"]
+    figure = figures.panels_figure(rows, "files", names)
+    figure.savefig(io.BytesIO())
+    axes = [axis for axis in figure.axes if axis.get_title().partition("\n")[2]]
+    frames = [axis.spines["top"].get_edgecolor()[:3] for axis in axes]
+    assert frames == [to_rgb(colour) for colour in (figures.GREEN, figures.RED, figures.GREY)]
+    shown = [axis.get_title().split("\n") for axis in axes]
+    assert [title for title, _ in shown] == [f"{RIGHT} a", f"{WRONG} b", "c"]
+    assert shown[0][1] == "a.png" and shown[2][1] == r"c \x1b\$x\$"
+    assert shown[1][1].startswith("…") and shown[1][1].endswith("/last.png") and len(shown[1][1]) == 36
+    assert rows[0][0][0] == f"{RIGHT} a"  # what was given is not changed
+
+
 # Curves, from a run of three epochs of four steps
 
 LABELS = findings.Labels("iou", dict(iou="IoU", fa="Fa"), dict(iou=0.9))
@@ -131,15 +176,55 @@ def lines(axis):
 
 def test_curves_stand_over_epochs_with_the_best_mark_and_the_papers_line():
     axes = axes_of(figures.curves_figure(records_of([0.25, 0.75, 0.5]), LABELS))
-    assert list(axes) == ["loss", "gradient norm", "IoU", "Fa"]  # of the scores those that have a name
-    curve, star, paper = lines(axes["IoU"])
+    scores = ["IoU (best 0.75)", "Fa"]  # those that have a name
+    assert list(axes) == ["loss", "gradient norm", *scores]
+    iou, fa = (axes[name] for name in scores)
+    curve, star, paper = lines(iou)
     assert curve == ([1, 2, 3], [0.25, 0.75, 0.5]) and star == ([2], [0.75]) and paper[1] == [0.9, 0.9]
-    assert words(axes["IoU"]) == ["best 0.75", "the paper"]
-    assert axes["IoU"].get_ylim()[1] > 0.9 and axes["IoU"].get_xlabel() == "epoch"
-    assert words(axes["Fa"]) == [] and len(lines(axes["Fa"])) == 1
+    assert [text.get_text() for text in iou.get_legend().get_texts()] == ["the paper: 0.9"]
+    assert iou.get_ylim() == (0, 1) and iou.get_xlabel() == "epoch"
+    assert not fa.get_legend() and len(lines(fa)) == 1
     unknown = axes_of(figures.curves_figure(records_of([0.5])))  # of a task without labels
     assert list(unknown) == ["loss", "gradient norm", "iou", "fa", "hidden"]
     assert figures.curves_figure([]) is None
+
+
+@pytest.mark.parametrize(
+    "values, top",
+    [([0.5], 0.625), ([0.9, 0.99], 1), ([1.0], 1), ([1.5], 1.875), ([0.0], 1), ([-0.5, 0.9], None)],
+)
+def test_the_axis_of_a_share_ends_at_one(values, top):
+    series = dict(run=(list(range(len(values))), values))
+    over_runs = axes_of(figures.runs_figure(series, "iou"))["iou"]
+    scores = dict(enumerate(dict(iou=value) for value in values))
+    [over_thresholds] = axes_of(figures.threshold_figure(scores, {}, 0, [("", np.eye(4))])).values()
+    for axis in (over_runs, over_thresholds, axes_of(figures.curves_figure(records_of(values)))["iou"]):
+        low, high = axis.get_ylim()
+        assert (low, high) == (0, top) if top else low < -0.5 and high > 0.9
+
+
+def test_the_first_seconds_stand_in_an_axis_of_one_epoch_with_labels_that_are_whole():
+    records = [*records_of([]), dict(kind="train", step=1, loss=1.0, grad_norm=2.0, speed=SPEED)]
+    for axis in axes_of(figures.live_figure([*records, dict(records[-1], step=2)], LABELS)).values():
+        low, high = axis.get_xlim()
+        assert low == 0 and 1 <= high < 1.1
+        assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [0, 1]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), None])
+def test_a_loss_that_is_not_finite_has_no_point_and_leaves_the_axis_as_it_is(loss):
+    records = records_of([0.5, 0.5, 0.5])
+    records[-2]["loss"] = loss
+    axis = axes_of(figures.live_figure(records, LABELS))["loss"]
+    assert lines(axis) == [([1, 2], [0.25, 0.125])] and axis.get_ylim()[1] < 0.3
+
+
+def test_the_legend_of_a_report_lists_what_is_drawn_and_nothing_else():
+    records = records_of([0.5, 0.5])
+    [axis] = figures.report_figure(records).axes
+    drawn = [line.get_label() for line in axis.get_lines()]
+    assert drawn == [text.get_text() for text in axis.get_legend().get_texts()]
+    assert drawn == ["step", "waiting for data", "step compiled"]  # no transfers on a CPU
 
 
 @pytest.mark.parametrize("epochs, least, scale", [(1, 2, "linear"), (3, 0.5, "linear"), (21, 0.05, "log")])
@@ -154,17 +239,18 @@ def test_epochs_are_whole_numbers_and_a_norm_that_spans_a_power_of_ten_is_logari
 
 def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_from_the_first_moment_on():
     for given in ([], [None, 3], records_of([])[:1]):
-        axes = axes_of(figures.live_figure(given, {}, LABELS))
+        axes = axes_of(figures.live_figure(given, LABELS))
         assert list(axes) == ["loss", "IoU", "samples per second"]
         assert all(words(axis) == ["nothing yet"] for axis in axes.values())
-    progress = dict(step=8, total=12, unit="step", epoch="3 of 3")
-    figure = figures.live_figure(records_of([0.25, 0.75]), progress, LABELS)
+    figure = figures.live_figure(records_of([0.25, 0.75]), LABELS)
     axes = axes_of(figure)
-    assert lines(axes["loss"])[0] == ([1, 2], [0.25, 0.125]) and lines(axes["IoU"])[0][1] == [0.25, 0.75]
+    assert lines(axes["loss"])[0] == ([1, 2], [0.25, 0.125])
+    assert lines(axes["IoU (best 0.75)"])[0][1] == [0.25, 0.75]
     speed, compiled = lines(axes["samples per second"])
     assert speed == ([1, 2], [8.0, 8.0]) and compiled[0] == [0.25, 0.25]
-    assert figure.get_suptitle() == "cpu · step 8 of 12 · epoch 3 of 3 · about 2 s left · 1 compilation, 9 s"
-    unknown = axes_of(figures.live_figure(records_of([0.5]), {}, findings.NO_LABELS))
+    # How far it is, the bar says: a chart is redrawn less often, and would be behind it.
+    assert figure.get_suptitle() == "cpu · 1 compilation, 9 s"
+    unknown = axes_of(figures.live_figure(records_of([0.5]), findings.NO_LABELS))
     assert list(unknown) == ["loss", "iou", "samples per second"]
 
 
@@ -175,8 +261,9 @@ def test_an_roc_marks_the_thresholds_on_both_curves_and_draws_a_rate_of_zero_on_
     left, right = axes_of(figures.roc_figure(roc)).values()
     (x, y), (recall, precision) = lines(left)[0], lines(right)[0]
     assert y == roc["tpr"] and x[:-1] == roc["fpr"][:-1] and 0 < x[-1] < 1e-5 and left.get_xscale() == "log"
-    # Where nothing is predicted there is no precision.
+    # Where nothing is found the precision says nothing: no point at (0, 0).
     assert (recall, precision) == (roc["tpr"][:-1], roc["precision"][:-1])
+    assert left.get_ylim() == right.get_ylim() == right.get_xlim() == (0, 1)
     for axis, places in ((left, list(zip(x, y))), (right, list(zip(recall, precision)))):
         marked = [(line.get_label(), *line.get_xydata()) for line in axis.get_lines()[1:]]
         for (label, point), index in zip(marked, (1, 5, 9), strict=True):
@@ -209,9 +296,8 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
     records = records_of([0.25, 0.5], device=EVIL)
     for record in records[3::2]:
         record["scores"] |= {EVIL: 0.5, "$\\frac{": 0.5, "_": -0.5}
-    progress = dict(step=4, total=9, unit=EVIL, epoch=[EVIL])
     axes = axes_of(figures.curves_figure(records))
-    axes |= axes_of(figures.live_figure(records, progress, findings.NO_LABELS))
+    axes |= axes_of(figures.live_figure(records, findings.NO_LABELS))
     axes |= axes_of(figures.threshold_figure({0.5: {EVIL: 0.5}}, {}, 0.5, [(EVIL, np.eye(4))]))
     axes |= axes_of(figures.runs_figure({EVIL: ([1.0], [0.5])}, EVIL))
     formula_or_control = r"(?<!\\)\$|[\x00-\x1f\x7f-\x9f\ud800]"
@@ -222,4 +308,4 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
 def test_no_score_is_too_large_or_too_small_to_be_drawn(value):
     records = records_of([value, -value, 0.5])
     axes_of(figures.curves_figure(records, LABELS))
-    axes_of(figures.live_figure(records, {}, LABELS))
+    axes_of(figures.live_figure(records, LABELS))

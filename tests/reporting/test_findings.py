@@ -69,7 +69,7 @@ def test_a_damaged_record_is_left_out_and_counted_and_changes_no_chart(damage, t
     progress = dict(step=4, total=9, unit="step")
     assert findings.headline(records, progress) == findings.headline(rest, progress)
     assert findings.curves(records) == findings.curves(rest) and findings.roc(records) is None
-    figures.live_figure(records, progress, findings.NO_LABELS).draw_without_rendering()
+    figures.live_figure(records, findings.NO_LABELS).draw_without_rendering()
 
 
 def started(**more):
@@ -133,6 +133,24 @@ def test_memory_stands_in_the_report_device_by_device_and_compilations_with_thei
     ]
     assert f"Step 12 compiled again (20.0 s) because {why}." in findings.describe(records)
     assert len(figures.report_figure(records).axes) == 1
+
+
+def test_after_a_resume_the_report_says_how_long_all_sessions_took_and_which_one_it_is_about():
+    one = [started(), trained_at(4, seconds=60.0), evaluated(4, 0, {})]
+    other = [started(device="cpu"), trained_at(8, seconds=30.0), evaluated(8, 1, {}), trained_at(12)]
+    sentences = findings.describe(one)
+    assert "It ran on 2 x tpu." in sentences and "Training took 60 s, evaluation 1 s." in sentences
+    sentences = findings.describe([*one, *other, started()])  # the last one found nothing left to do
+    assert "The last of 2 sessions ran on cpu." in sentences
+    assert sentences[-1] == "Training took 92 s, evaluation 2 s in 2 sessions."
+
+
+def test_a_table_has_no_column_of_zeros():
+    records = [started(), trained_at(4, wait_s=0.0), trained_at(8, wait_s=1.0)]
+    for given, columns in ((records, ("step", "waiting for data")), (records[:2], ("step",))):
+        [table] = findings.accelerator_tables(given)
+        assert table.columns == ("steps", *columns, "samples per second")
+        assert all(len(row) == len(table.columns) for row in table.rows)
 
 
 # What a task says of its scores, and a run that is still training
@@ -213,6 +231,7 @@ def test_the_headline_says_where_a_training_is_and_what_is_left():
     assert at_the_end == where.replace("20 of", "100 of")
     evaluating = dict(step=3, total=9, unit="batch")
     assert findings.headline([started(), trained_at(20)], evaluating) == "2 x tpu · batch 3 of 9"
+    assert findings.headline(records) == "2 x tpu · 2 compilations, 2.5 min"  # a bar says how far it is
     # Of the session that runs now, not of the one before.
     again = findings.headline([*records, started(device="cpu")], progress)
     assert again == "cpu · step 20 of 100 · epoch 1 of 5"

@@ -105,6 +105,25 @@ def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_e
         assert {f"run/own/{entry['mask']}" for entry in listed} <= set(archive.namelist())
 
 
+def test_numbers_are_saved_with_six_digits_and_returned_with_all(trained, pictures, monkeypatch):
+    task, run = trained
+    monkeypatch.setattr(type(task), "results", lambda *_: [dict(share=1 / 3, small=2e-9 / 3, count=1234567)])
+    samples = prediction.predict_files(task, run.best(), [pictures / "a.png"], Runtime("cpu"))
+    [result] = own.save_predictions(task, samples, run.path / "own")
+    assert result["share"] == 1 / 3
+    [saved] = json.loads((run.path / "own/predictions.json").read_text())
+    assert (saved["share"], saved["small"], saved["count"]) == (0.333333, 6.66667e-10, 1234567)
+    assert "0.333333,6.66667e-10,1234567" in (run.path / "own/predictions.csv").read_text()
+
+
+def test_the_picture_of_own_files_names_each(trained, pictures, monkeypatch):
+    task, run = trained
+    drawn, draw = [], own.figures.panels_figure
+    monkeypatch.setattr(own.figures, "panels_figure", lambda *given: drawn.append(draw(*given)) or drawn[-1])
+    own.show_own(run, task, pictures)
+    assert [axis.get_title().split("\n")[1] for axis in drawn[0].axes[:2]] == ["a.png", "b.jpg"]
+
+
 # On an open page
 
 
@@ -117,19 +136,20 @@ def test_an_upload_is_written_under_its_own_name_in_the_folder_and_nowhere_else(
     assert [entry.name for entry in tmp_path.iterdir()] == ["own"]
 
 
-def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_is_named_beside_the_button(
+def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_takes_the_place_of_the_picture(
     trained, pictures, page
 ):
     task, run = trained
     own.show_own(run, task)
     box, picture = page.shown
-    button, note = box.children
+    [button] = box.children  # alone, so that no long message makes it narrow
     upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
     upload["content"] = memoryview(b"no image")
     button.set_trait("value", (upload,))
-    assert "upload-a.png" in note.value and not page.updates
+    [message] = page.updates[0]
+    assert "upload-a.png" in message and "<ul" in page.updates[0]._repr_html_()  # it wraps
     button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
-    assert note.value == "" and page.updates[0].data != picture.data
+    assert len(page.updates) == 2 and page.updates[1].data != picture.data
     assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists()
 
 

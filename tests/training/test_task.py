@@ -54,7 +54,9 @@ def test_a_task_that_says_nothing_of_panels_and_examples_shows_its_images_and_tr
     batch = task.example(7)
     assert batch["label"].tolist() == [1, 2, 3, 4, 5, 1, 2]
     rows = task.panels(batch, np.arange(7))
-    assert [title for [(title, _)] in rows[:2]] == ["1, predicted 0", "2, predicted 1"]
+    assert [title for [(title, _)] in rows[:2]] == ["✗ 1, predicted 0", "✗ 2, predicted 1"]
+    assert task.panels(batch, batch["label"])[0][0][0] == "✓ 1, predicted 1"
+    assert task.panels(batch, batch["label"] + 0.5)[0][0][0] == "1, predicted 1.5"  # neither right nor wrong
     [(title, image)] = task.panels(batch)[1]
     assert title == "2" and image.shape == ((4, 6, 3) if 3 in shape else (4, 6))
     wanted = {(1, 4, 6): lambda x: x[0], (3, 4, 6): lambda x: x.transpose(1, 2, 0)}.get(shape, lambda x: x)

@@ -135,7 +135,7 @@ def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
     rows = task.panels(batch, prediction)
     title = title if saved and title else "Test images"
     if known := [row[0][0] for row in rows if row[0][0].startswith((RIGHT, WRONG))]:
-        title += f": {sum(word.startswith(WRONG) for word in known)} of {len(known)} are wrong"
+        title += f": {sum(word.startswith(WRONG) for word in known)} of {len(known)} shown are wrong"
     return figures.panels_figure(rows, title, batch.get("name", ()))
 
 

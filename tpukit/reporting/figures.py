@@ -59,10 +59,8 @@ def plot_curve(axis, name, epochs, values, labels):
     paper = labels.published.get(name) if values else None
     if paper:
         axis.axhline(paper, color=GREY, ls="--", lw=1.2, label=f"the paper: {paper:.3g}")
-    if is_score and values and min(values) >= 0:
-        largest = max(*values, paper or 0)
-        # A share ends at 1.
-        axis.set_ylim(0, 1 if 0.8 < largest <= 1 else 1.25 * largest or 1)
+    if is_score:
+        start_at_zero(axis, [*values, paper or 0])
     finish(axis, title, "epoch")
 
 
@@ -160,7 +158,7 @@ def threshold_figure(scores: dict, score_names: dict, threshold: float, panels: 
     for axis, name in zip(axes[1], names):
         plot(axis, list(scores), [row[name] for row in scores.values()], BLUE)
         axis.axvline(threshold, color=RED, lw=1.2)
-        axis.set_ylim(bottom=0)
+        start_at_zero(axis, [row[name] for row in scores.values()])
         finish(axis, f"{score_names.get(name, name)}: {values[name]:.3g}", "threshold")
     return figure
 
@@ -174,6 +172,8 @@ def runs_figure(series: findings.Series, name: str) -> "Figure":
         axis.plot(epochs, values, ls=dashes, color=colour, marker=marker, lw=1.6, ms=4, label=name_of_run)
     if not series:
         write_in_empty(axis, "no run has this score")
+    if name not in findings.NO_SCORES:
+        start_at_zero(axis, [value for _, values in series.values() for value in values])
     finish(axis, name, "epoch")
     return figure
 
@@ -224,6 +224,13 @@ def plot(axis, x, y, colour):
     axis.plot(x, y, color=colour, lw=1.6, marker="o", ms=3 if len(y) < 60 else 0)
     if not y:
         write_in_empty(axis, "nothing yet")
+
+
+def start_at_zero(axis, scores):
+    """The range of an axis of scores, if none is below 0: a share ends at 1."""
+    largest = max(scores, default=0)
+    if min(scores, default=0) >= 0:
+        axis.set_ylim(0, 1 if 0.8 < largest <= 1 else 1.25 * largest or 1)
 
 
 def finish(axis, title, x, y=""):

@@ -460,6 +460,7 @@ class Comparison:
         axis.set_yticks(range(len(shown)), [figures.label(offer.name) for offer in shown])
         axis.margins(x=0.5)
         figures.finish(axis, self.title, "hours on the machine (training steps and start-up), and cost")
+        axis.grid(False, axis="y")  # its lines would strike the labels through
         return figure
 
 

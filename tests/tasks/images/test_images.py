@@ -19,6 +19,7 @@ from tpukit import ImageClassifier, Run, predict, show, train
 from tpukit import test as score_run
 from tpukit.devices.runtime import Runtime
 from tpukit.reporting import findings
+from tpukit.reporting.display import predictions_figure
 from tpukit.reporting.own import show_own
 from tpukit.runs import weights
 from tpukit.training.task import to_request
@@ -53,7 +54,7 @@ def test_the_loss_is_the_cross_entropy_with_smoothed_labels(smoothing):
     assert seen[0].shape == (4, 3, 32, 32) and abs(float(seen[0].mean())) < 1
 
 
-def some_predictions(classes=7):
+def some_predictions(classes=12):
     """(logits, labels) of 41 samples in padded batches of 8, and the same without padding. A sample has no
     numbers, as of a model that diverged."""
     generator = torch.Generator().manual_seed(0)
@@ -72,9 +73,9 @@ def test_scores_equal_those_of_the_five_most_probable_classes():
     scores = ImageClassifier().evaluate(batches)
     assert scores["accuracy"] == hits[:, 0].mean() and scores["top5"] == hits.sum(1).mean()
     counts = np.array(scores["confusion"]["counts"])
-    assert scores["images"] == 41 and np.array_equal(counts.sum(1), np.bincount(labels, minlength=7))
+    assert scores["images"] == 41 and np.array_equal(counts.sum(1), np.bincount(labels, minlength=12))
     assert json.loads(json.dumps(scores)) == scores
-    assert "top5" not in ImageClassifier().evaluate(some_predictions(classes=5)[0])
+    assert "top5" not in ImageClassifier().evaluate(some_predictions(classes=10)[0])
     assert "confusion" not in ImageClassifier().evaluate(some_predictions(classes=31)[0])
 
 
@@ -98,9 +99,17 @@ def test_the_tables_of_a_test_say_what_was_taken_for_what(finished):
         assert float(row["precision"]) == pytest.approx(counts[name] / max(taken, 1), abs=1e-4)
     batch, logits = task.load_predictions(run.path / "predictions")
     assert len(logits) == 16 and batch["image"].shape == (16, 3, 32, 32)
-    assert [task.class_names[k] for k in batch["label"]] == [row["class"] for row in predicted[:16]]
+    # The mistakes first, each with the name of its file; then what is right.
+    wrong_first = sorted(predicted, key=lambda row: row["class"] == row["predicted"])[:16]
+    assert 0 < sum(right) and list(batch["name"]) == [row["file"] for row in wrong_first]
     titles = [panels[0][0] for panels in task.panels(batch, logits)]
-    assert titles[0].startswith(f"{predicted[0]['class']}, predicted {predicted[0]['predicted']} ")
+    for title, row in zip(titles, wrong_first, strict=True):
+        mark = "✓" if row["class"] == row["predicted"] else "✗"
+        assert title.startswith(f"{mark} {row['class']}, predicted {row['predicted']} ")
+    figure = predictions_figure(run, task, 16)
+    wrong = sum(title.startswith("✗") for title in titles)
+    assert figure.get_suptitle().endswith(f": {wrong} of 16 shown are wrong")
+    assert [axis.get_title().split("\n")[0] for axis in figure.axes] == titles
 
 
 def test_a_run_shows_its_confusion_matrix(finished, capsys):
