@@ -63,8 +63,8 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
         "IoU ",
     ):
         assert words in output, words
-    # samples, curves, ROC, report, predictions, threshold, own, runs
-    assert len(outputs(notebook, "image/png")) == 8
+    # samples, curves, ROC, report, predictions, threshold, own
+    assert len(outputs(notebook, "image/png")) == 7
     assert "CPU XLA device" in "".join(outputs(notebook, "text/html"))
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
@@ -112,7 +112,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
         "IoU ",
     ):
         assert words in output, words
-    assert len(outputs(notebook, "image/png")) == 8
+    assert len(outputs(notebook, "image/png")) == 7
     assert "It ran on 2 x xla" in output
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
 
@@ -135,7 +135,7 @@ def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_th
         "correlation ",
     ):
         assert words in output, words
-    assert len(outputs(notebook, "image/png")) == 6  # samples, curves, report, the grid, own, runs
+    assert len(outputs(notebook, "image/png")) == 5  # samples, curves, report, the grid, own
     shown = "".join(outputs(notebook, "text/html"))
     assert all(f">{column}<" in shown for column in ("Tikhonov", "Gauss-Newton", "all zero"))
     for name in ("best.safetensors", "predictions/simulated.npz", "pictures/predictions.png"):
@@ -230,7 +230,7 @@ def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
     notebook = run_notebook("colab_setup.ipynb", tmp_path, ACCELERATOR="cpu", **SMALL)
     assert "Nothing is compiled on this device" in text(notebook)
-    assert len(outputs(notebook, "image/png")) == 8
+    assert len(outputs(notebook, "image/png")) == 7
 
 
 @pytest.mark.slow
@@ -322,8 +322,8 @@ def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports
         and "largest difference to the trained model" in output
         and "accuracy " in output
     )
-    # labels, samples, curves, confusion, report, worst, own, runs
-    assert len(outputs(notebook, "image/png")) == 8
+    # labels, samples, curves, confusion, report, worst, own
+    assert len(outputs(notebook, "image/png")) == 7
     for name in ("best.pt2", "predictions/per_class.csv", "predictions/worst.npz", "own/predictions.csv"):
         assert (tmp_path / "outputs/run" / name).exists(), name
 
@@ -342,8 +342,8 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
     notebook = run_notebook("segment_your_own.ipynb", tmp_path, RUN_NAME="run", **small)
     tables = "".join(outputs(notebook, "text/html"))
     assert "hold no value of 128 or more" in tables and "IoU " in text(notebook)
-    # labels, samples, curves, ROC, report, predictions, threshold, own, runs
-    assert len(outputs(notebook, "image/png")) == 9
+    # labels, samples, curves, ROC, report, predictions, threshold, own
+    assert len(outputs(notebook, "image/png")) == 8
     again = run_notebook(
         "segment_your_own.ipynb",
         tmp_path,

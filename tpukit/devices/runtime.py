@@ -377,12 +377,11 @@ class Runtime:
 
     def traced(self, folder: Path) -> contextlib.AbstractContextManager:
         """Context manager: profile the device and this process, for TensorBoard, in `folder`."""
-        from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+        from torch.profiler import profile, tensorboard_trace_handler
 
-        # By default a torch with CUDA looks for a GPU, and prints an error of its driver where there is none.
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
-        handler = tensorboard_trace_handler(str(folder))
-        return profile(activities=activities, on_trace_ready=handler, record_shapes=True)
+        if self.device.type != "cuda":  # else it prints an error of the driver where there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        return profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True)
 
     def memory(self) -> list[tuple[int, int]]:
         """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""

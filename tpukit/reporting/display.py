@@ -126,14 +126,15 @@ def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
     # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
     if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
         saved = task.load_predictions(folder)
-    title = getattr(task, "saved_title", "")
+    title = getattr(task, "saved_title", "") if saved else ""
     if saved:
         batch, prediction = saved
         indices = np.arange(len(prediction))[:count] if title else _evenly_spaced(len(prediction), count)
-        saved = {name: values[indices] for name, values in batch.items()}, prediction[indices]
-    batch, prediction = saved or predict_test_images(run, task, count)
-    rows = task.panels(batch, prediction)
-    title = title if saved and title else "Test images"
+        batch = {name: values[indices] for name, values in batch.items()}
+        prediction = prediction[indices]
+    else:
+        batch, prediction = predict_test_images(run, task, count)
+    rows, title = task.panels(batch, prediction), title or "Test images"
     if known := [row[0][0] for row in rows if row[0][0].startswith((RIGHT, WRONG))]:
         title += f": {sum(word.startswith(WRONG) for word in known)} of {len(known)} shown are wrong"
     return figures.panels_figure(rows, title, batch.get("name", ()))
@@ -167,15 +168,18 @@ def present_figure(figure: "Figure | None", path: Path | None = None) -> None:
     """Display a figure, if there is one, in a notebook; save it at `path`, and name that in a shell."""
     if figure is None:
         return
+    png = figures.as_png(figure)
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_atomic(path, figures.as_png(figure))
+            files.write_atomic(path, png)
         except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only: it is shown all the same
             print(printable(f"picture not saved at {path}: {first_line(error)}"))
             path = None
     if in_notebook():
-        present(as_image(figure))
+        from IPython.display import Image
+
+        present(Image(png))
     elif path is not None:
         print(printable(f"\npicture: {path}"))
 
