@@ -192,6 +192,7 @@ def test_curves_stand_over_epochs_with_the_best_mark_and_the_papers_line():
 @pytest.mark.parametrize(
     "values, top",
     [([0.5], 0.625), ([0.9, 0.99], 1), ([1.0], 1), ([1.5], 1.875), ([0.0], 1), ([-0.5, 0.9], None)],
+    ids=str,
 )
 def test_the_axis_of_a_share_ends_at_one(values, top):
     series = dict(run=(list(range(len(values))), values))
@@ -290,6 +291,14 @@ def test_runs_have_a_look_and_a_place_in_the_legend_each_whatever_they_are_calle
     shown = [text.get_text().strip() for text in axis.get_legend().get_texts()]
     assert shown[:3] == ["_first", r"\$\frac\$", r"\x1b[2J"] and len(shown) == 12 and len(shown[4]) == 60
     assert words(*axes_of(figures.runs_figure({}, "iou")).values()) == ["no run has this score"]
+
+
+def test_a_confusion_has_no_tile_where_there_is_no_image_and_any_count_that_a_file_holds_is_drawn():
+    for counts in ([[3.0, 0.0], [1.0, 2.0]], [[0.0, 0.0], [1.0, -1.0]]):
+        [axis] = axes_of(figures.confusion_figure(dict(classes=["a", "b"], counts=counts))).values()
+        assert (np.isnan(axis.images[0].get_array().filled(np.nan)) == (np.array(counts) == 0)).all()
+    scores = {0.5: dict(iou=np.inf), 0.75: dict(iou=np.nan)}
+    axes_of(figures.threshold_figure(scores, {}, 0.5, [("", np.eye(4))]))
 
 
 def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():

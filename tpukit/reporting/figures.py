@@ -115,7 +115,7 @@ def confusion_figure(confusion: dict) -> "Figure":
     side = 2.2 + 0.32 * len(names)  # inches
     figure, ((axis,),) = subplots(1, 1, (side + 0.6, side))
     # No tile where there is no image; the palest one is still seen on white.
-    shares = [[count / sum(row) if count else math.nan for count in row] for row in counts]
+    shares = [[count / (sum(row) or 1) if count else math.nan for count in row] for row in counts]
     axis.imshow(shares, cmap="Blues", vmin=-0.25, vmax=1)
     for line, column in itertools.product(range(len(names)), repeat=2):
         if count := counts[line][column]:
@@ -229,8 +229,9 @@ def plot(axis, x, y, colour):
 def start_at_zero(axis, scores):
     """The range of an axis of scores, if none is below 0: a share ends at 1."""
     largest = max(scores, default=0)
-    if min(scores, default=0) >= 0:
-        axis.set_ylim(0, 1 if 0.8 < largest <= 1 else 1.25 * largest or 1)
+    top = 1 if 0.8 < largest <= 1 else 1.25 * largest or 1
+    if min(scores, default=0) >= 0 and math.isfinite(top):
+        axis.set_ylim(0, top)
 
 
 def finish(axis, title, x, y=""):
