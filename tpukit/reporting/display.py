@@ -137,7 +137,7 @@ def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
     rows, title = task.panels(batch, prediction), title or "Test images"
     if known := [row[0][0] for row in rows if row[0][0].startswith((RIGHT, WRONG))]:
         title += f": {sum(word.startswith(WRONG) for word in known)} of {len(known)} shown are wrong"
-    return figures.panels_figure(rows, title, batch.get("name", ()))
+    return figures.panels_figure(rows, title, map(str, batch.get("name", ())))
 
 
 def show_plan(plan: Any) -> None:

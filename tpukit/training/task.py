@@ -266,14 +266,13 @@ class Task:
         if images.ndim == 4 and images.shape[1] in (1, 3):
             images = np.moveaxis(images, 1, -1)  # (B, C, H, W) -> (B, H, W, C)
         images = images[..., 0] if images.shape[3:] == (1,) else images
-        label = batch.get("label")
-        for word, values in {"": label, "predicted ": prediction}.items():
+        for word, values in {"": batch.get("label"), "predicted ": prediction}.items():
             for title, value in zip(titles, values if np.ndim(values) == 1 else ()):
                 title.append(f"{word}{value}")
         titles = [", ".join(title) for title in titles]
-        is_class = np.asarray(prediction).dtype.kind in "iu" and np.ndim(prediction) == 1
-        if is_class and np.shape(label) == np.shape(prediction):
-            titles = [marked(*pair) for pair in zip(titles, np.asarray(label) == np.asarray(prediction))]
+        label, guess = np.asarray(batch.get("label", ())), np.asarray(prediction)
+        if guess.ndim == 1 and guess.dtype.kind in "iu" and label.shape == guess.shape:
+            titles = [marked(*pair) for pair in zip(titles, label == guess)]
         return [[panel] for panel in zip(titles, images)]
 
     def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
