@@ -2,6 +2,7 @@
 is otherwise the same training."""
 
 import copy
+import dataclasses
 import json
 import math
 import subprocess
@@ -16,6 +17,7 @@ from tests.devices.emulated_gpu import EmulatedGpu, EmulatedRuntime, Graph
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices import cuda_graph, trial
 from tpukit.devices.runtime import Runtime
+from tpukit.host import environment
 
 BOUNDS = trial.MAX_ERROR
 
@@ -47,7 +49,8 @@ def like_tpu(xla, monkeypatch):
     """The CPU XLA device, taken for a TPU."""
     runtime = copy.copy(xla)
     runtime.accelerator = "tpu"
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    found = dataclasses.replace(environment.detect(), device_name="v5litepod-8")
+    monkeypatch.setattr(environment, "detect", lambda: found)
     return runtime
 
 
@@ -114,7 +117,7 @@ def lose_one_update(monkeypatch):
         outputs = run(name, inputs)
         made.append(1)
         if len(made) == 5:
-            outputs[0] = torch.zeros_like(outputs[0])
+            outputs[0] = torch.zeros(outputs[0].shape).to(outputs[0].device)
         return outputs
 
     monkeypatch.setattr(xla_private, "run_graph", lossy)
@@ -152,7 +155,8 @@ def log_of(run):
 def check_same(run, other):
     assert exact(run) == exact(other)
     assert same(checkpoint(run)["model"], checkpoint(other)["model"])
-    assert same(checkpoint(run)["optimizer"]["state"], checkpoint(other)["optimizer"]["state"])
+    states = (checkpoint(one)["optimizer"]["state"].values() for one in (run, other))
+    assert all(map(same, *states))
 
 
 def test_a_training_on_a_gpu_is_the_same_with_a_trial_and_without(digits, tmp_path, emulated, monkeypatch):
@@ -183,7 +187,7 @@ def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_pa
     run = trained(tmp_path / "run", digits, runtime)
     assert not runtime.trusts_graphs and len(emulated.graphs) == 1
     assert "training steps are not captured, replayed or compiled as a whole, which is slower" in log_of(run)
-    assert "what they give is off by" in log_of(run)
+    assert "because what they gave was off by" in log_of(run)
     check_same(run, trained(tmp_path / "eager", digits, Runtime("cpu")))
 
 
@@ -192,7 +196,7 @@ def test_an_xla_device_whose_replays_lose_one_traces_each_step(
 ):
     lose_one_update(monkeypatch)
     run = trained(tmp_path / "run", digits, like_tpu)
-    assert len(replays) == trial.STEPS and "which is slower: what they give is off by" in log_of(run)
+    assert len(replays) == trial.STEPS and "which is slower, because what they gave was off" in log_of(run)
     assert run.records("train")[-1]["loss"] < run.records("train")[0]["loss"]
 
 
@@ -231,7 +235,7 @@ def test_a_run_tries_once_on_each_hardware(digits, tmp_path, emulated, tries, mo
 
 def test_a_process_tries_once(tries):
     runs = [trial.try_out(EmulatedRuntime()) for _ in range(2)]
-    assert len(tries) == 1 and [run["seconds"] == 0.0 for run in runs] == [False, True]
+    assert len(tries) == 1 and [run["seconds"] is None for run in runs] == [False, True]
     trial.try_out(EmulatedRuntime("bf16"))
     assert len(tries) == 2  # in other products
 
