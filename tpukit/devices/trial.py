@@ -39,8 +39,8 @@ def try_out(runtime: Runtime, earlier: Iterable[Any] = ()) -> dict[str, Any] | N
 
     earlier: what this returned in earlier sessions of the run. A trial of this process, or an earlier one, on
     the same hardware is not repeated. Returns None where nothing is tried, else dict(chip, torch, torch_xla,
-    precision, cores, failed: name -> why, seconds: None for a trial that was not repeated). Raises TpukitError
-    where gradients are averaged wrong and there is no other way."""
+    precision, cores, failed: name -> why, seconds: of the trial, None where it was not repeated). Raises
+    TpukitError where gradients are averaged wrong and there is no other way."""
     if runtime.accelerator not in ("tpu", "cuda"):
         return None
     names = ["all_reduce", "step"] if runtime.cores > 1 else ["step"]
