@@ -300,6 +300,7 @@ if runtime.device.type == "cpu":
     World.all_reduce = links
 runtime.accelerator = "cuda" if runtime.device.type == "cpu" else "tpu"
 trial.hardware = lambda runtime: dict(chip="a chip", torch="2.9", torch_xla=None)
+trial.seen = lambda runtime, name: rank == 1  # whose chip is another
 record = trial.try_out(runtime)
 told["failed"] = record["failed"]
 told["after"] = trial.all_reduce_error(runtime)

@@ -44,7 +44,7 @@ def try_out(runtime: Runtime, earlier: Iterable[Any] = ()) -> dict[str, Any] | N
     if runtime.accelerator not in ("tpu", "cuda"):
         return None
     names = ["all_reduce", "step"] if runtime.cores > 1 else ["step"]
-    names = [name for name in names if not seen(runtime, name)]
+    names = runtime.world.broadcast([name for name in names if not seen(runtime, name)])  # GPUs may differ
     if not names:
         return None
     here = hardware(runtime) | {"precision": runtime.precision, "cores": runtime.cores}
