@@ -98,7 +98,8 @@ def library(others=None):
     """tpukit/, its licence and docs/sky/ as the bytes of a tar.xz archive.
 
     others: dict of more files, name -> content."""
-    paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in (".py", ".csv", ".toml", ".txt")]
+    kinds = (".py", ".csv", ".json", ".toml", ".txt")
+    paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in kinds]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     for path in (ROOT / "docs/sky").glob("*.yaml"):  # which the notebook on renting shows and starts

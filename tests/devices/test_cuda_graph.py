@@ -13,13 +13,14 @@ from tests.devices.conftest import outcome
 from tests.devices.emulated_gpu import EmulatedGpu, EmulatedRuntime
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, train
-from tpukit.devices import cuda_graph
+from tpukit.devices import cuda_graph, trial
 
 STEPS = 12
 
 
 @pytest.fixture
 def emulated(monkeypatch):
+    monkeypatch.setattr(trial, "seen", lambda *_: True)
     gpu = EmulatedGpu(monkeypatch)
     yield gpu
     gpu.hook.remove()

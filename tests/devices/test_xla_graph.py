@@ -149,7 +149,7 @@ def core(xla, monkeypatch):
 
     monkeypatch.setenv("XLA_ALWAYS_ALLREDUCE", "1")
     runtime = type(xla)("xla", "fp32", World(3, 8))
-    runtime.accelerator = "tpu"
+    runtime.accelerator, runtime.reduces_on_the_host = "tpu", False
     runtime.reduced, runtime.answers = [], [[True]] * 7
     monkeypatch.setattr(runtime.world, "all_gather", lambda values: [values, *runtime.answers], raising=False)
     all_reduce = xm.all_reduce

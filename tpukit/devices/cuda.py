@@ -86,7 +86,8 @@ class CUDARuntime(Runtime):
         return wait
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
-        if mutates is None:
+        # A captured step cannot wait for an average in host memory.
+        if mutates is None or not self.trusts_graphs or self.reduces_on_the_host:
             return self._searches_not_counted(function)
         return cuda_graph.CapturedStep(function, name or function.__name__, mutates, self)
 

@@ -59,14 +59,17 @@ class Runtime:
     as on XLA. has_graphs: whether they become these or captured ones. has_fp16: whether a user may ask for
     it. cores: the number of devices that share a global batch, over all processes. shards: those of them in
     this process. notes: sentences for the run's log about how the placed model is computed, or "".
-    allow_sync: whether a step may wait for the device; one that is captured may not. step: of the last
+    allow_sync: whether a step may wait for the device; one that is captured may not. trusts_graphs: whether
+    training steps may be captured, replayed or compiled as a whole; False where a trial found them wrong (see
+    `trial`). reduces_on_the_host: whether gradients are averaged in host memory. step: of the last
     `heartbeat`. watchdog: gets each heartbeat, or None."""
 
     compiles = False
     has_graphs = False
     has_fp16 = True
     notes = ""
-    allow_sync = True
+    allow_sync = trusts_graphs = True
+    reduces_on_the_host = False
     shards = 1
     step = 0
     watchdog: Watchdog | None = None
@@ -275,7 +278,8 @@ class Runtime:
         overflows = list(self.scaler._found_inf_per_device(optimizer).values()) if self.scaler else []
         tensors = [*(parameter.grad for parameter in parameters), exists, *overflows]
         for dtype, vector in flattened(tensors).items():
-            mean = self.world.all_reduce(vector).div_(self.world.size)
+            sent = vector.cpu() if self.reduces_on_the_host else vector
+            mean = self.world.all_reduce(sent).to(self.device).div_(self.world.size)
             copy_flattened([tensor for tensor in tensors if tensor.dtype == dtype], mean)
         for overflow in overflows:
             overflow.sign_()  # optimizers look for exactly 1

@@ -51,7 +51,8 @@ class TorchTPURuntime(Runtime):
         return function if mutates else torch.compile(function, dynamic=False)
 
     def torch_compile(self, model, mode):
-        return torch.compile(model, dynamic=False)  # torch_tpu refuses modes
+        # torch_tpu refuses modes
+        return torch.compile(model, dynamic=False) if self.trusts_graphs else model
 
     def sync(self) -> None:
         torch.accelerator.synchronize()

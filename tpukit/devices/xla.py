@@ -55,6 +55,8 @@ class XLARuntime(Runtime):
         super().__init__(accelerator, precision, world)
         self.reset_statistics()
         self.cores = spmd_cores or self.world.size
+        # CPU XLA devices of different processes share no link.
+        self.reduces_on_the_host = self.world.size > 1 and accelerator != "tpu"
 
     def _open_device(self) -> torch.device:
         if self.spmd_cores:
@@ -183,18 +185,12 @@ class XLARuntime(Runtime):
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         # An all-reduce on the host cuts the step into two graphs, which cannot be replayed.
-        is_replayed = mutates is not None and not self.reduces_on_the_host
+        is_replayed = mutates is not None and self.trusts_graphs and not self.reduces_on_the_host
         kind = ReplayedStep if is_replayed else CompiledFunction
         return kind(function, name or function.__name__, max_graphs, self, mutates)
 
     def torch_compile(self, model, mode):
         return model
-
-    @property
-    def reduces_on_the_host(self) -> bool:
-        """Whether the gradient all-reduce goes through host memory: CPU XLA devices of different processes
-        share no link."""
-        return self.world.size > 1 and self.accelerator != "tpu"
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         if self.world.size == 1:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 import torch
 from tqdm.auto import tqdm
 
-from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime
+from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime, trial
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
@@ -69,6 +69,7 @@ class Trainer:
         )
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
         self.step.sums = metrics.new_sums(runtime, sums)
+        self.trial = trial.try_out(runtime, [start.get("trial") for start in self.run.records("start")])
         self.step.compile(self.loader.compose)
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         stays = self.patience_exhausted()
@@ -228,6 +229,8 @@ class Trainer:
             f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {stands}"
         )
         log_notes(run, self.data, self.test_data, runtime)
+        if self.trial:
+            run.print(trial.sentence(self.trial))
         if note := batch_norm.note(self.model, task, runtime):
             run.print(note)
         run.print(f"training set: {self.loader.description}")
@@ -246,6 +249,7 @@ class Trainer:
             versions=environment.detect().versions,
             max_graphs=self.step.max_graphs,
             torch_compile=task.torch_compile,
+            trial=self.trial,
             batch_size=task.batch_size,
             steps_per_epoch=self.steps_per_epoch,
         )

@@ -1,0 +1,371 @@
+"""A first training on new hardware tries whether it computes what it should, does without what is wrong, and
+is otherwise the same training."""
+
+import copy
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, SMALL, checkpoint, exact, same
+from tests.devices.emulated_gpu import EmulatedGpu, EmulatedRuntime, Graph
+from tpukit import MNIST, Run, TpukitError, train
+from tpukit.devices import cuda_graph, trial
+from tpukit.devices.runtime import Runtime
+from tpukit.host import environment
+
+BOUNDS = trial.MAX_ERROR
+
+
+@pytest.fixture(autouse=True)
+def no_trial_before(monkeypatch):
+    monkeypatch.setattr(trial, "_made", [])
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    gpu = EmulatedGpu(monkeypatch)
+    yield gpu
+    gpu.hook.remove()
+
+
+@pytest.fixture
+def replays(xla, monkeypatch):
+    """A list that gets an item at each replay on XLA."""
+    from tpukit.devices.xla_graph import ReplayedStep
+
+    made, replay = [], ReplayedStep._replay
+    monkeypatch.setattr(ReplayedStep, "_replay", lambda *arguments: made.append(1) or replay(*arguments))
+    return made
+
+
+@pytest.fixture
+def like_tpu(xla, monkeypatch):
+    """The CPU XLA device, taken for a TPU."""
+    runtime = copy.copy(xla)
+    runtime.accelerator = "tpu"
+    found = dataclasses.replace(environment.detect(), device_name="v5litepod-8")
+    monkeypatch.setattr(environment, "detect", lambda: found)
+    return runtime
+
+
+# The two measures
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_captured_steps_of_a_sound_gpu_have_no_error_worth_a_word(precision, emulated):
+    runtime = EmulatedRuntime(precision)
+    assert (
+        trial.step_error(runtime) <= BOUNDS[precision] and trial.all_reduce_error(runtime) <= BOUNDS["fp32"]
+    )
+    assert emulated.launches == trial.STEPS - cuda_graph.WARM_UP
+    assert runtime.allow_sync and not runtime.compile_events and not runtime._last_inputs
+    assert (
+        runtime.scaler is None or runtime.scaler.state_dict() == EmulatedRuntime("fp16").scaler.state_dict()
+    )
+
+
+def test_replayed_steps_of_a_sound_xla_device_have_none(xla, replays):
+    assert trial.step_error(xla) <= BOUNDS["fp32"] and len(replays) == trial.STEPS
+    assert trial.all_reduce_error(xla) <= BOUNDS["fp32"]
+
+
+def test_neither_have_those_of_a_cpu_and_no_number_drawn_later_is_another(cpu):
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    assert trial.step_error(cpu) == trial.all_reduce_error(cpu) == 0
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def lose_one_replay(monkeypatch, number):
+    replay, made = Graph.replay, []
+
+    def lossy(graph):
+        made.append(1)
+        if len(made) != number:
+            replay(graph)
+
+    monkeypatch.setattr(Graph, "replay", lossy)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("number", range(1, trial.STEPS - cuda_graph.WARM_UP + 1))
+def test_one_replay_that_does_nothing_is_an_error_beyond_rounding(number, precision, emulated, monkeypatch):
+    lose_one_replay(monkeypatch, number)
+    assert trial.step_error(EmulatedRuntime(precision)) > 2 * BOUNDS[precision]
+
+
+def test_replays_of_the_first_batch_and_learning_rate_alone_are_an_error_too(emulated, monkeypatch):
+    replay = cuda_graph.CapturedStep._replay
+    monkeypatch.setattr(cuda_graph.CapturedStep, "_replay", lambda self, tensors: replay(self, self.inputs))
+    assert trial.step_error(EmulatedRuntime()) > 0.1
+
+
+def lose_one_update(monkeypatch):
+    """On XLA a replay, once, keeps the old weights."""
+    from tpukit.devices import xla_private
+
+    run, made = xla_private.run_graph, []
+
+    def lossy(name, inputs):
+        outputs = run(name, inputs)
+        made.append(1)
+        if len(made) == 5:
+            outputs[0] = torch.zeros(outputs[0].shape).to(outputs[0].device)
+        return outputs
+
+    monkeypatch.setattr(xla_private, "run_graph", lossy)
+
+
+def test_a_replay_on_xla_that_loses_a_weight_is_an_error_too(xla, monkeypatch):
+    lose_one_update(monkeypatch)
+    assert trial.step_error(xla) > 0.1
+
+
+def test_nan_is_an_infinite_error(cpu):
+    assert trial._relative_error(torch.tensor([math.nan, 1]), torch.ones(2)) == math.inf
+
+
+def test_a_step_that_a_gpu_cannot_capture_is_said_to_be_none(emulated, monkeypatch):
+    monkeypatch.setattr(EmulatedRuntime, "memory", lambda self: [(3, 4)])
+    with pytest.raises(TpukitError, match="cannot be captured, because it takes 0.0 of 0.0 GiB"):
+        trial.step_error(EmulatedRuntime())
+
+
+# At the start of a training
+
+
+def trained(folder, digits, runtime, epochs=1):
+    task = MNIST(dataset_dir=digits, epochs=epochs, **SMALL)
+    run = Run.open(folder, task)
+    train(task, run, runtime=runtime, progress=False)
+    return run
+
+
+def log_of(run):
+    return (run.path / "log.txt").read_text()
+
+
+def check_same(run, other):
+    assert exact(run) == exact(other)
+    assert same(checkpoint(run)["model"], checkpoint(other)["model"])
+    states = (checkpoint(one)["optimizer"]["state"].values() for one in (run, other))
+    assert all(map(same, *states))
+
+
+def test_a_training_on_a_gpu_is_the_same_with_a_trial_and_without(digits, tmp_path, emulated, monkeypatch):
+    tried = trained(tmp_path / "tried", digits, EmulatedRuntime())
+    assert len(emulated.graphs) == 2  # the trial's and the training's
+    monkeypatch.setattr(trial, "seen", lambda *_: True)
+    plain = trained(tmp_path / "plain", digits, EmulatedRuntime())
+    assert len(emulated.graphs) == 3 and "tried on" not in log_of(plain)
+    check_same(tried, plain)
+    assert "tried on this hardware for the first time (host processor, torch 2." in log_of(tried)
+    assert "the steps of a small network are right" in log_of(tried)
+    [compiled] = tried.records("compile")
+    assert (compiled["what"], compiled["programs"]) == ("step", 1)
+
+
+def test_so_is_one_on_xla_which_counts_one_compilation(digits, tmp_path, like_tpu, replays, monkeypatch):
+    tried = trained(tmp_path / "tried", digits, like_tpu)
+    assert len(replays) == trial.STEPS + 25 and "TPU v5e, torch 2" in log_of(tried)
+    monkeypatch.setattr(trial, "seen", lambda *_: True)
+    check_same(tried, trained(tmp_path / "plain", digits, like_tpu))
+    assert [r["programs"] for r in tried.records("compile") if r["what"] == "step"] == [1]
+    assert not [r for r in tried.records("compile") if r["what"] == "trial"]
+
+
+def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_path, emulated, monkeypatch):
+    lose_one_replay(monkeypatch, 2)
+    runtime = EmulatedRuntime()
+    run = trained(tmp_path / "run", digits, runtime)
+    assert not runtime.trusts_graphs and len(emulated.graphs) == 1
+    assert "training steps are not captured, replayed or compiled as a whole, which is slower" in log_of(run)
+    assert "because what they gave was off by" in log_of(run)
+    check_same(run, trained(tmp_path / "eager", digits, Runtime("cpu")))
+
+
+def test_an_xla_device_whose_replays_lose_one_traces_each_step(
+    digits, tmp_path, like_tpu, replays, monkeypatch
+):
+    lose_one_update(monkeypatch)
+    run = trained(tmp_path / "run", digits, like_tpu)
+    assert len(replays) == trial.STEPS and "which is slower, because what they gave was off" in log_of(run)
+    assert run.records("train")[-1]["loss"] < run.records("train")[0]["loss"]
+
+
+def test_one_whose_trial_fails_says_why_and_goes_on(emulated, monkeypatch):
+    def fail(*_, **how):
+        raise RuntimeError("CUDA error: operation not supported\nCompile with ...")
+
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    runtime = EmulatedRuntime()
+    record = trial.try_out(runtime)
+    assert "because RuntimeError: CUDA error: operation not supported" in trial.sentence(record)
+    assert list(record["failed"]) == ["step"] and not runtime.trusts_graphs
+
+
+# When it is made
+
+
+@pytest.fixture
+def tries(monkeypatch):
+    """A list that gets an item at each trial."""
+    made = []
+    monkeypatch.setattr(trial, "step_error", lambda runtime: made.append(1) or 0.0)
+    return made
+
+
+def test_a_run_tries_once_on_each_hardware(digits, tmp_path, emulated, tries, monkeypatch):
+    for session, hardware in enumerate(["NVIDIA A", "NVIDIA A", "NVIDIA B", "NVIDIA A"], 1):
+        monkeypatch.setattr(trial, "_made", [])  # another process
+        monkeypatch.setattr(EmulatedRuntime, "device_name", lambda self: hardware)  # noqa: B023
+        run = trained(tmp_path / "run", digits, EmulatedRuntime(), epochs=session)
+    assert len(tries) == 2
+    [first, again, other, last] = [line for line in log_of(run).splitlines() if "tried on" in line]
+    assert "for the first time" in first and "before (NVIDIA A" in again and "before (NVIDIA A" in last
+    assert "for the first time (NVIDIA B" in other
+
+
+def test_a_process_tries_once(tries):
+    runs = [trial.try_out(EmulatedRuntime()) for _ in range(2)]
+    assert len(tries) == 1 and [run["seconds"] is None for run in runs] == [False, True]
+    trial.try_out(EmulatedRuntime("bf16"))
+    assert len(tries) == 2  # in other products
+
+
+def test_what_failed_in_an_earlier_session_is_done_without_again(tries):
+    failed = trial.try_out(EmulatedRuntime()) | {"failed": {"step": "it was off by 12%"}}
+    trial._made.clear()
+    runtime = EmulatedRuntime()
+    again = trial.try_out(runtime, [None, failed])
+    assert len(tries) == 1 and not runtime.trusts_graphs and "off by 12%" in trial.sentence(again)
+
+
+@pytest.mark.parametrize("failed", [None, "step", ["step"], {"other": "x"}, {"step": {"a": [1]}}])
+def test_a_record_that_somebody_wrote_breaks_nothing(failed, tries):
+    record = trial.try_out(EmulatedRuntime()) | {"failed": failed}
+    trial._made.clear()
+    for earlier in (record, [record], {"chip": record}, "text", 3, record | {"chip": ["a"]}):
+        assert isinstance(trial.sentence(trial.try_out(EmulatedRuntime(), [earlier])), str)
+        trial._made.clear()
+
+
+def test_nothing_is_tried_on_a_cpu_or_where_a_report_says_that_it_passed(
+    cpu, xla, like_tpu, tries, tmp_path, monkeypatch
+):
+    assert trial.try_out(cpu) is trial.try_out(xla) is None
+    here = trial.hardware(like_tpu)
+    assert here["chip"] == "TPU v5e" and here["torch_xla"].count(".") == here["torch"].count(".") == 1
+    monkeypatch.setattr(trial, "REPORTS", tmp_path / "seen.json")
+    for passed, is_tried in ((["step"], False), (["all_reduce"], True)):
+        trial.REPORTS.write_text(json.dumps([here | {"chip": "TPU v4"}, here | {"passed": passed}][1:]))
+        assert (trial.try_out(like_tpu) is not None) == is_tried
+    other = [here | {"chip": "TPU v6e", "passed": ["step"]}, here | {"torch": "1.0", "passed": ["step"]}]
+    trial.REPORTS.write_text(json.dumps(other))
+    assert trial.try_out(like_tpu) is not None
+
+
+def test_the_list_of_reports_is_shipped_and_has_its_form():
+    for report in json.loads(trial.REPORTS.read_text()):
+        assert set(report) == {"chip", "torch", "torch_xla", "passed"}
+        assert set(report["passed"]) <= {"step", "all_reduce", "attention"}
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert trial.REPORTS.name in shipped["tpukit.devices"]
+
+
+# Several cores
+
+RANK = """
+import json, sys
+import torch.distributed as dist
+from tpukit.devices import open_runtime, trial
+from tpukit.devices.distributed import World
+from tpukit.host import environment
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+runtime = open_runtime(environment.detect(), "fp32", world=World(rank, 2))
+told = dict(sound=[trial.all_reduce_error(runtime), trial.step_error(runtime)])
+runtime.reduces_on_the_host = False  # which on XLA makes an average of this rank alone
+right = World.all_reduce
+if runtime.device.type == "cpu":
+    links = lambda self, tensor: right(self, tensor).mul_(1 if runtime.reduces_on_the_host else 1 + rank)
+    World.all_reduce = links
+runtime.accelerator = "cuda" if runtime.device.type == "cpu" else "tpu"
+trial.hardware = lambda runtime: dict(chip="a chip", torch="2.9", torch_xla=None)
+trial.seen = lambda runtime, name: rank == 1  # whose chip is another
+record = trial.try_out(runtime)
+told["failed"] = record["failed"]
+told["after"] = trial.all_reduce_error(runtime)
+# As rank 0's run says, which it alone has
+trial._made.clear()
+earlier = [record | {"failed": {"step": "as rank 0 knows"}}] if rank == 0 else []
+told["again"] = trial.try_out(runtime, earlier)["failed"]
+print("told:", json.dumps(told), file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module", params=["cpu", "xla"])
+def told(request, tmp_path_factory):
+    """What each of two ranks tells."""
+    from tests.launching.conftest import CPU, needs_torch_xla, xla_environ
+
+    if request.param == "xla":
+        needs_torch_xla()
+    environ = CPU if request.param == "cpu" else xla_environ()
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    pipes = dict(stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), store], **pipes) for rank in range(2)]
+    outputs = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert all("told: " in output for output in outputs), outputs
+    return [json.loads(output.split("told: ")[1].splitlines()[0]) for output in outputs]
+
+
+def test_two_cores_that_average_right_have_no_error(told):
+    assert all(error <= BOUNDS["fp32"] for rank in told for error in rank["sound"])
+
+
+def test_two_cores_of_which_one_averages_wrong_both_go_by_the_host(told):
+    for rank in told:
+        assert list(rank["failed"]) == ["all_reduce"] and "off by" in rank["failed"]["all_reduce"]
+        assert rank["after"] <= BOUNDS["fp32"]
+    assert told[0]["failed"] == told[1]["failed"]
+
+
+def test_what_rank_0_knows_of_an_earlier_session_holds_on_all(told):
+    assert [rank["again"] for rank in told] == [{"step": "as rank 0 knows"}] * 2
+
+
+SPMD = """
+import json
+from tpukit import TpukitError
+from tpukit.devices import trial
+from tpukit.devices.xla import XLARuntime
+
+runtime = XLARuntime("xla", "fp32", spmd_cores=8)
+told = [trial.all_reduce_error(runtime), trial.step_error(runtime)]
+runtime.accelerator, trial.all_reduce_error = "tpu", lambda runtime: 1.0
+try:
+    trial.try_out(runtime)
+except TpukitError as error:
+    print("told:", json.dumps([*told, str(error)]))
+"""
+
+
+@pytest.mark.slow
+def test_one_graph_over_eight_devices_is_tried_too_and_stops_where_it_averages_wrong(xla):
+    from tests.launching.conftest import xla_environ
+
+    command = [sys.executable, "-c", SPMD]
+    ran = subprocess.run(command, cwd=ROOT, env=xla_environ(), capture_output=True, text=True, timeout=300)
+    assert "told: " in ran.stdout, ran.stderr[-3000:]
+    *errors, message = json.loads(ran.stdout.split("told: ")[1])
+    assert max(errors) <= BOUNDS["fp32"]
+    assert "8 cores average their gradients wrong" in message and "`--cores 1`" in message
