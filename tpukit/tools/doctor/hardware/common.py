@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 OPENS_WITHIN_S = 60.0
 FP32_ERROR = 1e-5  # of a product's norm; with factors rounded to bf16 it is 3e-3, to TF32 3e-4
-STEP_ERRORS = {"fp32": 1e-3, "auto": 0.05}  # of `trial.step_error`, by precision: auto may be bf16 or fp16
-REDUCE_ERROR = 1e-4  # of `trial.all_reduce_error`
 STEPS = 100
 LOST_BYTES = 2**20  # that as many steps may add to the peak of memory
 LOSS_CHANGE = 0.05  # between one core and several, of a training of 90 steps in fp32
@@ -81,8 +79,11 @@ def step(env: Environment) -> Outcome:
     """A step that is replayed (TPU) or captured (GPU) gives the losses, weights and state of an eager one."""
     from tpukit.devices import trial
 
-    errors = {name: trial.step_error(open_runtime(env, name)) for name in STEP_ERRORS}
-    holds = all(error < STEP_ERRORS[name] for name, error in errors.items())  # NaN is not
+    errors, bounds = {}, {}
+    for name in ("fp32", "auto"):
+        runtime = open_runtime(env, name)
+        errors[name], bounds[name] = trial.step_error(runtime), trial.MAX_ERROR[runtime.precision]
+    holds = all(error < bounds[name] for name, error in errors.items())
     text = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     return judged(holds, f"largest relative differences: {text}", **errors)
 
@@ -117,9 +118,8 @@ def training(env: Environment) -> Outcome:
 
 def all_cores(env: Environment) -> Outcome:
     """A training on all cores, a process each, has the losses of one on one core."""
-    several, outcome = train_digits(
-        env, cores_of(env), precision="fp32"
-    )  # before this process opens the device
+    # The several first: afterwards this process has opened the device.
+    several, outcome = train_digits(env, cores_of(env), precision="fp32")
     one, _ = train_digits(env, 1, precision="fp32")
     change = max(abs(a - b) / max(b, 0.1) for a, b in zip(several, one, strict=True))
     holds = outcome.outcome != FAIL and change < LOSS_CHANGE
@@ -129,26 +129,21 @@ def all_cores(env: Environment) -> Outcome:
 def all_reduce(env: Environment) -> Outcome:
     """The gradients that all cores exchange in a step become their mean."""
     import tpukit
+    from tpukit.devices import trial
 
     with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
         task = tpukit.MNIST(batch_size=8 * cores_of(env), precision="fp32")
         run = tpukit.Run.open(Path(folder) / "run", task)
         error = tpukit.launch(reduce_on_core, task, run, cores=cores_of(env), hang_timeout_s=120)
-    holds = error is not None and error < REDUCE_ERROR
-    text = (
-        f"on {cores_of(env)} cores the mean differs by {error:.1e}"
-        if error is not None
-        else "it is not finite"
-    )
-    return judged(holds, text, error=float("inf") if error is None else error)
+    text = f"on {cores_of(env)} cores the mean is wrong by {error:.1e}"
+    return judged(error < trial.MAX_ERROR["fp32"], text, error=error)
 
 
-def reduce_on_core(task: Task, run: Any, *, runtime: Runtime) -> float | None:
-    """What `all_reduce` runs on each core. None for an infinite error, which JSON cannot hold."""
+def reduce_on_core(task: Task, run: Any, *, runtime: Runtime) -> float:
+    """What `all_reduce` runs on each core."""
     from tpukit.devices import trial
 
-    error = trial.all_reduce_error(runtime)
-    return error if error < float("inf") else None
+    return trial.all_reduce_error(runtime)
 
 
 def mshnet(env: Environment) -> Outcome:
@@ -263,7 +258,7 @@ def train_digits(
     import tpukit
     from tpukit.tasks.datasets import make_synthetic
 
-    size, batch_size, channels, least = (6000, 128, 32, 0.9) if is_hardware(env) else (1200, 40, 4, 0.5)
+    size, batch_size, channels, least = (6000, 128, 32, 0.9) if is_hardware(env) else (1500, 16, 8, 0.5)
     with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
         data = make_synthetic("mnist", Path(folder) / "digits", size=size)
         sizes: dict[str, Any] = dict(epochs=2, batch_size=batch_size, channels=channels, log_every=10)
@@ -278,13 +273,15 @@ def train_digits(
     fallbacks = (speed["counters"] or {}).get("fallbacks", {})
     refused = [reason for event in events if not event["programs"] for reason in event["why"]]
     learned = scores["accuracy"] > least
+    # Where CPU XLA devices reduce on the host, a step is two graphs.
+    most = 2 if env.accelerator == "xla" and cores > 1 and parallel == "processes" else 1
     text = (
         f"accuracy {scores['accuracy']:.3f} in {took_s:.1f} s on {cores} cores, {graphs} graphs of the step"
     )
     for name, found in (("ran on the CPU", fallbacks), ("not captured", refused)):
         text += f"; {name}: {', '.join(found)}" if found else ""
     outcome = judged(
-        learned and graphs <= 1 and not fallbacks and not refused,
+        learned and graphs <= most and not fallbacks and not refused,
         text,
         accuracy=scores["accuracy"],
         seconds=took_s,
