@@ -1,5 +1,5 @@
-"""`tpukit doctor --hardware`: what each check finds on a device that is right and on one that is not, and what
-becomes of a check that hangs or crashes."""
+"""`tpukit doctor --hardware`: what each check finds on a device that is right and on one that is wrong, and
+what becomes of a check that hangs or crashes."""
 
 import dataclasses
 import getpass
@@ -332,7 +332,10 @@ def test_a_check_that_crashes_fails_alone(code, words, run_as):
 
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(run_as, tmp_path):
     pid = tmp_path / "pid"
-    hang = f"import subprocess; p = subprocess.Popen(['sleep', '600']); open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
+    hang = (
+        "import subprocess; p = subprocess.Popen(['sleep', '600']);"
+        f" open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
+    )
     began = time.monotonic()
     [row] = run_as(hang, limit_s=4)["checks"]
     assert row["outcome"] == FAIL and "did not end within 4 s" in row["text"]

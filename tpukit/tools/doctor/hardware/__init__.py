@@ -222,6 +222,9 @@ def _run(name: str, env: Environment, left_s: float) -> Outcome:
 def answer(name: str) -> None:
     """In a check's process: print its outcome as the last line, and end without taking the device down, in
     which some libraries crash."""
+    from tpukit.launching.supervisor import end_with_parent
+
+    end_with_parent(os.getppid())  # a chip that is left open is lost for the session
     try:
         outcome = CHECKS[name].function(detect())
     except ModuleNotFoundError as error:  # of a leaf that was cut off, or of an extra
