@@ -25,6 +25,7 @@ PAGES = (("README.md", 0), ("docs/STATUS.md", 0), ("README.zh-CN.md", 1), ("docs
 MAX_BYTES = 100_000
 HOSTS = ("colab", "kaggle", "tpu-vm", "local")
 NAME = re.compile(r"[\w .,+()/:=-]{1,120}", re.ASCII)
+VERSION = re.compile(r"\d[\w.+-]{0,40}", re.ASCII)
 # Of what doctor checks, what a training tries by itself where it is not in seen.json (`devices/trial.py`)
 TRIED = {"step": "step", "all_reduce": "all_reduce", "attention_kernels": "attention"}
 NOBODY = (
@@ -157,8 +158,10 @@ def _check(report):
     _require(
         isinstance(versions, dict) and versions.keys() <= {*PACKAGES}, "its versions are of other packages"
     )
-    for text in (report.get("chip"), report.get("tpukit"), report.get("python"), *versions.values()):
-        _require(isinstance(text, str) and NAME.fullmatch(text), f"{str(text)[:40]!r} is no name or version")
+    chip = report.get("chip")
+    _require(isinstance(chip, str) and NAME.fullmatch(chip), f"{str(chip)[:40]!r} is no name of a chip")
+    for text in (report.get("tpukit"), report.get("python"), *versions.values()):
+        _require(isinstance(text, str) and VERSION.fullmatch(text), f"{str(text)[:40]!r} is no version")
     _require("torch" in versions, "it names no version of torch")
     _require(type(report.get("chips")) is int and 0 < report["chips"] < 10_000, "its number of chips")
     checks = report.get("checks")

@@ -165,7 +165,11 @@ def scrub(text: str) -> str:
         if len(str(folder)) > 1:
             text = text.replace(str(folder), "/path")
     text = re.sub(r"\w+://\S+|\b[\w.+-]+@[\w.-]+|\b\d+(?:\.\d+){3}:\d+", "(address)", text)
-    text = re.sub(r"(?:(?<![\w.)])[~/]|\b[A-Za-z]:\\)[^\s'\",;:()]*[^\s'\",;:().]", "(path)", text)
+    text = re.sub(r"""(['"])[~/][^'"]*\1""", "(path)", text)  # may hold blanks
+    # Elsewhere a blank belongs to a path where a slash follows in the next word.
+    text = re.sub(
+        r"(?:(?<![\w.)])(?:~/|/(?=[\w.-]))|\b[A-Za-z]:\\)(?:[^\s'\",;:()]|\s(?=[^\s'\",;:()]*[/\\]))*", "(path)", text
+    )
     try:
         names = {getpass.getuser(), socket.gethostname(), *socket.gethostname().split(".")}
     except (OSError, KeyError):  # a user without a name

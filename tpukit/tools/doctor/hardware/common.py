@@ -92,7 +92,7 @@ def replays(env: Environment) -> Outcome:
     """Steps with a changing learning rate are one graph, wait for nothing, and lose no memory."""
     from tpukit.tasks.mnist import MNIST
 
-    task = MNIST(batch_size=32)
+    task = MNIST(batch_size=8, channels=8)
     runtime = open_runtime(env)
     taken = new_step(task, runtime)
     batch = runtime.put(task.example(task.batch_size))

@@ -113,7 +113,7 @@ def memory(env: Environment) -> Outcome:
     sizes = []
     for _ in range(4):
         runtime = open_runtime(env)
-        task = MNIST(batch_size=512)
+        task = MNIST(batch_size=64)
         taken = common.new_step(task, runtime)
         batch = runtime.put(task.example(task.batch_size))
         for _ in range(6):
