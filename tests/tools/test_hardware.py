@@ -404,6 +404,11 @@ def test_wrong_use_says_what_there_is(machine):
         hardware.check_hardware(machine("cuda"), only=["nonsense"])
     with refuses("run_ahead"):  # of a TPU alone
         hardware.check_hardware(machine("cuda"), only=["run_ahead"])
+    mine = machine("cuda").outputs.with_name("train.py")
+    mine.write_text("print('mine')")
+    with refuses("train.py", "--report"):
+        hardware.check_hardware(machine("cuda"), path=mine)
+    assert mine.read_text() == "print('mine')"
     with refuses("0 s"):
         hardware.check_hardware(machine("cuda"), budget_s=0)
 
@@ -412,7 +417,8 @@ def test_checks_of_several_chips_and_of_torch_xla_are_skipped_elsewhere(machine)
     several, flag = hardware.CHECKS["all_reduce"], hardware.CHECKS["libtpu_flag"]
     assert several.reason_to_skip(machine("tpu", 1)) and not several.reason_to_skip(machine("tpu", 8))
     assert not several.reason_to_skip(machine("cpu"))  # a rehearsal of two processes
-    assert flag.reason_to_skip(machine("xla")) and not flag.reason_to_skip(machine("tpu"))
+    by_torch_tpu = dataclasses.replace(machine("tpu"), versions=dict(torch_tpu="0.2.0"))
+    assert flag.reason_to_skip(by_torch_tpu) and not flag.reason_to_skip(machine("xla"))
 
 
 @pytest.mark.slow

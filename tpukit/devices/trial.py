@@ -39,12 +39,12 @@ def try_out(runtime: Runtime, earlier: Iterable[Any] = ()) -> dict[str, Any] | N
 
     earlier: what this returned in earlier sessions of the run. A trial of this process, or an earlier one, on
     the same hardware is not repeated. Returns None where nothing is tried, else dict(chip, torch, torch_xla,
-    precision, cores, failed: name -> why, seconds: 0 for a trial that was not repeated). Raises TpukitError
-    where gradients are averaged wrong and there is no other way."""
+    precision, cores, failed: name -> why, seconds: of the trial, None where it was not repeated). Raises
+    TpukitError where gradients are averaged wrong and there is no other way."""
     if runtime.accelerator not in ("tpu", "cuda"):
         return None
     names = ["all_reduce", "step"] if runtime.cores > 1 else ["step"]
-    names = [name for name in names if not seen(runtime, name)]
+    names = runtime.world.broadcast([name for name in names if not seen(runtime, name)])  # GPUs may differ
     if not names:
         return None
     here = hardware(runtime) | {"precision": runtime.precision, "cores": runtime.cores}
@@ -55,24 +55,29 @@ def try_out(runtime: Runtime, earlier: Iterable[Any] = ()) -> dict[str, Any] | N
         if why := str(known["failed"].get(name, "")) if known else _why_not(runtime, name):
             failed[name] = why
             _do_without(runtime, name, why)
-    record = here | {"failed": failed, "seconds": 0.0 if known else round(time.monotonic() - started, 1)}
+    seconds = None if known else round(time.monotonic() - started, 1)
+    record = here | {"failed": failed, "seconds": seconds}
     _made.append(record)
     return record
 
 
 def sentence(record: dict[str, Any]) -> str:
     """What `try_out` found, for the log."""
-    versions = [f"{name} {record[name]}" for name in ("torch", "torch_xla") if record[name]]
-    when = "for the first time" if record["seconds"] else "before"
-    outcomes = [_WITHOUT[name].format(why) for name, why in record["failed"].items()]
-    outcome = "; ".join(outcomes) or "the steps of a small network are right"
-    took = f", {record['seconds']} s" if record["seconds"] else ""
-    return f"tried on this hardware {when} ({', '.join([record['chip'], *versions])}): {outcome}{took}"
+    facts = [record["chip"], *(f"{name} {record[name]}" for name in ("torch", "torch_xla") if record[name])]
+    when = "before"
+    if record["seconds"] is not None:
+        when = "for the first time"
+        facts.append(f"{record['seconds']} s")
+    outcome = "the steps of a small network are right"
+    if failed := record["failed"]:
+        slower = [f"{_WITHOUT[name]}, which is slower, because {why}" for name, why in failed.items()]
+        outcome = "; ".join([*slower, "please report it (`tpukit doctor --hardware`)"])
+    return f"tried on this hardware {when} ({', '.join(facts)}): {outcome}"
 
 
 _WITHOUT = {
-    "all_reduce": "gradients are averaged in the host's memory, which is slower: {}",
-    "step": "training steps are not captured, replayed or compiled as a whole, which is slower: {}",
+    "all_reduce": "gradients are averaged in the host's memory",
+    "step": "training steps are not captured, replayed or compiled as a whole",
 }
 
 
@@ -88,7 +93,7 @@ def _why_not(runtime, name):
         measure, max_error = all_reduce_error, MAX_ERROR["fp32"]  # gradients have the weights' type
     try:
         error = measure(runtime)
-        why = "" if error <= max_error else f"what they give is off by {error:.1%}"
+        why = "" if error <= max_error else f"what they gave was off by {error:.1%}"
     except Exception as error:  # torch, torch_xla and their compilers raise many types
         why = first_line(error)
     return runtime.world.broadcast(next(filter(None, runtime.world.gather(why)), ""))

@@ -49,7 +49,7 @@ COLOURS = {PASS: "#2a9d4a", FAIL: "#e5484d", INFO: "#4a8fe7", SKIP: "#8a8a8a"}
 @dataclasses.dataclass(frozen=True)
 class HardwareCheck:
     """A check, and where it applies. function: its docstring says what it assumes. limit_s: seconds that it
-    may take. by_torch_xla: whether it is about a TPU through torch_xla alone, and not to be rehearsed."""
+    may take. by_torch_xla: whether it is about torch_xla alone, of a TPU's two backends."""
 
     function: Callable[[Environment], Outcome]
     limit_s: float
@@ -66,8 +66,8 @@ class HardwareCheck:
         """Why the check does not apply to this machine, or None."""
         if self.needs_several and env.accelerator in HARDWARE and env.cores < 2:
             return "one chip is here"
-        if self.by_torch_xla and (env.accelerator != "tpu" or env.uses_torch_tpu):
-            return "it is about a TPU through torch_xla"
+        if self.by_torch_xla and env.uses_torch_tpu:
+            return "it is about torch_xla, and this TPU is reached by torch_tpu"
         return None
 
 
@@ -79,7 +79,7 @@ CHECKS = dict(
     all_reduce=HardwareCheck(common.all_reduce, 150, needs_several=True),
     all_cores=HardwareCheck(common.all_cores, 240, needs_several=True),
     attention=HardwareCheck(cuda.attention, 120, ("cuda",)),
-    attention_kernels=HardwareCheck(xla.attention_kernels, 240, ("tpu",)),
+    attention_kernels=HardwareCheck(xla.attention_kernels, 240, ("tpu",), by_torch_xla=True),
     replays=HardwareCheck(common.replays, 120),
     run_ahead=HardwareCheck(xla.run_ahead, 120, ("tpu",)),
     precision=HardwareCheck(common.precision, 120),
@@ -88,7 +88,7 @@ CHECKS = dict(
     mshnet=HardwareCheck(common.mshnet, 300),
     micro_batches=HardwareCheck(xla.micro_batches, 120, ("tpu",)),
     libtpu_flag=HardwareCheck(xla.libtpu_flag, 90, ("tpu",), by_torch_xla=True),
-    spmd=HardwareCheck(xla.spmd, 240, ("tpu",), needs_several=True),
+    spmd=HardwareCheck(xla.spmd, 240, ("tpu",), needs_several=True, by_torch_xla=True),
     memory=HardwareCheck(cuda.memory, 90, ("cuda",)),
     killed=HardwareCheck(common.killed, 180),
     out_of_memory=HardwareCheck(common.out_of_memory, 150),
@@ -121,6 +121,8 @@ def check_hardware(
     if budget_s <= 0:
         raise TpukitError(f"a budget of {budget_s:g} s: give the checks more than 0 seconds")
     path = path or env.outputs / REPORT
+    if path.exists() and FORMAT not in path.read_text(errors="replace")[:100]:
+        raise TpukitError(f"{path} is there already, and is no report: name another file with --report")
     path.parent.mkdir(parents=True, exist_ok=True)
     report, started = describe(env), time.monotonic()
     for number, name in enumerate(names, 1):
@@ -168,7 +170,9 @@ def scrub(text: str) -> str:
     text = re.sub(r"""(['"])[~/][^'"]*\1""", "(path)", text)  # may hold blanks
     # Elsewhere a blank belongs to a path where a slash follows in the next word.
     text = re.sub(
-        r"(?:(?<![\w.)])(?:~/|/(?=[\w.-]))|\b[A-Za-z]:\\)(?:[^\s'\",;:()]|\s(?=[^\s'\",;:()]*[/\\]))*", "(path)", text
+        r"(?:(?<![\w.)])(?:~/|/(?=[\w.-]))|\b[A-Za-z]:\\)(?:[^\s'\",;:()]|\s(?=[^\s'\",;:()]*[/\\]))*",
+        "(path)",
+        text,
     )
     try:
         names = {getpass.getuser(), socket.gethostname(), *socket.gethostname().split(".")}

@@ -103,10 +103,12 @@ def replays(env: Environment) -> Outcome:
                 taken(batch, 0, 1 - number / (4 * STEPS))
         runtime.sync()
         peaks += [peak for peak, _ in runtime.memory()]
-    graphs = sum(event["programs"] for event in runtime.pop_compile_events() if event["what"] == "step")
+    events = [event for event in runtime.pop_compile_events() if event["what"] == "step"]
+    graphs = sum(event["programs"] for event in events)
+    why = "".join(f"; {reason}" for event in events if not event["programs"] for reason in event["why"])
     lost = peaks[1] - peaks[0] if peaks else 0
     holds = graphs == int(runtime.has_graphs) and lost <= LOST_BYTES
-    text = f"{2 * STEPS} steps were {graphs} graphs; the last {STEPS} took {lost / 2**20:.1f} MiB more"
+    text = f"{2 * STEPS} steps were {graphs} graphs; the last {STEPS} took {lost / 2**20:.1f} MiB more{why}"
     return judged(holds, text, graphs=graphs, lost_mib=lost / 2**20)
 
 

@@ -62,8 +62,8 @@ def attention_kernels(env: Environment) -> Outcome:
     note = attention.choose(runtime)  # a process of jax lowers them, and they are tried
     numbers = {"choose_s": time.monotonic() - began}
     has_kernels = attention._disabled_reason is None
-    tokens, heads = (4096, 16) if is_hardware(env) else (128, 4)
-    qkv = torch.randn(2, tokens, 96 * heads, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tokens, width = (4096, 1536) if is_hardware(env) else (128, 384)
+    qkv = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     found, ways = {}, {"slices": "to be compared"} | ({"kernels": None} if has_kernels else {})
     for name, reason in ways.items():
         attention._disabled_reason = reason
