@@ -154,7 +154,7 @@ def test_a_check_passes_on_a_device_that_is_right(name, outcome_on):
         ("opens", Runtime, "cuda", "does not tell"),
         ("precision", Rounding, "cpu", "product 2"),
         ("step", Forgetful, "cpu", "fp32 "),
-        ("replays", OfTwoGraphs, "cpu", "2 graphs"),
+        ("replays", OfTwoGraphs, "cpu", "graphs: 2"),
         ("replays", Leaking, "cpu", "1024.0 MiB more"),
         ("training", NotLearning, "cpu", "accuracy 0."),
         ("spmd", NotLearning, "xla", "accuracy 0."),

@@ -108,7 +108,7 @@ def replays(env: Environment) -> Outcome:
     why = "".join(f"; {reason}" for event in events if not event["programs"] for reason in event["why"])
     lost = peaks[1] - peaks[0] if peaks else 0
     holds = graphs == int(runtime.has_graphs) and lost <= LOST_BYTES
-    text = f"{2 * STEPS} steps were {graphs} graphs; the last {STEPS} took {lost / 2**20:.1f} MiB more{why}"
+    text = f"{2 * STEPS} steps, graphs: {graphs}; the last {STEPS} took {lost / 2**20:.1f} MiB more{why}"
     return judged(holds, text, graphs=graphs, lost_mib=lost / 2**20)
 
 
@@ -278,7 +278,7 @@ def train_digits(
     # Where CPU XLA devices reduce on the host, a step is two graphs.
     most = 2 if env.accelerator == "xla" and cores > 1 and parallel == "processes" else 1
     text = (
-        f"accuracy {scores['accuracy']:.3f} in {took_s:.1f} s on {cores} cores, {graphs} graphs of the step"
+        f"accuracy {scores['accuracy']:.3f} in {took_s:.1f} s; cores: {cores}, graphs of the step: {graphs}"
     )
     for name, found in (("ran on the CPU", fallbacks), ("not captured", refused)):
         text += f"; {name}: {', '.join(found)}" if found else ""
