@@ -35,6 +35,7 @@ SETTINGS = dict(
 SETTINGS_OF = {
     "mnist_quickstart": dict(BATCH_SIZE=64),
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
+    "hardware_check": dict(REHEARSE=True, ONLY="precision"),
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
 NEEDS_INTERNET: dict[str, str] = {}  # notebook -> the package that no image has

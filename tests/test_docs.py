@@ -26,6 +26,7 @@ GLOSSARY = ROOT / "docs/GLOSSARY.md"  # one page for both languages
 ENGLISH = sorted(
     [
         ROOT / "README.md",
+        ROOT / "docs/hardware/README.md",
         *(p for p in (ROOT / "docs").glob("*.md") if ".zh-CN" not in p.name and p != GLOSSARY),
     ]
 )

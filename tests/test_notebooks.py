@@ -357,3 +357,16 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
         and settings["weights"].endswith("run/best.safetensors")
         and "IoU " in text(again)
     )
+
+
+@pytest.mark.slow
+def test_the_hardware_notebook_rehearses_where_it_is_told_to_and_shows_the_file_to_send(tmp_path):
+    small = dict(REHEARSE=True, ONLY="opens precision", BUDGET=300)
+    notebook = run_notebook("hardware_check.ipynb", tmp_path, **small)
+    output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
+    assert "2/2 precision: Products and convolutions" in output
+    assert '"rehearsal": true' in output and str(tmp_path) not in output.partition('"format"')[2]
+    assert tables.count(">PASS</b>") == 2 and "not seen on hardware" in tables
+    assert (tmp_path / "outputs/hardware.json").exists()
+    with pytest.raises(papermill.PapermillExecutionError, match="no TPU and no GPU is here"):
+        run_notebook("hardware_check.ipynb", tmp_path)

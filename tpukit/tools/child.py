@@ -1,6 +1,8 @@
 """Run this interpreter as a subprocess, and say how one failed."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +13,31 @@ ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 def run_python(*arguments, text="", variables=None, timeout_s=None):
     """Run this Python, with the same tpukit as here. Returns the finished process, with its output.
 
-    variables: changes of the environment; None removes one. timeout_s: after it the process is ended, and
-    subprocess.TimeoutExpired raised. -P: files in the current folder cannot shadow installed packages."""
+    variables: changes of the environment; None removes one. timeout_s: after it subprocess.TimeoutExpired is
+    raised. However it ends, what it has started ends with it: it leads a process group of its own. -P: files
+    in the current folder cannot shadow installed packages."""
     # An empty one is the current folder.
     paths = filter(None, [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
     command = [sys.executable, "-P", *map(str, arguments)]
-    return subprocess.run(
-        command, input=text, env=environ, timeout=timeout_s, capture_output=True, text=True, errors="replace"
-    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        env=environ,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(text, timeout=timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def last_line(ran):

@@ -1,0 +1,121 @@
+"""The checks for TPUs. The CPU XLA device rehearses them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from tpukit.devices import open_runtime
+from tpukit.host.environment import Environment
+from tpukit.host.tables import GIB
+from tpukit.tools.doctor.hardware import common
+from tpukit.tools.doctor.hardware.outcome import SKIP, Outcome, is_hardware, judged
+
+# Gradients of this many steps may lie on the device at once; torch_xla lets the host run 32 steps ahead.
+MAX_STEPS_AHEAD = 6
+NORM_ERROR = 0.01  # of a gradient's norm in fp32
+FLAG = "--xla_tpu_msa_inefficient_use_to_copy_ratio"
+
+
+def run_ahead(env: Environment) -> Outcome:
+    """The host runs ahead of the device without holding the gradients of many steps in its memory."""
+    import torch
+
+    runtime = open_runtime(env, "bf16")
+    size = 8192 if env.accelerator == "tpu" else 256  # in fp32: 256 MiB of weights
+    model = runtime.to_device(torch.nn.Linear(size, size, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x):
+        optimizer.zero_grad(set_to_none=True)
+        with runtime.autocast():
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = runtime.compile(step, name="step", mutates=(model, optimizer))
+    x = runtime.put({"x": torch.ones(size, size)})["x"]
+    peaks = []
+    for steps in (1, 60):
+        for _ in range(steps):
+            compiled(x)
+        runtime.sync()
+        peaks += [peak for peak, _ in runtime.memory()]
+    if not peaks:
+        return Outcome(SKIP, f"{runtime} does not tell how much of its memory is used")
+    held = 1 + (peaks[1] - peaks[0]) / (size * size * 4)
+    text = f"60 steps in a row held the gradients of {held:.1f} steps ({size * size * 4 / GIB:.2g} GiB each)"
+    holds = held <= MAX_STEPS_AHEAD
+    advice = "" if holds else "; train with --log-every 4: every fourth step then waits for the device"
+    return judged(holds, text + advice, steps_held=held)
+
+
+def attention_kernels(env: Environment) -> Outcome:
+    """CDEIT's attention kernels run, agree with the formula, and are faster than attention in slices."""
+    import torch
+
+    from tpukit.tasks.cdeit.tpu import attention
+
+    runtime = open_runtime(env, "bf16")
+    began = time.monotonic()
+    note = attention.choose(runtime)  # a process of jax lowers them, and they are tried
+    numbers = {"choose_s": time.monotonic() - began}
+    has_kernels = attention._disabled_reason is None
+    tokens, width = (4096, 1536) if is_hardware(env) else (128, 384)
+    qkv = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, ways = {}, {"slices": "to be compared"} | ({"kernels": None} if has_kernels else {})
+    for name, reason in ways.items():
+        attention._disabled_reason = reason
+        for number in range(6):  # the first compiles
+            inputs = [runtime.put({"qkv": qkv})["qkv"]]
+            runtime.sync()
+            began = time.perf_counter()
+            found[name] = attention.output_and_gradients(inputs)
+            runtime.sync()
+            took_ms = 1e3 * (time.perf_counter() - began)
+            numbers[f"{name}_ms"] = took_ms if number < 2 else min(took_ms, numbers[f"{name}_ms"])
+    exact = attention.output_and_gradients([qkv.float()])
+    computed = runtime.to_cpu(found["kernels" if has_kernels else "slices"])
+    error = max(common._error(a, b.double()) for a, b in zip(computed, exact))
+    faster = has_kernels and numbers["kernels_ms"] < numbers["slices_ms"]
+    holds = error < attention.TOLERANCE and (faster or not is_hardware(env))
+    times = ", ".join(f"{name} {numbers[f'{name}_ms']:.2f} ms" for name in ways)
+    return judged(holds, f"{note}; {times}; error {error:.1e}", **numbers, error=error)
+
+
+def micro_batches(env: Environment) -> Outcome:
+    """Gradients that a step accumulates over micro-batches have the norm that a CPU computes."""
+    from tpukit.devices.runtime import Runtime
+    from tpukit.tasks.mnist import MNIST
+
+    task = MNIST(batch_size=32, micro_batches=4, clip_norm=1.0)
+    norms = []
+    for runtime, parts in ((open_runtime(env, "fp32"), 4), (Runtime("cpu", "fp32"), 1)):
+        taken = common.new_step(dataclasses.replace(task, micro_batches=parts), runtime)
+        batch = runtime.put(task.example(task.batch_size))
+        for _ in range(3):
+            taken(batch, 0)
+        norms.append(float(runtime.to_cpu(taken.sums)[3]))
+    error = abs(norms[0] - norms[1]) / norms[1]
+    text = f"norm {norms[0]:.5g} after 3 steps of 4 micro-batches, on a CPU in one {norms[1]:.5g}"
+    return judged(error < NORM_ERROR, text, error=error)
+
+
+def libtpu_flag(env: Environment) -> Outcome:
+    """libtpu takes the flag that MSHNet gives its compiler."""
+    import os
+
+    import torch
+
+    wanted = f"{FLAG}=2.5"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {wanted}".strip()
+    runtime = open_runtime(env)  # an unknown flag ends the process
+    total = float(common._products(runtime, torch.ones(64, 64), torch.ones(64, 64)).sum())
+    return judged(total == 64**3, f"{wanted}: a product of ones gives {total:g}, to be {64**3}")
+
+
+def spmd(env: Environment) -> Outcome:
+    """A training as one graph over all cores (SPMD) compiles its step once, and learns."""
+    _, outcome = common.train_digits(env, common.cores_of(env), "spmd")
+    return outcome
