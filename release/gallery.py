@@ -1,9 +1,9 @@
 """`make gallery DATA=folder MSHNET=run CDEIT=run`: makes the pictures of docs/ and docs/gallery/ anew.
 
-DATA holds IRSTD-1k/, mnist/ and eit-uef2017/. MSHNET and CDEIT are the runs whose weights are shown; they are
-only read, and may still be trained. The small trainings (digits, the live chart) are made here, on the CPU, in
-minutes, and kept in outputs/gallery. What a picture cannot say (epochs, scores, hours) is printed: it belongs
-on the pages beside it."""
+DATA holds IRSTD-1k/, mnist/ and eit-uef2017/. MSHNET and CDEIT are the runs whose weights are shown; they
+are only read, and may still be trained. The small trainings (digits, the live chart) are made here, on the
+CPU, in minutes, and kept in outputs/gallery. What a picture cannot say (epochs, scores, hours) is printed: it
+belongs on the pages beside it."""
 
 import argparse
 import dataclasses
@@ -205,9 +205,7 @@ def live(given) -> dict[str, bytes]:
     if not folder.exists():
         folder.mkdir(parents=True)
         tpukit.MSHNet.synthesize(folder, 32, np.random.default_rng(0))
-    task = tpukit.MSHNet(
-        dataset_dir=folder, epochs=12, warm_epoch=2, base_size=64, crop_size=64, log_every=4
-    )
+    task = tpukit.MSHNet(dataset_dir=folder, epochs=12, warm_epoch=2, base_size=64, crop_size=64, log_every=4)
     run, _ = train(task, given.runs / "live")
     records, labels = run.records(), findings.labels_of(run.config)
     total = max(record["step"] for record in records)
@@ -257,22 +255,32 @@ def comparison(given) -> dict[str, bytes]:
 def prices(given) -> dict[str, bytes]:
     """List prices of the machines that the notebook on renting knows."""
     listed = {price.hardware: price for price in measure.read_prices() if price.place == "Google Cloud"}
-    machines = {"one T4": ("T4", 1), "v5e-1": ("TPU v5e", 1), "v6e-1": ("TPU v6e", 1), "v5e-8": ("TPU v5e", 8)}
+    machines = {
+        "one T4": ("T4", 1),
+        "v5e-1": ("TPU v5e", 1),
+        "v6e-1": ("TPU v6e", 1),
+        "v5e-8": ("TPU v5e", 8),
+    }
     usd = {
         kind: [listed[hardware].per_hour(chips=chips, spot=spot) for hardware, chips in machines.values()]
         for kind, spot in (("on demand", False), ("spot", True))
     }
     texts = [f"{full:.2f}, spot {spot:.2f} USD" for full, spot in zip(*usd.values())]
     title = f"List prices of Google Cloud, {listed['T4'].as_of}"
-    return {"gallery/cloud.png": pictures.png(pictures.bars(list(machines), usd, texts, title, "USD per hour"))}
+    return {
+        "gallery/cloud.png": pictures.png(pictures.bars(list(machines), usd, texts, title, "USD per hour"))
+    }
 
 
 def execute(notebook: str, parameters: dict, folder: str):
-    """Run a notebook in a folder on this machine's CPU. Returns it with its outputs."""
+    """Run a notebook in a folder on this machine's CPU, or its CPU XLA device where PJRT_DEVICE says so.
+    Returns it with its outputs."""
     source = ROOT / f"notebooks/{notebook}.ipynb"
     done = Path(folder) / "done.ipynb"
     names = papermill.inspect_notebook(str(source))
-    wanted = dict(ACCELERATOR="cpu", OUTPUTS=str(folder)) | parameters
+    wanted = dict(OUTPUTS=str(folder)) | parameters
+    if not os.environ.get("PJRT_DEVICE"):
+        wanted["ACCELERATOR"] = "cpu"
     os.environ["PYTHONPATH"] = str(ROOT)  # the library of this tree, from another folder
     papermill.execute_notebook(
         str(source), str(done), {name: value for name, value in wanted.items() if name in names},

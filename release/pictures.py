@@ -55,8 +55,8 @@ def choose(samples: list[dict]) -> list[int]:
     """Numbers of five test images: three whose targets are all found, one with a missed target, one with a
     false alarm. Fewer where a kind is missing.
 
-    Of each kind the ones with two targets found or more, and of these the scenes with the most contrast, whose
-    IoU is not looked at; regions are far enough apart to be marked."""
+    Of each kind those with two targets found or more, and of these the scenes with the most contrast: their
+    IoU is not looked at. Regions are far enough apart to be marked."""
 
     def is_clear(sample):
         centres = [centre for kind in ("found", "missed", "false") for _, centre in sample[kind]]
@@ -194,9 +194,7 @@ def curves(run: Run) -> str:
         if name == labels.score:
             best, epoch = max(zip(values, epochs))
             axis.plot(epoch, best, marker="*", ms=13, color=ORANGE)
-            axis.annotate(
-                f"best {best:.3f}", (epoch, best), (0, -16), textcoords="offset points", ha="right"
-            )
+            axis.annotate(f"best {best:.3f}", (epoch, best), (0, -16), textcoords="offset points", ha="right")
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("epoch", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
@@ -308,22 +306,21 @@ def png(figure: Figure) -> bytes:
     return shrink(Image.open(written))
 
 
-def shrink(picture) -> bytes:
-    """A PIL image as a PNG with as many greys as colours, over a light ground where it is transparent."""
+def shrink(picture, ground: str = GROUND, colours: int = COLOURS) -> bytes:
+    """A PIL image as a PNG of so many colours and as many greys, over a ground where it is transparent."""
     from PIL import Image
 
     rgba = picture.convert("RGBA")
-    picture = Image.alpha_composite(Image.new("RGBA", rgba.size, GROUND), rgba).convert("RGB")
+    picture = Image.alpha_composite(Image.new("RGBA", rgba.size, ground), rgba).convert("RGB")
     # Greys and colours apart: else the few coloured pixels of a picture that is mostly grey lose their
     # colour.
     pixels = np.asarray(picture).reshape(-1, 3)
     coloured = pixels[np.ptp(pixels, axis=1) > 12]
-    greys = np.repeat(np.linspace(0, 255, 256 - COLOURS).astype(np.uint8), 3).tolist()
-    colours = (
-        Image.fromarray(coloured[None]).quantize(COLOURS).getpalette()[: 3 * COLOURS] if len(coloured) else []
-    )
+    entries = np.repeat(np.linspace(0, 255, colours).astype(np.uint8), 3).tolist()
+    if len(coloured):
+        entries += Image.fromarray(coloured[None]).quantize(colours).getpalette()[: 3 * colours]
     palette = Image.new("P", (1, 1))
-    palette.putpalette(greys + colours)
+    palette.putpalette(entries)
     out = io.BytesIO()
     picture.quantize(palette=palette, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
