@@ -8,16 +8,12 @@ belongs on the pages beside it."""
 import argparse
 import dataclasses
 import io
-import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-import nbformat
 import numpy as np
-import papermill
-from nbconvert import HTMLExporter
 from PIL import Image
 
 import tpukit
@@ -28,7 +24,7 @@ from tpukit.runs import weights
 from tpukit.tasks.cdeit import CLASSICAL, colour
 from tpukit.tasks.mshnet import scores
 from tpukit.tasks.trained import task_of
-from tpukit.tools import measure
+from tpukit.tools import measure, migrate
 from tpukit.training.prediction import predict_test_images
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +136,10 @@ def digits(given) -> dict[str, bytes]:
     batch, predicted = predict_test_images(run, task, 100)
     labels, images = batch["label"].numpy(), batch["image"].numpy()[:, 0]
     firsts = [int(np.flatnonzero(labels == digit)[0]) for digit in range(10)]
-    cells = [(f"predicted {predicted[number]}", images[number]) for number in firsts]
+    cells = [
+        (f"predicted {guess}" if guess == digit else f"predicted {guess}: wrong", images[number])
+        for digit, (number, guess) in enumerate((number, int(predicted[number])) for number in firsts)
+    ]
     title = f"{found['accuracy']:.1%} of {found['images']:,} test digits right"
     return {"gallery/mnist.png": pictures.png(pictures.panels([cells[:5], cells[5:]], title))}
 
@@ -230,12 +229,16 @@ def live(given) -> dict[str, bytes]:
 
 
 def migration(given) -> dict[str, bytes]:
-    """What `migrate` finds in its example script."""
+    """What `migrate` finds in its example script: each kind once."""
     with tempfile.TemporaryDirectory() as folder:
-        parameters = dict(DATASET_DIR=str(given.data / "mnist"))
-        notebook = execute("gpu_to_tpu_migration", parameters, folder)
-    shot = photograph(notebook, "migrate.as_table")
-    return {"gallery/migration.png": pictures.shrink(pictures.framed(Image.open(io.BytesIO(shot))))}
+        found, _ = migrate.examine(migrate.copy_example(Path(folder)))
+    kinds = {finding.rule: finding for finding in reversed(found)}
+    lines = [
+        (f"line {finding.line}: {' '.join(finding.found.replace('`', '').split())}", finding.what_to_do)
+        for finding in sorted(kinds.values(), key=lambda finding: finding.line)
+    ]
+    title = f"{len(found)} places of a GPU script that a TPU does not like"
+    return {"gallery/migration.png": pictures.png(pictures.words(lines, title))}
 
 
 def comparison(given) -> dict[str, bytes]:
@@ -272,43 +275,6 @@ def prices(given) -> dict[str, bytes]:
     }
 
 
-def execute(notebook: str, parameters: dict, folder: str):
-    """Run a notebook in a folder on this machine's CPU, or its CPU XLA device where PJRT_DEVICE says so.
-    Returns it with its outputs."""
-    source = ROOT / f"notebooks/{notebook}.ipynb"
-    done = Path(folder) / "done.ipynb"
-    names = papermill.inspect_notebook(str(source))
-    wanted = dict(OUTPUTS=str(folder)) | parameters
-    if not os.environ.get("PJRT_DEVICE"):
-        wanted["ACCELERATOR"] = "cpu"
-    os.environ["PYTHONPATH"] = str(ROOT)  # the library of this tree, from another folder
-    papermill.execute_notebook(
-        str(source), str(done), {name: value for name, value in wanted.items() if name in names},
-        cwd=str(folder), kernel_name="python3", progress_bar=False,
-    )  # fmt: skip
-    return nbformat.read(done, 4)
-
-
-def photograph(notebook, text: str, width: int = 640) -> bytes:
-    """The output of the cell that holds a text, as PNG, in headless Chromium on a page of a width in
-    pixels."""
-    from playwright.sync_api import sync_playwright
-
-    [number] = [
-        n for n, cell in enumerate(notebook.cells) if cell.cell_type == "code" and text in cell.source
-    ]
-    notebook.cells = [notebook.cells[number]]
-    page_html, _ = HTMLExporter().from_notebook_node(notebook)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport=dict(width=width, height=1400), device_scale_factor=1.5)
-        page.set_content(page_html)
-        images, outputs = page.locator(".jp-OutputArea-child img"), page.locator(".jp-OutputArea-child")
-        shot = (images if images.count() else outputs).last.screenshot()
-        browser.close()
-    return shot
-
-
 # Name -> (what makes its files, the options that it needs).
 PICTURES = {
     "targets": (targets, ("data", "mshnet")),
@@ -316,7 +282,7 @@ PICTURES = {
     "digits": (digits, ("data",)),
     "images": (image_folders, ("data",)),
     "live": (live, ()),
-    "migration": (migration, ("data",)),
+    "migration": (migration, ()),
     "comparison": (comparison, ()),
     "prices": (prices, ()),
 }

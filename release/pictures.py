@@ -286,15 +286,22 @@ def bars(names: list[str], series: dict[str, list[float]], texts: list[str], tit
     return figure
 
 
-def framed(picture) -> "Figure":
-    """A PIL image as a card: scaled to the width, cut off below."""
-    from PIL import Image
+def words(lines: list[tuple[str, str]], title: str) -> Figure:
+    """A card of up to six pairs of code and what is said of it; long ones are cut."""
+    figure = blank()
+    axis = figure.subplots()
+    axis.set_axis_off()
+    for number, (code, advice) in enumerate(lines[:6]):
+        top = 1 - number / 6
+        mono = dict(family="monospace", weight="bold", color=ORANGE)
+        axis.text(0, top, _cut(code, 58), va="top", fontsize=TEXT, parse_math=False, **mono)
+        axis.text(0.02, top - 0.07, _cut(advice, 74), va="top", fontsize=TEXT, parse_math=False, color=INK)
+    figure.suptitle(title, fontsize=TITLE, color=INK)
+    return figure
 
-    width, height = (int(DPI * side) for side in CARD)
-    scaled = picture.convert("RGB").resize((width, round(picture.height * width / picture.width)))
-    card = Image.new("RGB", (width, height), GROUND)
-    card.paste(scaled)
-    return card
+
+def _cut(text, limit):
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def png(figure: Figure) -> bytes:

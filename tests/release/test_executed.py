@@ -6,10 +6,11 @@ import re
 
 import nbformat
 import numpy as np
+import papermill
 import pytest
 from PIL import Image
 
-from release import executed, gallery
+from release import executed
 from tests.conftest import ROOT
 
 COPIES = sorted((ROOT / "docs/executed").glob("*.ipynb"))
@@ -100,5 +101,5 @@ def test_the_copies_in_docs_are_those_that_are_kept_and_600_kb_together():
 
 def test_every_notebook_that_has_small_settings_has_these_settings():
     for name, (parameters, _) in executed.SMALL.items():
-        known = gallery.papermill.inspect_notebook(str(ROOT / f"notebooks/{name}.ipynb"))
+        known = papermill.inspect_notebook(str(ROOT / f"notebooks/{name}.ipynb"))
         assert set(parameters) <= set(known), name
