@@ -72,6 +72,8 @@ def targets(given) -> dict[str, bytes]:
         samples = [pictures.examine(*sample) for sample in zip(batch["image"].numpy(), labels, logits)]
         found = scores.summary([scores.count(*sample) for sample in zip(logits, labels)])
         chosen = pictures.choose(samples)
+        if not chosen:
+            sys.exit(f"targets: no test image shows a target that {given.mshnet} finds; train it longer")
         told = pictures.story(run)
         curves = pictures.curves(run).encode()
     print(pictures.in_words(told))

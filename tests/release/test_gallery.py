@@ -3,6 +3,7 @@
 import io
 import json
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +131,21 @@ def test_a_transparent_picture_gets_a_light_ground_and_keeps_its_few_coloured_pi
     assert min(small.getpixel((30, 30))) > 230
     red, green, blue = small.getpixel((5, 5))
     assert red > 180 and green < 130 and blue < 40
+
+
+def test_a_card_of_a_tank_has_the_truth_two_classical_methods_and_the_network(tank, tmp_path, capsys):
+    sizes = dict(patch=16, width=16, heads=2, window=4, levels=1, batch_size=4, sampling_steps=1)
+    task = tpukit.CDEIT(dataset_dir=tank, epochs=1, **sizes)
+    run = tpukit.Run.open(tmp_path / "run", task)
+    tpukit.train(task, run, runtime=Runtime("cpu"), progress=False)
+    (tmp_path / "eit-uef2017").mkdir()
+    (tmp_path / "eit-uef2017/test").symlink_to(tank / "test")
+    made = gallery.tank(SimpleNamespace(data=tmp_path, cdeit=run.path))
+    with Image.open(io.BytesIO(made["gallery/cdeit.png"])) as picture:
+        assert picture.size == (800, 500)
+    words = capsys.readouterr().out
+    assert "real measurements: " in words and "zero (" in words
+    assert not (run.path / "predictions").exists()
 
 
 def test_mnist_becomes_folders_of_classes(tmp_path):
