@@ -6,7 +6,8 @@
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour
 # make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
-# make gallery DATA=folder  the small pictures of docs/gallery/, from notebooks run on this machine
+# make executed  dist/executed/: copies of the notebooks with outputs, from small runs on this machine's CPU
+# make gallery DATA=folder MSHNET=run CDEIT=run  the pictures of docs/: data, and the runs whose weights are shown
 # make size   lines and statements of each folder, next to its budget
 # make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
@@ -19,12 +20,15 @@ WARM_EPOCH ?= $(if $(DATA),1,2)
 SIZE ?= 128
 BATCH ?= 4
 PARTS ?=
+MSHNET ?=
+CDEIT ?=
+NAMES ?=
 JOBS ?= 2
 
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run lint check test nightly bench plan notebooks twins size gallery publish clean
+.PHONY: run lint check test nightly bench plan notebooks twins size gallery executed publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -83,7 +87,11 @@ size: .venv/installed
 	@$(BIN)/python -m release.size
 
 gallery: .venv/installed
-	$(BIN)/python -m release.gallery $(if $(DATA),--data "$(DATA)")
+	$(BIN)/python -m release.gallery $(NAMES) $(if $(DATA),--data "$(DATA)") $(if $(MSHNET),--mshnet "$(MSHNET)") \
+		$(if $(CDEIT),--cdeit "$(CDEIT)")
+
+executed: .venv/installed
+	$(BIN)/python -m release.executed $(NAMES)
 
 publish: .venv/installed
 	$(BIN)/python -m release.publish "$(REPO)"

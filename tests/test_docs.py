@@ -145,7 +145,7 @@ def test_both_languages_state_the_same_figures(path):
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "README.zh-CN.md"], ids=name)
 def test_a_readme_is_read_in_a_minute(path):
-    assert len(path.read_text().splitlines()) <= 150
+    assert len(path.read_text().splitlines()) < 110
 
 
 @pytest.mark.parametrize("path", CHINESE, ids=name)
@@ -176,16 +176,16 @@ def test_links_of_a_chinese_page_lead_to_chinese_pages(path):
     targets = [
         target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)", path.read_text())
     ]
-    wrong = [
-        t for t in targets if "://" not in t and not t.endswith((".zh-CN.md", "GLOSSARY.md")) and t != own
-    ]
+    in_both = (".zh-CN.md", "GLOSSARY.md", "CHANGELOG.md", "SECURITY.md")  # or in English alone
+    wrong = [t for t in targets if "://" not in t and not t.endswith(in_both) and t != own]
     assert not wrong
 
 
 @pytest.mark.parametrize("path", [*PAGES, GLOSSARY], ids=name)
 def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
+        target = "".join(target)
         if "://" in target:
             assert target.startswith("https://"), target
             continue
