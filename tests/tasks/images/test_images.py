@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,6 +111,16 @@ def test_the_tables_of_a_test_say_what_was_taken_for_what(finished):
     wrong = sum(title.startswith("✗") for title in titles)
     assert figure.get_suptitle().endswith(f": {wrong} of 16 shown are wrong")
     assert [axis.get_title().split("\n")[0] for axis in figure.axes] == titles
+
+
+def test_a_mistake_stands_before_what_is_right_with_a_larger_loss(tmp_path):
+    logits = torch.tensor([[0.1, 0, 0, 0, 0, 0], [1, 0.9, -9, -9, -9, -9]])  # losses of 1.7 and 0.7
+    batch = dict(label=torch.tensor([0, 1]), valid=torch.ones(2, dtype=torch.bool))
+    images = np.zeros((2, 3, 4, 4), np.uint8)
+    data = SimpleNamespace(classes=list("abcdef"), names=["right.png", "wrong.png"], images=images)
+    ImageClassifier(**TINY).save_predictions(tmp_path, [(logits, batch)], data)
+    saved, _ = ImageClassifier(**TINY).load_predictions(tmp_path)
+    assert list(saved["name"]) == ["wrong.png", "right.png"]
 
 
 def test_a_run_shows_its_confusion_matrix(finished, capsys):
