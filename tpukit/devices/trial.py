@@ -152,7 +152,7 @@ def all_reduce_error(runtime: Runtime) -> float:
     samples = torch.randn(runtime.cores * SAMPLES, 1000, generator=numbers)
     samples *= torch.arange(1, len(samples) + 1)[:, None]  # so that cores differ
     with _separate(runtime) as own:
-        model = own.to_device(nn.Linear(1000, 1, bias=False))
+        model: Any = own.to_device(nn.Linear(1000, 1, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         batch = own.put_batch({"x": samples.chunk(own.world.size)[own.world.rank]})
         # Not `model(x)`, whose gradient would be a product: this one's is the mean of the samples.
