@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 from tpukit.devices import open_runtime
 from tpukit.host.environment import Environment
@@ -57,7 +58,7 @@ def attention_kernels(env: Environment) -> Outcome:
 
     from tpukit.tasks.cdeit.tpu import attention
 
-    runtime = open_runtime(env, "bf16")
+    runtime: Any = open_runtime(env, "bf16")  # an XLARuntime
     began = time.monotonic()
     note = attention.choose(runtime)  # a process of jax lowers them, and they are tried
     numbers = {"choose_s": time.monotonic() - began}
