@@ -148,13 +148,13 @@ def read(path: Path) -> dict[str, Any]:
     return report
 
 
-def _check(report):
+def _check(report: Any) -> None:
     _require(isinstance(report, dict) and report.get("format") == FORMAT, f"its format is not {FORMAT!r}")
     _require(report.get("rehearsal") is False, "it is a rehearsal, or does not say that it is none")
     _require(report.get("accelerator") in HARDWARE, f"its accelerator is none of {', '.join(HARDWARE)}")
     _require(report.get("host") in HOSTS, f"its host is none of {', '.join(HOSTS)}")
     _require(re.fullmatch(r"20\d\d-[01]\d-[0-3]\d", str(report.get("date"))), "its date is no day")
-    versions = report.get("versions")
+    versions: Any = report.get("versions")
     _require(
         isinstance(versions, dict) and versions.keys() <= {*PACKAGES}, "its versions are of other packages"
     )
@@ -164,7 +164,7 @@ def _check(report):
         _require(isinstance(text, str) and VERSION.fullmatch(text), f"{str(text)[:40]!r} is no version")
     _require("torch" in versions, "it names no version of torch")
     _require(type(report.get("chips")) is int and 0 < report["chips"] < 10_000, "its number of chips")
-    checks = report.get("checks")
+    checks: Any = report.get("checks")
     _require(isinstance(checks, list) and 0 < len(checks) <= 100, "its checks are no list")
     for row in checks:
         _require(isinstance(row, dict) and row.get("outcome") in (PASS, FAIL, INFO, SKIP), "an outcome")
