@@ -153,7 +153,9 @@ class Environment:
         menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(self.accelerator if is_here else accelerator, {})
         lines.append(menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts"))
         if not is_here:
-            lines.append('Or take what is here: ACCELERATOR = "any" in a notebook\'s Settings, require("any").')
+            lines.append(
+                'Or take what is here: ACCELERATOR = "any" in a notebook\'s Settings, require("any").'
+            )
         # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
         if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
