@@ -117,25 +117,37 @@ def test_an_upload_is_written_under_its_own_name_in_the_folder_and_nowhere_else(
     assert [entry.name for entry in tmp_path.iterdir()] == ["own"]
 
 
-def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_is_named_below_the_button(
+def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_is_named_beside_the_button(
     trained, pictures, page
 ):
     task, run = trained
-    archive = own.save_zip(run)
-    page.shown.clear()
     own.show_own(run, task)
     box, picture = page.shown
-    controls, note = box.children
-    (button,) = controls.children
+    button, note = box.children
     upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
     upload["content"] = memoryview(b"no image")
-    button.set_trait("value", (dict(upload, name="<b>.png"),))
-    assert "upload-&lt;b&gt;.png" in note.value and "<" not in note.value and not page.updates
+    button.set_trait("value", (upload,))
+    assert "upload-a.png" in note.value and not page.updates
     button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
     assert note.value == "" and page.updates[0].data != picture.data
     assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists()
-    with zipfile.ZipFile(archive) as packed:  # before the upload: what was predicted then joined it
-        assert {"run/own/upload-a.png", "run/own/predictions.csv"} <= set(packed.namelist())
+
+
+def test_an_upload_and_its_predictions_join_the_zip_that_was_made_before_and_make_none(
+    trained, pictures, page
+):
+    task, run = trained
+    upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
+    upload["content"] = memoryview((pictures / "a.png").read_bytes())
+    own.show_own(run, task)
+    page.shown[0].children[0].set_trait("value", (upload,))
+    archive = run.path.with_name("run.zip")
+    assert (run.path / "own/upload-a.png").exists() and not archive.exists()
+    shutil.rmtree(run.path / "own")
+    own.save_zip(run)
+    page.shown[0].children[0].set_trait("value", (upload, dict(upload, name="b.png")))
+    with zipfile.ZipFile(archive) as packed:
+        assert {"run/own/upload-b.png", "run/own/predictions.csv"} <= set(packed.namelist())
 
 
 def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page, tmp_path, monkeypatch):

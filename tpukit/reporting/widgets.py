@@ -4,7 +4,6 @@ Where a page cannot move (papermill, an exported notebook, no ipywidgets), a pic
 controls."""
 
 import contextlib
-import html
 import importlib.util
 import inspect
 import threading
@@ -154,7 +153,7 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
     notebook. Without an open page, or without ipywidgets, it is shown alone.
 
     controls: name of a value -> (class of ipywidgets, its options), of which `value` is the first. A
-    TpukitError that `draw` raises later is said below the controls."""
+    TpukitError that `draw` raises later is said beside the controls."""
     figure = draw(**{name: options.get("value") for name, (_, options) in controls.items()})
     if not (environment.is_interactive_notebook() and importlib.util.find_spec("ipywidgets")):
         present_figure(figure)
@@ -165,8 +164,8 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
     widgets = {}
     for name, (kind, options) in controls.items():
         widgets[name] = getattr(ipywidgets, kind)(description=name, **options)
-    note = ipywidgets.HTML()  # which wraps a long sentence
-    display(ipywidgets.VBox([ipywidgets.HBox([*widgets.values()]), note]))
+    note = ipywidgets.Label()
+    display(ipywidgets.HBox([*widgets.values(), note]))
     # What is displayed later, when a control calls, belongs to no cell in JupyterLab.
     handle: Any = display(as_image(figure), display_id=True)
 
@@ -175,7 +174,7 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
         try:
             handle.update(as_image(draw(**{name: widget.value for name, widget in widgets.items()})))
         except TpukitError as error:
-            note.value = html.escape(printable(f"{error}. The picture below is still that of before."))
+            note.value = printable(error)
 
     for widget in widgets.values():
         widget.observe(redraw, names="value")
