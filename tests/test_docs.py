@@ -414,7 +414,7 @@ def test_the_python_of_a_page_runs(path, place, monkeypatch):
     for code in examples(path):
         if any(word in code for word in TAKEN_HOME):  # with weights of its own, above
             continue
-        code = code.replace('require("tpu")', 'require("cpu")').replace('/ "mshnet"', '/ "readme"')
+        code = code.replace('require("tpu")', 'require("any")').replace('/ "mshnet"', '/ "readme"')
         code = code.replace("epochs=400", "epochs=1, base_size=32, crop_size=32, batch_size=4")
         code = code.replace("epochs=8", 'epochs=1, image_size=32, batch_size=4, pretrained="no"')
         exec(compile(code, path.name, "exec"), {"__name__": "__main__"})
