@@ -350,9 +350,9 @@ TAKEN_HOME = ("create_model", "InferenceSession", "torch.export.load", "[found] 
 
 
 @pytest.mark.slow
-def test_what_is_taken_home_gives_on_another_machine_what_was_trained(place, tmp_path, monkeypatch):
+def test_what_is_taken_home_gives_on_another_machine_what_was_trained(shapes, tmp_path, monkeypatch):
     task = ImageClassifier(
-        dataset_dir=place / "my-photos", model_name="resnet18", pretrained="no", image_size=32, epochs=1,
+        dataset_dir=shapes, model_name="resnet18", pretrained="no", image_size=32, epochs=1,
         batch_size=4,
     )  # fmt: skip
     monkeypatch.chdir(tmp_path)
@@ -367,7 +367,7 @@ def test_what_is_taken_home_gives_on_another_machine_what_was_trained(place, tmp
     (tmp_path / "new-photos").mkdir()
     photo.save("new-photos/one.jpg", exif=upside_down)
     (expected,) = tpukit.predict(run, "new-photos/one.jpg", task=task)
-    classes = len(task.class_names())
+    classes = len(task.class_names)
     codes = [
         code for code in examples(ROOT / "docs/YOUR_DATA.md") if any(word in code for word in TAKEN_HOME)
     ]
@@ -380,7 +380,7 @@ def test_what_is_taken_home_gives_on_another_machine_what_was_trained(place, tmp
             assert names["found"] == expected
             continue
         scores = torch.as_tensor(names["scores"]).softmax(0)
-        assert task.class_names()[int(scores.argmax())] == expected["class"]
+        assert task.class_names[int(scores.argmax())] == expected["class"]
         assert float(scores.max().detach()) == pytest.approx(expected["probability"], abs=1e-4)
 
 
