@@ -43,7 +43,7 @@ XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true -
 run: .venv/installed
 	mkdir -p $(OUT)
 	$(XLA_CPU) $(BIN)/papermill notebooks/colab_tpu_setup.ipynb $(OUT)/colab_tpu_setup.ipynb --log-output --no-progress-bar \
-		-p DATASET_DIR "$(DATA)" -p OUTPUTS $(OUT) -p RUN_NAME mshnet-$(if $(DATA),real,synthetic) \
+		-p ACCELERATOR any -p DATASET_DIR "$(DATA)" -p OUTPUTS $(OUT) -p RUN_NAME mshnet-$(if $(DATA),real,synthetic) \
 		-p EPOCHS $(EPOCHS) -p WARM_EPOCH $(WARM_EPOCH) -p IMAGE_SIZE $(SIZE) -p BATCH_SIZE $(BATCH)
 	$(BIN)/jupyter nbconvert --to html --log-level WARN $(OUT)/colab_tpu_setup.ipynb
 	@echo "executed notebook, HTML copy and run directory: $(OUT)/"

@@ -3,10 +3,12 @@
     notebooks/NAME.ipynb        ->  dist/NAME.ipynb
     notebooks/zh-CN/NAME.ipynb  ->  dist/zh-CN/NAME.ipynb
 
-A built notebook has one more cell, collapsed, before the cell that finds tpukit: an archive of tpukit/ (tar,
-xz, base85) and the lines that check and unpack it. Notebooks on impedance tomography carry the part of pyEIT
-that the simulator imports too, because neither Colab nor Kaggle has it. Pictures of the notebook's texts
-become part of it. Building twice gives equal bytes."""
+A built notebook has one more cell, collapsed, before the cell that imports tpukit: an archive of tpukit/
+(tar, xz, base85), the lines that check and unpack it, and the choice between it and a clone around the
+notebook. (In notebooks/ a symbolic link to tpukit/ lets a clone's notebooks import it.) Notebooks on
+impedance tomography carry the part of pyEIT that the simulator imports too, because neither Colab nor Kaggle
+has it. Pictures of the notebook's texts become part of it. One source can be several files, which preselect
+another accelerator. Building twice gives equal bytes."""
 
 import argparse
 import base64
@@ -21,14 +23,21 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).parent.parent
-FIND_CELL = "# @title tpukit: "  # how the cell that finds tpukit begins
+IMPORT_LINE = "\nimport tpukit\n"  # of a notebook's first code cell
 LINE = 120  # columns of the archive's text
+# Colab and Kaggle choose the accelerator by a file's metadata: notebook -> the same for a GPU
+FOR_A_GPU = {"kaggle_cdeit_tpu": "kaggle_cdeit_gpu"}
+GPU = {
+    "accelerator": "GPU",
+    "colab": {"gpuType": "T4", "provenance": []},
+    "kaggle": {"accelerator": "nvidiaTeslaT4", "isInternetEnabled": True, "isGpuEnabled": True},
+}
 PYEIT_PARTS = ("pyeit/__init__.py", "pyeit/eit/", "pyeit/mesh/")
 
 # The cell of a built notebook. It runs before tpukit can be imported: nothing but the standard library.
 CELL = '''\
 # @title The library, packed into this notebook
-import base64, hashlib, io, tarfile, tempfile
+import base64, hashlib, io, os, sys, tarfile, tempfile
 from pathlib import Path
 
 SHA256 = "{sha256}"
@@ -66,6 +75,19 @@ else:
         new.rename(EMBEDDED)
     except OSError:  # a folder of that name with other files is not ours to replace
         EMBEDDED = new
+
+here = Path.cwd()
+near = [path / "tpukit" for path in (here, *here.parents[:3], here / "tpukit")]
+layers = [name for name in FILES if name.endswith("/__init__.py") and name.count("/") < 3]
+layers = [name for name in layers if name.startswith("tpukit/")]
+clones = [  # around the notebook: whole, and not another user's
+    path.parent for path in near
+    if all((path.parent / name).exists() for name in layers) and path.stat().st_uid == here.stat().st_uid
+]
+TPUKIT = str([*clones, EMBEDDED][0])
+sys.path.insert(0, TPUKIT)  # for this kernel, then for the cores and shells that it starts
+paths = [TPUKIT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 '''
 
 
@@ -84,13 +106,19 @@ def build(out):
     without = library()
     written = []
     for source in sorted((ROOT / "notebooks").glob("**/*.ipynb")):
-        notebook = nbformat.read(source, 4)
-        needs_pyeit = any("tpukit.simulate" in cell.source for cell in notebook.cells)
-        embed(notebook, with_pyeit if needs_pyeit else without, source.parent)
-        target = out / source.relative_to(ROOT / "notebooks")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        nbformat.write(notebook, target)
-        written.append(target)
+        text = source.read_text()
+        archive = with_pyeit if "tpukit.simulate" in text else without
+        books = {source.name: nbformat.reads(text, 4)}
+        if other := FOR_A_GPU.get(source.stem):
+            own_links = text.replace(f"{source.name})", f"{other}.ipynb)")
+            books[f"{other}.ipynb"] = nbformat.reads(own_links, 4)
+            books[f"{other}.ipynb"].metadata |= GPU
+        for name, notebook in books.items():
+            embed(notebook, archive, source.parent)
+            target = out / source.parent.relative_to(ROOT / "notebooks") / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            nbformat.write(notebook, target)
+            written.append(target)
     return written
 
 
@@ -123,19 +151,14 @@ def pyeit_files():
 
 
 def embed(notebook, archive, folder):
-    """Put the archive before the cell that finds tpukit, and the pictures of its texts, relative to `folder`,
-    into them."""
-    [number] = [
-        n
-        for n, cell in enumerate(notebook.cells)
-        if cell.cell_type == "code" and cell.source.startswith(FIND_CELL)
-    ]
+    """Put the archive before the cell that imports tpukit, and the pictures of the texts, relative to
+    `folder`, into them."""
+    [number] = [n for n, cell in enumerate(notebook.cells) if IMPORT_LINE in f"\n{cell.source}\n"]
     text = base64.b85encode(archive).decode()
     lines = "\n".join(text[start : start + LINE] for start in range(0, len(text), LINE))
     source = CELL.format(sha256=hashlib.sha256(archive).hexdigest(), text=lines).rstrip()
     # Colab, Kaggle, JupyterLab
     hidden = {"cellView": "form", "_kg_hide-input": True, "jupyter": {"source_hidden": True}}
-    notebook.cells[number].metadata |= hidden
     metadata = dict(hidden, tags=["tpukit-archive"])
     notebook.cells.insert(number, nbformat.v4.new_code_cell(source, id="tpukit-archive", metadata=metadata))
     for cell in notebook.cells:

@@ -83,6 +83,9 @@ def publish(repository, out):
     new = Path(tempfile.mkdtemp(dir=out.parent))
     for name in listed.stdout.split("\0")[:-1]:
         (new / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            (new / name).symlink_to((ROOT / name).readlink())
+            continue
         content = (ROOT / name).read_bytes()
         if name.endswith(".md"):
             content = UNTIL_PUBLISHED.sub(b"", content)

@@ -1,122 +1,127 @@
-"""The first cell of every notebook: which tpukit it takes, and whose it refuses."""
+"""The first cells of a notebook: which tpukit they take, and whose they leave aside."""
 
 import os
-import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
 
+from release import notebooks
 from tests.conftest import ROOT
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The code of a built notebook's first two cells: the archive, and the import."""
+    folder = tmp_path_factory.mktemp("first-cell")
+    notebook = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4)
+    notebooks.embed(notebook, notebooks.library(), ROOT / "notebooks")
+    nbformat.write(notebook, folder / "one.ipynb")
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return "\n".join(code[:2])
+
+
+def run(code, folder, home=None):
+    """What code prints that runs in a folder, as in a new kernel, or the last line of its error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= dict(HOME=str(home)) if home else {}
+    # -S: without the packages that are installed here, which tpukit may be one of.
+    command = [sys.executable, "-S", "-"]
+    ran = subprocess.run(command, input=code, cwd=folder, env=environ, capture_output=True, text=True)
+    return ran.stdout.strip() or ran.stderr.strip().splitlines()[-1]
+
+
 @pytest.fixture
-def find_cell(tmp_path):
-    """Runs that cell in tmp_path/content, or in `folder`, with a Kaggle below tmp_path. Returns its output,
-    or its error.
+def found_by(built, tmp_path):
+    """Runs a built notebook in tmp_path/content, or in a folder. Returns the folder that has its tpukit, for
+    this kernel and for what it starts."""
+    tell = "\nprint(os.environ['PYTHONPATH'].split(os.pathsep)[0] == sys.path[0] == TPUKIT, TPUKIT)"
 
-    embedded: the folder that a built notebook unpacked its copy to. A fake pip only prints that it was
-    called."""
-    cell = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4).cells[2].source
-    assert cell.count('"/kaggle/input') == 1
-    cell = cell.replace('"/kaggle/input', f'"{tmp_path}/kaggle/input')
-    pip = (
-        "import subprocess\ndef run(command, check): print('asked:', *command[1:]); raise"
-        " SystemExit\nsubprocess.run = run\n"
-    )
-    tell = "\nprint(os.environ['PYTHONPATH'].split(os.pathsep)[0] == sys.path[0])"
+    def run_in(folder=tmp_path / "content"):
+        printed, told = run(built + tell, folder, tmp_path / "home").splitlines()
+        same, _, place = told.partition(" ")
+        assert same == "True" and printed.endswith(f" from {place}/tpukit")
+        return place
 
-    def run(folder=tmp_path / "content", embedded=None, home="owner/name"):
-        folder.mkdir(parents=True, exist_ok=True)
-        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        given = f"import pathlib; EMBEDDED = pathlib.Path({str(embedded)!r})\n" if embedded else ""
-        # -S: without the packages that are installed here, which tpukit may be one of.
-        command = [sys.executable, "-S", "-c", pip + given + cell.replace("TPUKIT_SOURCE", home) + tell]
-        ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
-        return ran.stdout.strip() or ran.stderr.strip().splitlines()[-1]
-
-    return run
+    return run_in
 
 
-def place_tpukit(folder, layers=9):
-    """A repository with a package tpukit/ of that many layers in it. Returns what the cell prints when it
-    takes it."""
-    (folder / "tpukit").mkdir(parents=True)
+def place_tpukit(folder, without=None):
+    """A repository of a tpukit that can be told from the real one. Returns the folder, as text."""
+    shutil.copytree(ROOT / "tpukit", folder / "tpukit", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tpukit/__init__.py").write_text("__version__ = '7.0'\n")
-    for number in range(layers):
-        (folder / f"tpukit/layer{number}").mkdir()
-        (folder / f"tpukit/layer{number}/__init__.py").touch()
-    return f"tpukit 7.0 from {folder / 'tpukit'}\nTrue"
-
-
-ASKED = re.compile(r"asked: -m pip install -q git\+https://github\.com/\S+")
+    if without:
+        shutil.rmtree(folder / "tpukit" / without)
+    return str(folder)
 
 
 @pytest.mark.parametrize("notebook", ["repository/notebooks", "repository/notebooks/zh-CN", "repository"])
-def test_a_clone_around_the_notebook_comes_before_the_copy_inside_it_and_a_kaggle_input(
-    notebook, find_cell, tmp_path
-):
-    assert ASKED.fullmatch(find_cell(tmp_path / notebook))
+def test_a_clone_around_a_built_notebook_comes_before_the_copy_inside_it(notebook, found_by, tmp_path):
+    assert found_by(tmp_path / notebook).startswith(str(tmp_path / "home/.cache/tpukit"))
     clone = place_tpukit(tmp_path / "repository")
-    place_tpukit(tmp_path / "kaggle/input/tpukit")
-    place_tpukit(tmp_path / "embedded")
-    assert find_cell(tmp_path / notebook, tmp_path / "embedded") == clone
+    assert found_by(tmp_path / notebook) == clone
 
 
-def test_the_copy_inside_the_notebook_comes_before_a_kaggle_input(find_cell, tmp_path):
-    from_input, embedded = place_tpukit(tmp_path / "kaggle/input/tpukit"), place_tpukit(tmp_path / "embedded")
-    assert find_cell() == from_input and find_cell(embedded=tmp_path / "embedded") == embedded
-
-
-def test_a_clone_in_the_current_folder_is_taken_and_a_folder_without_code_is_not(find_cell, tmp_path):
+def test_a_clone_in_the_current_folder_is_taken_and_a_folder_without_code_is_not(found_by, tmp_path):
     (tmp_path / "content/tpukit/docs").mkdir(parents=True)
-    assert ASKED.fullmatch(find_cell())
-    assert place_tpukit(tmp_path / "content/tpukit") == find_cell()
+    assert found_by().startswith(str(tmp_path / "home/.cache/tpukit"))
+    clone = place_tpukit(tmp_path / "content/tpukit")
+    assert found_by() == clone
 
 
-def test_half_a_tpukit_is_left_aside_for_the_copy_and_refused_where_there_is_none(find_cell, tmp_path):
-    place_tpukit(tmp_path / "content", layers=5)
-    embedded = place_tpukit(tmp_path / "embedded")
-    assert find_cell(embedded=tmp_path / "embedded") == embedded
-    refused = find_cell()
-    assert refused.startswith("ImportError") and str(tmp_path / "content/tpukit") in refused
+@pytest.mark.parametrize("without, taken", [("reporting", False), ("tasks/cdeit", True)])
+def test_half_a_clone_is_left_aside_for_the_copy_and_one_without_a_task_is_taken(
+    without, taken, found_by, tmp_path
+):
+    clone = place_tpukit(tmp_path / "content", without)
+    assert (found_by() == clone) == taken
 
 
 @pytest.mark.skipif(
     not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder to another user"
 )
-def test_another_users_tpukit_above_the_notebook_is_not_run(find_cell, tmp_path):
+def test_another_users_tpukit_above_the_notebook_is_not_run(found_by, tmp_path):
     place_tpukit(tmp_path)
     os.chown(tmp_path / "tpukit", 12345, 12345)
-    assert find_cell().startswith("ImportError")
-    embedded = place_tpukit(tmp_path / "embedded")
-    assert find_cell(embedded=tmp_path / "embedded") == embedded
+    assert found_by().startswith(str(tmp_path / "home/.cache/tpukit"))
 
 
-@pytest.mark.parametrize(
-    "place", ["tpukit", "datasets/me/tpukit", "tpukit/tpukit-main", "datasets/me/tpukit/a/b"]
-)
-def test_a_kaggle_input_of_that_name_is_taken_whatever_its_nesting(place, find_cell, tmp_path):
-    output = place_tpukit(tmp_path / "kaggle/input" / place)
-    assert find_cell() == output
+def test_no_code_of_a_kaggle_input_is_run_and_nothing_is_installed(built):
+    code = built[built.index("packed = ") :]
+    assert not [word for word in ("/kaggle", 'pip"', "subprocess", "urllib") if word in code]
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "some-images",
-        "some-images/tpukit",
-        "datasets/a-stranger/images",
-        "datasets/a-stranger/images/tpukit",
-        ".",
-    ],
-)
-def test_no_code_of_an_input_of_another_name_is_run(place, find_cell, tmp_path):
-    place_tpukit(tmp_path / "kaggle/input" / place)
-    assert ASKED.fullmatch(find_cell())
+# In a clone
 
 
-def test_where_nothing_is_published_yet_a_notebook_alone_says_what_to_build(find_cell):
-    said = find_cell(home="not-filled-in")
-    assert said.startswith("ImportError") and "make notebooks" in said and "dist/" in said
+IMPORT = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4).cells[2].source
+
+
+@pytest.mark.parametrize("folder", [".", "notebooks", "notebooks/zh-CN"])
+def test_a_clone_without_an_installation_imports_its_own_tpukit_where_papermill_and_jupyter_start_kernels(
+    folder,
+):
+    program = f"{IMPORT}\nprint(tpukit.detect().host)"
+    version, host = run(program, ROOT / folder).splitlines()
+    taken = Path(version.partition(" from ")[2]).resolve()
+    assert taken == ROOT.resolve() / "tpukit" and host in ("local", "colab", "kaggle", "tpu-vm")
+
+
+def test_the_cell_that_fails_where_there_is_no_tpukit_shows_what_to_do(tmp_path):
+    from jupyter_client.manager import start_new_kernel
+
+    hide = "import sys; sys.modules['tpukit'] = None"  # as where it is not installed
+    manager, client = start_new_kernel(cwd=str(tmp_path))
+    try:
+        client.execute_interactive(hide, timeout=60)
+        reply = client.execute_interactive(IMPORT, timeout=60, output_hook=lambda message: None)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
+    shown = "\n".join(reply["content"]["traceback"])
+    assert reply["content"]["ename"] == "ModuleNotFoundError"
+    assert "dist/" in shown and "make notebooks" in shown and "pip install git+" in shown

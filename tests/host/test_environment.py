@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import os
 import subprocess
 import sys
 
@@ -93,6 +95,7 @@ def test_the_cpu_xla_device_is_chosen_by_its_variable_only(tmp_path, versions):
         ({}, "tpu", "open the notebook on Colab or Kaggle"),
         ({"COLAB_RELEASE_TAG": "x"}, "cuda", module.GPU_MENU["colab"]),
         ({}, "gpu", "'tpu', 'cuda'"),  # no such accelerator
+        ({}, "tpu", 'ACCELERATOR = "any"'),  # the setting that takes what is here
         # What an old guide left set is explained.
         *[({name: "1"}, "tpu", instead) for name, (_, instead) in module.OLD_VARIABLES.items()],
     ],
@@ -104,6 +107,39 @@ def test_requiring_what_is_not_here_names_the_menu_of_the_host(
     gpu()
     with refuses(menu):
         detect(environ, tmp_path).require(accelerator)
+
+
+@pytest.mark.parametrize("chips, cards", [(8, []), (0, ["Tesla T4", "Tesla T4"])])
+def test_cpu_means_the_processor_for_this_process_and_its_children_until_another_is_required(
+    chips, cards, tmp_path, versions, gpu, monkeypatch
+):
+    monkeypatch.setenv("TPUKIT_ACCELERATOR", "")  # so that the test leaves none behind
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    add_chips(tmp_path, chips)
+    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
+    gpu(*cards)
+    here = functools.partial(detect, root=tmp_path)
+    found = here()
+    assert found.accelerator in ("tpu", "cuda") and found.require("any") is found
+    chosen = found.require("cpu", cores=3)
+    assert chosen.accelerator == "cpu" and "cores" in chosen.device_name
+    assert here() == chosen and os.environ["TPUKIT_ACCELERATOR"] == "cpu"  # which a child inherits
+    monkeypatch.setattr(module, "detect", here)
+    assert here().require("any") == found and "TPUKIT_ACCELERATOR" not in os.environ
+    found.require("cpu")
+    assert here().require(found.accelerator) == found == here()
+
+
+def test_any_takes_what_is_here_and_names_the_menus_where_a_hosted_session_has_no_accelerator(
+    tmp_path, versions, gpu, capsys
+):
+    versions(torch="2.9.0")
+    gpu()
+    for environ, menus in (({}, ""), ({"COLAB_RELEASE_TAG": "x"}, "T4 GPU")):
+        env = detect(environ, tmp_path)
+        assert env.require("cpu") is env and capsys.readouterr().out == ""
+        assert env.require("any", cores=8) is env and env.require("auto") is env
+        assert menus in (out := capsys.readouterr().out) and bool(out) == bool(menus)
 
 
 LISTED = [

@@ -28,6 +28,12 @@ def test_no_placeholder_is_left_in_any_file(published):
     assert "ada/lace" in (published / "docs/sky/v5e-1.yaml").read_text()
 
 
+@pytest.mark.parametrize("folder", ["notebooks", "notebooks/zh-CN"])
+def test_the_notebooks_of_the_copy_import_the_library_of_the_copy(folder, published):
+    link = published / folder / "tpukit"
+    assert link.is_symlink() and link.resolve() == published.resolve() / "tpukit"
+
+
 def test_what_pages_say_until_they_are_published_is_left_out(published):
     for page in ("README.md", "README.zh-CN.md", "docs/NOTEBOOKS.md", "docs/COLAB_GUIDE.md"):
         assert "until published -->" in (ROOT / page).read_text()

@@ -153,6 +153,23 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_takes_
     assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists()
 
 
+def test_an_upload_and_its_predictions_join_the_zip_that_was_made_before_and_make_none(
+    trained, pictures, page
+):
+    task, run = trained
+    upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
+    upload["content"] = memoryview((pictures / "a.png").read_bytes())
+    own.show_own(run, task)
+    page.shown[0].children[0].set_trait("value", (upload,))
+    archive = run.path.with_name("run.zip")
+    assert (run.path / "own/upload-a.png").exists() and not archive.exists()
+    shutil.rmtree(run.path / "own")
+    own.save_zip(run)
+    page.shown[0].children[0].set_trait("value", (upload, dict(upload, name="b.png")))
+    with zipfile.ZipFile(archive) as packed:
+        assert {"run/own/upload-b.png", "run/own/predictions.csv"} <= set(packed.namelist())
+
+
 def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page, tmp_path, monkeypatch):
     _, run = trained
     monkeypatch.chdir(run.path)

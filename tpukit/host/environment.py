@@ -19,6 +19,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Table
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
+CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" where `require("cpu")` chose the processor over what is here
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
 DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")  # a folder for each card
@@ -121,25 +122,40 @@ class Environment:
         return self.table()._repr_html_()
 
     def require(self, accelerator: str, *, cores: int = 1) -> "Environment":
-        """Return self if this accelerator is here, with at least this many cores; else a TpukitError names
-        the menu to open.
+        """Return the environment to train in if this accelerator is here, with at least this many cores; else
+        a TpukitError names the menu to open.
 
-        accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda"
-        or "cpu". On a CPU a core is a process, so any number will do."""
-        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": tuple(NAMES)}
+        accelerator: "any" is whatever is here. "tpu" (the CPU XLA device counts, so that a notebook can be
+        tried without a TPU) or "cuda" must be here. "cpu" is the processor even if an accelerator is here,
+        for this process and those that it starts, until it requires another. On a CPU a core is a process,
+        so any number will do."""
+        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "any": tuple(NAMES)}
+        accepted |= {"auto": accepted["any"], "cpu": accepted["any"]}  # auto: a word of older notebooks
         if accelerator not in accepted:
-            raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
+            raise TpukitError(f"require({accelerator!r}): choose 'any', 'tpu', 'cuda', 'xla' or 'cpu'")
+        if accelerator == "cpu" and self.accelerator in ("tpu", "cuda"):
+            os.environ[CHOSEN] = "cpu"
+            return dataclasses.replace(self, accelerator="cpu", cores=1, device_name=_processor())
+        if accelerator != "cpu" and os.environ.pop(CHOSEN, None):
+            return detect().require(accelerator, cores=cores)
         is_here = self.accelerator in accepted[accelerator]
         if is_here and self.accelerator == "tpu" and self.misfit:
             raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
         if is_here and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
+            if accelerator == "any" and self.accelerator == "cpu" and self.host in ("colab", "kaggle"):
+                print(f"this {self.host} session has no TPU and no GPU: its CPU trains, slowly")
+                print(TPU_MENU[self.host], GPU_MENU[self.host], sep="\n")
             return self
         lines = [f"requested {cores} cores, found {self.cores} ({self.device_name})."]
         if not is_here:
             has = f"{NAMES[self.accelerator]} ({self.device_name})"
             lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
-        menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {})
+        menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(self.accelerator if is_here else accelerator, {})
         lines.append(menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts"))
+        if not is_here:
+            lines.append(
+                'Or take what is here: ACCELERATOR = "any" in a notebook\'s Settings, require("any").'
+            )
         # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
         if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
@@ -218,6 +234,8 @@ def _torch_tpu_fits(versions: Mapping[str, str]) -> bool:
 
 def _accelerator(environ, root, versions):
     """(accelerator, cores, device name)."""
+    if environ.get(CHOSEN) == "cpu":
+        return "cpu", 1, _processor()
     chosen = environ.get("PJRT_DEVICE", "").upper()
     if "torch_xla" in versions and chosen == "CPU":
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
@@ -227,7 +245,11 @@ def _accelerator(environ, root, versions):
         return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or _accelerator_type(root) or "TPU"
     if gpus := nvidia_gpus(environ):
         return "cuda", len(gpus), ", ".join(sorted(set(gpus)))
-    return "cpu", 1, f"{platform.machine()}, {os.cpu_count()} cores"
+    return "cpu", 1, _processor()
+
+
+def _processor():
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:

@@ -124,7 +124,7 @@ def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
 
     paths: a file, a folder, or a list of files. Empty: test images stand in for them, and an open page gets a
-    button to upload."""
+    button to upload. What is uploaded also joins the zip of `save_zip`, if there is one."""
     if paths:
         present_figure(_predict_and_save(run, task, paths))
         return
@@ -133,7 +133,10 @@ def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
     def draw(upload):
         if not upload:
             return predictions_figure(run, task, 2)
-        return _predict_and_save(run, task, save_uploads(upload, run.path / "own"))
+        figure = _predict_and_save(run, task, save_uploads(upload, run.path / "own"))
+        if _is_zip_of(run, _zip_path(run)):  # made before the upload: now it holds that, too
+            _pack(run)
+        return figure
 
     show_with_controls(draw, upload=("FileUpload", dict(multiple=True)))
 
@@ -168,8 +171,21 @@ def save_zip(run: Run) -> Path:
 
     Returns its path. An open page of Colab then downloads it; on Kaggle it is under Output; JupyterLab shows
     a link. Raises TpukitError for a run without results, and where another file would be replaced."""
+    path, members = _pack(run)
+    print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(members)} files"))
+    if environment.is_interactive_notebook():
+        _offer(path)
+    return path
+
+
+def _zip_path(run):
     folder = run.path.resolve()
-    path = folder.with_name(f"{folder.name}.zip")
+    return folder.with_name(f"{folder.name}.zip")
+
+
+def _pack(run):
+    """Write the zip of a run. Returns (its path, the files in it)."""
+    folder, path = run.path.resolve(), _zip_path(run)
     members = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
     if not members:
         raise TpukitError(f"{run.path} has nothing to pack yet: train first")
@@ -178,10 +194,7 @@ def save_zip(run: Run) -> Path:
     with files.atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for member in members:
             archive.write(member, member.relative_to(folder.parent))
-    print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(members)} files"))
-    if environment.is_interactive_notebook():
-        _offer(path)
-    return path
+    return path, members
 
 
 def _is_zip_of(run, path):
