@@ -102,10 +102,20 @@ def show_labels(task: "Task", *, count: int = 4) -> None:
     samples concerned."""
     data, _ = task.datasets()
     sentences, indices = task.check_labels(data)
-    present(Sentences(sentences))
+    present(Sentences([*sentences, _steps_sentence(task, len(data))]))
     if indices:
         panels = task.panels(data.batch(indices[:count]))
         present_figure(figures.panels_figure(panels, "Samples to look at, not augmented"))
+
+
+def _steps_sentence(task, count):
+    steps, dropped = divmod(count, task.batch_size)
+    if not steps:
+        return (
+            f"batch_size={task.batch_size} is more than the {count} training samples: choose at most {count}"
+        )
+    sentence = f"{task.epochs} epochs of {steps} steps, each of batch_size={task.batch_size} samples"
+    return sentence + (f"; each epoch leaves out {dropped} samples, others each time" if dropped else "")
 
 
 def show_predictions(run: Run, task: "Task", *, count: int = 4) -> None:

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
 
 
+class Fitted(int):
+    """The value of a setting that was left None: a task chose it for the dataset in `dataset_dir`, and
+    chooses anew for another. A run stores the number."""
+
+    dataset_dir: Path | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.

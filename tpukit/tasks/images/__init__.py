@@ -9,21 +9,22 @@ import functools
 import hashlib
 import io
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from tpukit.host import arrays, files
+from tpukit.host import archives, arrays, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.tasks import pictures
 from tpukit.tasks.images import augment, models
-from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, read_image
+from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, median_side, read_image
 from tpukit.tasks.images.synthetic import shapes_set
-from tpukit.training.task import Task
+from tpukit.training.task import Fitted, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images with the largest loss that are kept
 FEW = 10  # images of a class, below which `check_labels` warns
+# What a training has by default, where the dataset allows it.
+EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
+SMALLEST = 64  # pixels, to which smaller images are enlarged by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +60,11 @@ class ImageClassifier(Task):
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
     saved_title: ClassVar[str] = "Test images with the largest loss"
 
-    batch_size: int = 64
-    """Global batch size: images in one optimizer step, over all cores."""
+    epochs: int | None = setting(None, free=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Passes over the training set. None: 10, and more for small sets, so that there are 200 steps."""
+    batch_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Global batch size: images in one optimizer step, over all cores. None: about an eighth of the training
+    images, at most 64."""
     lr: float = 3e-4
     """Learning rate of AdamW."""
     weight_decay: float = 0.05
@@ -69,7 +76,7 @@ class ImageClassifier(Task):
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
-    kept. None: that of the pretrained network."""
+    kept. None: that of the pretrained network, or less where the images themselves are smaller."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
     names."""
@@ -93,6 +100,38 @@ class ImageClassifier(Task):
         self.require_shares("flip", "crop", "colour", "label_smoothing", "test_share")
         if zero := [name for name in ("crop", "test_share") if getattr(self, name) == 0]:
             raise TpukitError(f"{zero[0]}=0: it must be more than 0")
+        self._fit()
+
+    def _fit(self):
+        """Choose the settings that were left None: for the dataset, or before it is known for a large one."""
+        place = Path(self.dataset_dir) if self.dataset_dir else None
+        is_there = place is not None and place.exists() and not archives.stem(place)
+        wanted, chosen, count = [], {}, BATCH_SIZE * STEPS
+        for name in ("batch_size", "epochs", "image_size"):
+            value = getattr(self, name)
+            is_of_another = is_there and isinstance(value, Fitted) and value.dataset_dir != place
+            wanted += [name] if value is None or is_of_another else []
+        if is_there and wanted:
+            samples = find_samples(place, self.images_dir, self.test_share)[1]["train"]
+            count = len(samples)
+            if "image_size" in wanted and not self.weights:  # which are of a size of their own
+                chosen["image_size"] = self._fitting_size(samples)
+        if "batch_size" in wanted:
+            eighth = 2 ** round(math.log2(count / 8))
+            chosen["batch_size"] = min(BATCH_SIZE, max(8, eighth), max(2, count // 2))
+        if "epochs" in wanted:
+            steps = max(count // (chosen.get("batch_size") or self.batch_size), 1)
+            chosen["epochs"] = max(EPOCHS, math.ceil(STEPS / steps))
+        for name, value in chosen.items():
+            fitted = Fitted(value)
+            fitted.dataset_dir = place if is_there else None
+            object.__setattr__(self, name, fitted)  # the class is frozen
+
+    def _fitting_size(self, samples):
+        network, side = self._network(), median_side(samples)
+        if network.fixed_size or side is None:
+            return network.size
+        return min(network.size, max(SMALLEST, 32 * math.ceil(side / 32)))
 
     # Data
 
