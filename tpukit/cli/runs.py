@@ -11,7 +11,8 @@ from tpukit.cli.options import LaunchOptions, RunFolder, with_dataset
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
-from tpukit.training.task import Fitted, Task
+from tpukit.runs.run import Fitted
+from tpukit.training.task import Task
 
 # Settings that a test does not take over from the training.
 NOT_INHERITED = ("weights", "batch_size", "precision")

@@ -55,7 +55,7 @@ def measure(task: Task, options: MeasureOptions) -> None:
 
     env = tpukit.detect()
     folder = env.outputs / "comparison"
-    task = with_dataset(task, env, size=SYNTHETIC_IMAGES.get(task.name))
+    task = with_dataset(task, env, size=SYNTHETIC_IMAGES.get(task.name), demo=True)
     measured = measure_here(task, folder=folder, log=to_stderr, **dataclasses.asdict(options))
     following = f"tpukit compare {folder}/*.json"
     print(f"{table(measured)}\n\nNext, with the files of other machines next to it: {following}")

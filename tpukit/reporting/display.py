@@ -9,9 +9,10 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import Sentences, Table, printable
+from tpukit.host.tables import Notice, Sentences, Table, printable
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run, settings_dict
+from tpukit.tasks.datasets import is_synthetic
 
 if TYPE_CHECKING:
     from IPython.display import Image
@@ -92,8 +93,6 @@ def show_samples(task: "Task", *, count: int = 4) -> None:
     uniforms = None
     if data.num_uniforms:
         uniforms = np.random.default_rng(task.seed).random((len(indices), data.num_uniforms))
-    if notes := getattr(data, "notes", ""):
-        print(printable(notes))
     present_figure(figures.panels_figure(task.panels(data.batch(indices, uniforms)), "Training samples"))
 
 
@@ -101,6 +100,12 @@ def show_labels(task: "Task", *, count: int = 4) -> None:
     """Show what is worth knowing about the labels of the training set before training on them, with the
     samples concerned."""
     data, _ = task.datasets()
+    notices = list(getattr(data, "notices", ()))
+    if task.dataset_dir and is_synthetic(task.dataset_dir):
+        yours = "name the folder of yours as DATASET_DIR, or in a shell as --dataset-dir"
+        notices.insert(0, f"This is not your data, but a synthetic set that tpukit made: {yours}")
+    if notices:
+        present(Notice(notices))
     sentences, indices = task.check_labels(data)
     present(Sentences([*sentences, _steps_sentence(task, len(data))]))
     if indices:

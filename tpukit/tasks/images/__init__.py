@@ -19,12 +19,12 @@ from tpukit.host import archives, arrays, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.run import Fitted, setting
 from tpukit.tasks import pictures
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, median_side, read_image
 from tpukit.tasks.images.synthetic import shapes_set
-from tpukit.training.task import Fitted, Task
+from tpukit.training.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images with the largest loss that are kept
 FEW = 10  # images of a class, below which `check_labels` warns
-# What a training has by default, where the dataset allows it.
+# What a training has by default; a set with fewer than SMALL images gets more epochs and smaller batches.
 EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
-SMALLEST = 64  # pixels, to which smaller images are enlarged by default
+SMALL = BATCH_SIZE * STEPS // EPOCHS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class ImageClassifier(Task):
 
     name: ClassVar[str] = "images"
     dataset: ClassVar[str] = "my-images"
+    needs_own_data: ClassVar[bool] = True
     dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
     synthetic_size: ClassVar[int] = 480
     synthetic_size_accelerator: ClassVar[int] = 2400
@@ -59,12 +60,13 @@ class ImageClassifier(Task):
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
     saved_title: ClassVar[str] = "Test images with the largest loss"
+    export_output: ClassVar[str] = "one score for each class, before softmax, in the order of `classes`"
 
     epochs: int | None = setting(None, free=True)  # pyright: ignore[reportIncompatibleVariableOverride]
     """Passes over the training set. None: 10, and more for small sets, so that there are 200 steps."""
     batch_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Global batch size: images in one optimizer step, over all cores. None: about an eighth of the training
-    images, at most 64."""
+    """Global batch size: images in one optimizer step, over all cores. None: about a sixteenth of the
+    training images, from 8 to 64."""
     lr: float = 3e-4
     """Learning rate of AdamW."""
     weight_decay: float = 0.05
@@ -76,7 +78,8 @@ class ImageClassifier(Task):
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
-    kept. None: that of the pretrained network, or less where the images themselves are smaller."""
+    kept. None: that of the pretrained network, or less where the images are smaller; at most 128 for a small
+    set from random weights."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
     names."""
@@ -117,8 +120,8 @@ class ImageClassifier(Task):
             if "image_size" in wanted and not self.weights:  # which are of a size of their own
                 chosen["image_size"] = self._fitting_size(samples)
         if "batch_size" in wanted:
-            eighth = 2 ** round(math.log2(count / 8))
-            chosen["batch_size"] = min(BATCH_SIZE, max(8, eighth), max(2, count // 2))
+            sixteenth = 2 ** round(math.log2(count / 16))
+            chosen["batch_size"] = min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2))
         if "epochs" in wanted:
             steps = max(count // (chosen.get("batch_size") or self.batch_size), 1)
             chosen["epochs"] = max(EPOCHS, math.ceil(STEPS / steps))
@@ -131,15 +134,21 @@ class ImageClassifier(Task):
         network, side = self._network(), median_side(samples)
         if network.fixed_size or side is None:
             return network.size
-        return min(network.size, max(SMALLEST, 32 * math.ceil(side / 32)))
+        is_pretrained = self._find_pretrained()[0] is not None
+        least = 128 if is_pretrained else 64  # smaller ones are enlarged: the network halves them five times
+        most = 128 if len(samples) < SMALL and not is_pretrained else network.size
+        return min(network.size, most, max(least, 32 * math.ceil(side / 32)))
 
     # Data
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
         found = self._find_samples()
-        notes = f"{self._find_pretrained()[1]}\n{_listed(found[0])}"
-        draw = functools.partial(augment.draw, self)
-        return self._open(*found, "train", draw=draw, notes=notes), self._open(*found, "val", "test")
+        pretrained, weights_note = self._find_pretrained()
+        draw, notes = functools.partial(augment.draw, self), f"{weights_note}\n{_listed(found[0])}"
+        data = self._open(*found, "train", draw=draw, notes=notes)
+        if not (pretrained or self.weights):
+            data.notices.append(f"{weights_note}: without those, a few hundred photos teach a network little")
+        return data, self._open(*found, "val", "test")
 
     def test_set(self) -> ImageSet:
         """test/ if there is one; of a set with a val/ alone, that."""
@@ -188,6 +197,14 @@ class ImageClassifier(Task):
 
     def metadata(self, data):
         return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
+
+    @property
+    def export_preprocessing(self) -> str:
+        size = self._size()
+        return (
+            "turn it upright by its EXIF orientation; drop transparency, to RGB; scale the short side to"
+            f" {size} pixels (bicubic), keep the middle {size}x{size}; uint8, (3, rows, columns)"
+        )
 
     def example(self, count):
         rng, size = np.random.default_rng(0), self._size()

@@ -197,6 +197,7 @@ class ImageSet:
         notes: str = "",
     ):
         self.classes, self.draw = classes, draw
+        self.notices: list[str] = []
         self.num_uniforms = NUM_UNIFORMS if draw else 0
         paths = filter(Path.is_file, dict.fromkeys(sample.path for sample in samples))
         stats = [(str(path.resolve()), path.stat()) for path in paths]
