@@ -1,6 +1,7 @@
 """A trained model as one file: the same numbers as tpukit's own, at any batch, with what it takes to use
 it."""
 
+import dataclasses
 import json
 import sys
 
@@ -12,6 +13,7 @@ from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, ImageClassifier, Run, cli, export, predict
+from tpukit.host import files
 from tpukit.runs import weights
 from tpukit.tools import export as export_module
 
@@ -181,3 +183,20 @@ def test_the_scores_of_the_trained_network_come_back_by_what_the_metadata_of_ima
     (found,) = predict(run, tmp_path / "a.png", task=task, progress=False)
     scores = output_of(exported.path, inputs)[0]
     assert json.loads(about["classes"])[scores.argmax()] == found["class"]
+
+
+def test_a_run_of_a_task_of_ones_own_is_used_with_that_task_and_says_so_without(trained):
+    class Own(MNIST):
+        name = "own"
+
+    task, run = trained
+    config = {name: value for name, value in run.config.items() if name != "crc32"}
+    (run.path / "config.json").write_text(json.dumps(files.with_crc32(config | dict(task="own"))))
+    picture = np.zeros((28, 28), np.uint8)
+    with refuses("own is a task of your own", "task=TASK"):
+        export(run)
+    with refuses("own is a task of your own", "task=TASK"):
+        predict(run, [picture], progress=False)
+    own = Own(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
+    assert "digit" in predict(run, [picture], task=own, progress=False)[0]
+    assert export(run, to="torch-export", task=own).is_equal()
