@@ -130,7 +130,7 @@ MISSPELT = [
     ("test image", "did you mean images?"),
     ("train mnist --epoch 2", "did you mean --epochs?"),
     ("train images --image_sizes=64", "did you mean --image-size?"),
-    ("plan mnist --batch-sized 8", "did you mean --batch-sizes?"),
+    ("plan mnist --chips v5e-1", "did you mean --chip?"),
     ("predict run photos --batch 3", "did you mean --batch-size?"),
     ("compare a.json --price b", "did you mean --prices?"),
     ("doctor --jsn", "did you mean --json?"),

@@ -93,6 +93,8 @@ def show_samples(task: "Task", *, count: int = 4) -> None:
     uniforms = None
     if data.num_uniforms:
         uniforms = np.random.default_rng(task.seed).random((len(indices), data.num_uniforms))
+    if notes := getattr(data, "notes", ""):
+        print(printable(notes))
     present_figure(figures.panels_figure(task.panels(data.batch(indices, uniforms)), "Training samples"))
 
 

@@ -144,10 +144,11 @@ class ImageClassifier(Task):
     def datasets(self) -> tuple[ImageSet, ImageSet]:
         found = self._find_samples()
         pretrained, weights_note = self._find_pretrained()
-        draw, notes = functools.partial(augment.draw, self), f"{weights_note}\n{_listed(found[0])}"
-        data = self._open(*found, "train", draw=draw, notes=notes)
-        if not (pretrained or self.weights):
-            data.notices.append(f"{weights_note}: without those, a few hundred photos teach a network little")
+        is_random = pretrained is None and not self.weights
+        notes = _listed(found[0]) if is_random else f"{weights_note}\n{_listed(found[0])}"
+        data = self._open(*found, "train", draw=functools.partial(augment.draw, self), notes=notes)
+        if is_random:
+            data.notices.append(f"{weights_note}. From these, a few hundred photos teach a network little")
         return data, self._open(*found, "val", "test")
 
     def test_set(self) -> ImageSet:
