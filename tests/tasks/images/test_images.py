@@ -352,7 +352,7 @@ def test_a_box_says_that_a_set_is_not_the_users_and_that_weights_are_random(
     monkeypatch.setattr(display, "present", shown.append)
     folder = shapes if is_drawn else pictures_of(tmp_path / "set", 10, 40)
     task = ImageClassifier(dataset_dir=folder, **TINY)
-    display.show_labels(task, count=0)
+    display.show_labels(task, count=1)
     (notice,) = [thing for thing in shown if isinstance(thing, Notice)]
     assert ("not your data" in notice[0]) == is_drawn and "random weights" in notice[-1]
     assert notice._repr_html_().startswith("<div style='border:")
