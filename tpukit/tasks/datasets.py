@@ -150,7 +150,7 @@ def _synthetic(env, name, size, task, why):
         size = large or task.synthetic_size
         note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
-    print(printable(f"dataset {name}: {folder} ({note}, not real data; {why})"))
+    print(printable(f"dataset {name}: {folder} ({note}; not real data, {why})"))
     return folder
 
 

@@ -109,24 +109,25 @@ class ImageClassifier(Task):
         """Choose the settings that were left None: for the dataset, or before it is known for a large one."""
         place = Path(self.dataset_dir) if self.dataset_dir else None
         is_there = place is not None and place.exists() and not archives.stem(place)
-        wanted, chosen, count = [], {}, BATCH_SIZE * STEPS
+        wanted = []
         for name in ("batch_size", "epochs", "image_size"):
             value = getattr(self, name)
             is_of_another = is_there and isinstance(value, Fitted) and value.dataset_dir != place
             wanted += [name] if value is None or is_of_another else []
-        if is_there and wanted:
+        if not wanted:
+            return
+        chosen, count = dict(batch_size=self.batch_size), BATCH_SIZE * STEPS
+        if is_there:
             samples = find_samples(place, self.images_dir, self.test_share)[1]["train"]
             count = len(samples)
-            if "image_size" in wanted and not self.weights:  # which are of a size of their own
+            if not self.weights:  # which are of a size of their own
                 chosen["image_size"] = self._fitting_size(samples)
         if "batch_size" in wanted:
             sixteenth = 2 ** round(math.log2(count / 16))
             chosen["batch_size"] = min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2))
-        if "epochs" in wanted:
-            steps = max(count // (chosen.get("batch_size") or self.batch_size), 1)
-            chosen["epochs"] = max(EPOCHS, math.ceil(STEPS / steps))
-        for name, value in chosen.items():
-            fitted = Fitted(value)
+        chosen["epochs"] = max(EPOCHS, math.ceil(STEPS / max(count // chosen["batch_size"], 1)))
+        for name in chosen.keys() & set(wanted):
+            fitted = Fitted(chosen[name])
             fitted.dataset_dir = place if is_there else None
             object.__setattr__(self, name, fitted)  # the class is frozen
 
