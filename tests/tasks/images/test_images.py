@@ -285,7 +285,7 @@ def pictures_of(folder, count, side, classes=2):
 @pytest.mark.parametrize(
     "count, side, batch_size, epochs, image_size",
     # 0.8 of each class train. test_resnet was made for 160 pixels.
-    [(30, 28, 8, 34, 64), (5, 70, 4, 100, 96), (250, 600, 32, 17, 128), (900, 600, 64, 10, 160)],
+    [(30, 28, 8, 34, 64), (5, 70, 4, 100, 64), (250, 600, 32, 17, 64), (900, 100, 64, 10, 128)],
 )
 def test_batch_epochs_and_size_fit_the_images_that_are_there(
     count, side, batch_size, epochs, image_size, tmp_path

@@ -78,7 +78,7 @@ class ImageClassifier(Task):
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
-    kept. None: that of the pretrained network, or less where the images are smaller; at most 128 for a small
+    kept. None: that of the pretrained network, or less where the images are smaller; at most 64 for a small
     set from random weights."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
@@ -137,7 +137,7 @@ class ImageClassifier(Task):
             return network.size
         is_pretrained = self._find_pretrained()[0] is not None
         least = 128 if is_pretrained else 64  # smaller ones are enlarged: the network halves them five times
-        most = 128 if len(samples) < SMALL and not is_pretrained else network.size
+        most = 64 if len(samples) < SMALL and not is_pretrained else network.size
         return min(network.size, most, max(least, 32 * math.ceil(side / 32)))
 
     # Data
