@@ -154,10 +154,9 @@ def _with_task(command: Callable, task_name: str) -> Callable:
 def _docs_of(kind: type) -> dict[str, str]:
     """The docstrings below the fields of a dataclass, and of those that it inherits, each in one line. tyro
     reads them of a class that has its own source only."""
-    docs = {} if kind.__base__ in (object, None) else _docs_of(kind.__base__)
-    (body,) = ast.parse(inspect.getsource(kind)).body
-    docs = dict(docs)
-    for field, text in itertools.pairwise(body.body):
+    docs = {} if kind.__base__ in (object, None) else dict(_docs_of(kind.__base__))
+    tree: Any = ast.parse(inspect.getsource(kind)).body[0]
+    for field, text in itertools.pairwise(tree.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             docs[field.target.id] = " ".join(text.value.value.split())
     return docs

@@ -102,7 +102,7 @@ def show_labels(task: "Task", *, count: int = 4) -> None:
     """Show what is worth knowing about the labels of the training set before training on them, with the
     samples concerned."""
     data, _ = task.datasets()
-    notices = list(getattr(data, "notices", ()))
+    notices: list[str] = [*getattr(data, "notices", ())]
     if task.dataset_dir and is_synthetic(task.dataset_dir):
         yours = "name the folder of yours as DATASET_DIR, or in a shell as --dataset-dir"
         notices.insert(0, f"This is not your data, but a synthetic set that tpukit made: {yours}")

@@ -11,7 +11,7 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -116,8 +116,9 @@ class ImageClassifier(Task):
             wanted += [name] if value is None or is_of_another else []
         if not wanted:
             return
-        chosen, count = dict(batch_size=self.batch_size), BATCH_SIZE * STEPS
-        if is_there:
+        chosen: dict[str, Any] = dict(batch_size=self.batch_size)
+        count = BATCH_SIZE * STEPS
+        if place and is_there:
             samples = find_samples(place, self.images_dir, self.test_share)[1]["train"]
             count = len(samples)
             if not self.weights:  # which are of a size of their own
