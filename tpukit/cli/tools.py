@@ -14,6 +14,8 @@ from tpukit.host.tables import printable
 from tpukit.tasks import TASKS
 from tpukit.training.task import Task
 
+Files = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE ...")]
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
@@ -61,9 +63,7 @@ def measure(task: Task, options: MeasureOptions) -> None:
     print(f"{table(measured)}\n\nNext, with the files of other machines next to it: {following}")
 
 
-def merge(
-    files: tyro.conf.Positional[tuple[Path, ...]] = (), epochs: int = 400, prices: Path | None = None
-) -> None:
+def merge(files: Files = (), epochs: int = 400, prices: Path | None = None) -> None:
     """In how many sessions, hours and dollars which hardware trains: from FILES that `tpukit compare TASK`
     wrote. The word merge may be left out.
 
@@ -101,7 +101,7 @@ def export(
 
 
 def migrate(
-    files: tyro.conf.Positional[tuple[Path, ...]],
+    files: Files,
     fix: bool = False,
     to: Literal["torch_xla", "torch_tpu"] = "torch_xla",
     output: Annotated[Literal["text", "json"], tyro.conf.arg(name="format")] = "text",
