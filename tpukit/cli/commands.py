@@ -157,6 +157,7 @@ def _docs_of(kind: type) -> dict[str, str]:
     docs = {} if kind.__base__ in (object, None) else dict(_docs_of(kind.__base__))
     tree: Any = ast.parse(inspect.getsource(kind)).body[0]
     for field, text in itertools.pairwise(tree.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            docs[field.target.id] = " ".join(text.value.value.split())
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = " ".join(doc.split())
     return docs
