@@ -417,6 +417,7 @@ def test_the_python_of_a_page_runs(path, place, monkeypatch):
             continue
         code = code.replace('require("tpu")', 'require("any")').replace('/ "mshnet"', '/ "readme"')
         code = code.replace("epochs=400", "epochs=1, base_size=32, crop_size=32, batch_size=4")
+        code = code.replace(', model_name="resnet18")', ', model_name="test_resnet", epochs=8)')
         code = code.replace("epochs=8", 'epochs=1, image_size=32, batch_size=4, pretrained="no"')
         exec(compile(code, path.name, "exec"), {"__name__": "__main__"})
 

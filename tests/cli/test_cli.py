@@ -102,6 +102,8 @@ EXPLAINED = [
     ("doctor --model resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),
     ("compare resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),
     ("show nothing-here", ["nothing-here"]),
+    ("train images", ["--dataset-dir FOLDER", "--dataset-dir demo"]),
+    ("test images", ["--dataset-dir FOLDER"]),
     ("test mnist --weights none.pth", ["none.pth"]),
     ("test mnist", ["best.safetensors"]),
 ]
@@ -119,6 +121,41 @@ WRONG = [
     ("migrate . --format xml", ["xml", "json"]),
     ("show", ["RUN"]),
 ]
+
+
+# Command line -> what was probably meant.
+MISSPELT = [
+    ("trian mnist", "did you mean train?"),
+    ("train mnits", "did you mean mnist?"),
+    ("test image", "did you mean images?"),
+    ("train mnist --epoch 2", "did you mean --epochs?"),
+    ("train images --image_sizes=64", "did you mean --image-size?"),
+    ("plan mnist --chips v5e-1", "did you mean --chip?"),
+    ("predict run photos --batch 3", "did you mean --batch-size?"),
+    ("compare a.json --price b", "did you mean --prices?"),
+    ("doctor --jsn", "did you mean --json?"),
+    ("train mnist --no-skip-bad", "tpukit train mnist --help"),
+]
+
+
+@pytest.mark.parametrize("line, meant", MISSPELT, ids=[line for line, _ in MISSPELT])
+def test_a_misspelt_word_gets_one_line_with_one_suggestion(line, meant, capsys):
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and meant in err
+
+
+def test_the_demo_is_a_synthetic_set_and_a_folder_of_that_name_is_that_folder(here, tmp_path):
+    from tpukit import TpukitError, find_dataset
+    from tpukit.tasks.datasets import is_synthetic
+
+    drawn = find_dataset(here, "my-images", "demo", size=12)
+    assert drawn.name == "my-images-synthetic-12" and is_synthetic(drawn)
+    with pytest.raises(TpukitError, match="--dataset-dir demo"):
+        find_dataset(here, "my-images", demo=False)
+    (tmp_path / "demo").mkdir()
+    assert find_dataset(here, "my-images", "demo").resolve() == tmp_path / "demo"
+    assert not is_synthetic(tmp_path / "demo")
 
 
 @pytest.mark.parametrize("line, words", EXPLAINED, ids=[line for line, _ in EXPLAINED])
@@ -172,6 +209,9 @@ def test_help_lists_commands_tasks_and_settings_with_their_explanations(helps):
     flags = "--dataset-dir --base-size --crop-size --warm-epoch --batch-size --epochs --lr --run"
     assert all(f" {flag} " in text for flag in flags.split())
     assert "Learning rate of Adagrad" in text and "(default: 0.05)" in text
+    for name in ("data", "training", "mshnet", "fine-tuning", "device"):
+        assert f" {name} options " in text
+    assert not any("{None}" in text for _, text, _ in helps.values())
 
 
 def test_the_choices_of_the_command_line_are_those_of_the_library():

@@ -1,6 +1,7 @@
 """A trained model as one file: the same numbers as tpukit's own, at any batch, with what it takes to use
 it."""
 
+import dataclasses
 import json
 import sys
 
@@ -11,7 +12,8 @@ import torch
 from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
-from tpukit import MNIST, Run, cli, export
+from tpukit import MNIST, ImageClassifier, Run, cli, export, predict
+from tpukit.host import files
 from tpukit.runs import weights
 from tpukit.tools import export as export_module
 
@@ -67,7 +69,14 @@ def test_mnist_becomes_a_file_that_gives_the_probabilities_of_any_batch(to, trai
     about = metadata_of(path)
     assert about["task"] == "mnist" and about["compared_on"] == "16 test samples"
     assert "uint8 (batch, 1, 28, 28)" in about["inputs"]
+    assert "in place of" not in capsys.readouterr().out
     assert cli.main(["export", str(run.path), "--to", to]) == 0  # again: it is beside the weights
+    assert "in place of the file that was there" in capsys.readouterr().out
+    if to == "onnx":
+        import onnxruntime
+
+        (image,) = onnxruntime.InferenceSession(str(path)).get_inputs()
+        assert image.shape == ["batch", 1, 28, 28]
 
 
 def test_the_file_is_run_where_no_other_user_can_write(trained, tmp_path, monkeypatch):
@@ -146,3 +155,48 @@ def test_a_missing_package_a_file_in_the_way_an_unknown_format_and_a_sampler_are
     with refuses("pip install onnx onnxscript onnxruntime"):
         export(run)
     assert not (run.path / "best.onnx").exists()
+
+
+def test_the_scores_of_the_trained_network_come_back_by_what_the_metadata_of_images_say(tmp_path):
+    """A program without tpukit: the preprocessing and the classes are in the file."""
+    pytest.importorskip("timm")
+    from PIL import Image, ImageOps
+
+    from tpukit.tasks.images.data import read_image
+
+    settings = dict(model_name="test_resnet", image_size=32, pretrained="no")
+    task, run = ImageClassifier(**settings), Run(tmp_path / "run")
+    run.path.mkdir()
+    run.save_best(task.model().state_dict(), task=task.name, classes=json.dumps(task.class_names))
+    picture = np.random.default_rng(0).integers(0, 256, (50, 90, 3), np.uint8)
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    exported = export(run, to="onnx", task=task)
+    about = metadata_of(exported.path)
+    assert len(json.loads(about["classes"])) == 1000 and "each class" in about["output"]
+    assert "EXIF" in about["preprocessing"] and "32x32" in about["preprocessing"]
+    with Image.open(tmp_path / "a.png") as image:  # as it says
+        image = ImageOps.exif_transpose(image).convert("RGB")
+        image = image.resize((58, 32), Image.Resampling.BICUBIC).crop((13, 0, 45, 32))
+    own, ours = np.asarray(image).astype(int), read_image(tmp_path / "a.png", 32).astype(int)
+    assert abs(own - ours).mean() < 6, "the same part of the picture"
+    inputs = dict(image=ours.astype(np.uint8).transpose(2, 0, 1)[None])
+    (found,) = predict(run, tmp_path / "a.png", task=task, progress=False)
+    scores = output_of(exported.path, inputs)[0]
+    assert json.loads(about["classes"])[scores.argmax()] == found["class"]
+
+
+def test_a_run_of_a_task_of_ones_own_is_used_with_that_task_and_says_so_without(trained):
+    class Own(MNIST):
+        name = "own"
+
+    task, run = trained
+    config = {name: value for name, value in run.config.items() if name != "crc32"}
+    (run.path / "config.json").write_text(json.dumps(files.with_crc32(config | dict(task="own"))))
+    picture = np.zeros((28, 28), np.uint8)
+    with refuses("own is a task of your own", "task=TASK"):
+        export(run)
+    with refuses("own is a task of your own", "task=TASK"):
+        predict(run, [picture], progress=False)
+    own = Own(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
+    assert "digit" in predict(run, [picture], task=own, progress=False)[0]
+    assert export(run, to="torch-export", task=own).is_equal()

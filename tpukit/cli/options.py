@@ -105,15 +105,22 @@ def resolve_aliases(argv: list[str]) -> list[str]:
     return words + argv[len(own) :]
 
 
-def with_dataset(task: Task, env: Environment, size: int | None = None) -> Task:
+def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo: bool = False) -> Task:
     """The task with the folder of its dataset: the given one, one that is found here, or a synthetic set of
-    `size` images.
+    `size` images, for a task that needs the user's own data only with `demo`.
 
     Of the processes that torchrun started, only rank 0 prints which one."""
     is_first = environment.rank() == 0
     with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
         fallback = getattr(task, "fallback", None)
-        found = tpukit.find_dataset(env, task.dataset, task.dataset_dir, fallback=fallback, size=size)
+        found = tpukit.find_dataset(
+            env,
+            task.dataset,
+            task.dataset_dir,
+            fallback=fallback,
+            size=size,
+            demo=demo or not task.needs_own_data,
+        )
     return dataclasses.replace(task, dataset_dir=found)
 
 

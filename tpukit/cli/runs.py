@@ -11,6 +11,7 @@ from tpukit.cli.options import LaunchOptions, RunFolder, with_dataset
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
+from tpukit.runs.run import Fitted
 from tpukit.training.task import Task
 
 # Settings that a test does not take over from the training.
@@ -69,7 +70,8 @@ def _as_trained(task: Task, config: dict, source: Path | str) -> Task:
     inherited = {}
     for field in dataclasses.fields(task):
         is_free = field.metadata.get("free") or field.name in NOT_INHERITED
-        if not is_free and getattr(task, field.name) == field.default:
+        value = getattr(task, field.name)
+        if not is_free and (value == field.default or isinstance(value, Fitted)):
             inherited[field.name] = getattr(trained, field.name)
     return dataclasses.replace(task, **inherited)
 

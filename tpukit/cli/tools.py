@@ -14,6 +14,8 @@ from tpukit.host.tables import printable
 from tpukit.tasks import TASKS
 from tpukit.training.task import Task
 
+Files = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE ...")]
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
@@ -55,15 +57,13 @@ def measure(task: Task, options: MeasureOptions) -> None:
 
     env = tpukit.detect()
     folder = env.outputs / "comparison"
-    task = with_dataset(task, env, size=SYNTHETIC_IMAGES.get(task.name))
+    task = with_dataset(task, env, size=SYNTHETIC_IMAGES.get(task.name), demo=True)
     measured = measure_here(task, folder=folder, log=to_stderr, **dataclasses.asdict(options))
     following = f"tpukit compare {folder}/*.json"
     print(f"{table(measured)}\n\nNext, with the files of other machines next to it: {following}")
 
 
-def merge(
-    files: tyro.conf.Positional[tuple[Path, ...]] = (), epochs: int = 400, prices: Path | None = None
-) -> None:
+def merge(files: Files = (), epochs: int = 400, prices: Path | None = None) -> None:
     """In how many sessions, hours and dollars which hardware trains: from FILES that `tpukit compare TASK`
     wrote. The word merge may be left out.
 
@@ -101,7 +101,7 @@ def export(
 
 
 def migrate(
-    files: tyro.conf.Positional[tuple[Path, ...]],
+    files: Files,
     fix: bool = False,
     to: Literal["torch_xla", "torch_tpu"] = "torch_xla",
     output: Annotated[Literal["text", "json"], tyro.conf.arg(name="format")] = "text",

@@ -93,6 +93,14 @@ class Sentences(list):
         return [" ".join(printable(sentence).splitlines()) for sentence in self]
 
 
+class Notice(Sentences):
+    """Sentences that nobody should miss: a notebook shows them in a box."""
+
+    def _repr_html_(self):
+        box = "border:2px solid #d97706;border-radius:6px;padding:2px 12px;margin:6px 0"
+        return f"<div style='{box}'>{super()._repr_html_()}</div>"
+
+
 def format_duration(seconds: float | None) -> str:
     """A duration in words: 90 s, 2.5 min, 30.0 h, 3.0 days. Empty for None; 0 s for a negative one."""
     if seconds is None:

@@ -9,9 +9,10 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import Sentences, Table, printable
+from tpukit.host.tables import Notice, Sentences, Table, printable
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run, settings_dict
+from tpukit.tasks.datasets import is_synthetic
 from tpukit.training.task import RIGHT, WRONG
 
 if TYPE_CHECKING:
@@ -102,11 +103,27 @@ def show_labels(task: "Task", *, count: int = 4) -> None:
     """Show what is worth knowing about the labels of the training set before training on them, with the
     samples concerned."""
     data, _ = task.datasets()
+    notices: list[str] = [*getattr(data, "notices", ())]
+    if task.dataset_dir and is_synthetic(task.dataset_dir):
+        yours = "name the folder of yours as DATASET_DIR, or in a shell as --dataset-dir"
+        notices.insert(0, f"This is not your data, but a synthetic set that tpukit made: {yours}")
+    if notices:
+        present(Notice(notices))
     sentences, indices = task.check_labels(data)
-    present(Sentences(sentences))
+    present(Sentences([*sentences, _steps_sentence(task, len(data))]))
     if indices:
         panels = task.panels(data.batch(indices[:count]))
         present_figure(figures.panels_figure(panels, "Samples to look at, not augmented"))
+
+
+def _steps_sentence(task, count):
+    steps, dropped = divmod(count, task.batch_size)
+    if not steps:
+        return (
+            f"batch_size={task.batch_size} is more than the {count} training samples: choose at most {count}"
+        )
+    sentence = f"{task.epochs} epochs of {steps} steps, each of batch_size={task.batch_size} samples"
+    return sentence + (f"; each epoch leaves out {dropped} samples, others each time" if dropped else "")
 
 
 def show_predictions(run: Run, task: "Task", *, count: int = 4) -> None:

@@ -51,6 +51,13 @@ def setting(default: Any, *, free: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"free": free})
 
 
+class Fitted(int):
+    """The value of a setting that was left None: a task chose it for the dataset in `dataset_dir`, and
+    chooses anew for another. A run stores the number."""
+
+    dataset_dir: Path | None = None
+
+
 def settings_dict(task: "Task") -> dict[str, Any]:
     """The settings of a task as a dict that JSON keeps unchanged."""
     return _plain({field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
@@ -222,6 +229,8 @@ class Run:
             lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
             lines += [f"  {name}: the run has {old[name]!r}, this version no such setting" for name in gone]
             advice = "Set them back to resume it, or choose another run folder."
+            if any(isinstance(getattr(task, name), Fitted) for name in changed):
+                advice = f"Some were chosen for the dataset, which has changed since. {advice}"
             raise TpukitError("\n".join([f"{self.label} holds a run with other settings:", *lines, advice]))
 
     def _results(self) -> list[str]:

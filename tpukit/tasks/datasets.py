@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpukit.training.task import Task
 
 SYNTHETIC_NOTE = "Synthetic, made by tpukit; not real data.\n"
+DEMO = "demo"  # in place of a folder: the synthetic set
 
 
 def find_dataset(
@@ -29,6 +30,7 @@ def find_dataset(
     *,
     fallback: Path | str | None = None,
     size: int | None = None,
+    demo: bool = True,
 ) -> Path:
     """Find a dataset's folder and print which one was taken and why; download it or make a synthetic set if
     there is none.
@@ -36,10 +38,13 @@ def find_dataset(
     A given `path` is taken, or else `fallback`, if it is a folder. Without a path, in this order: Drive
     (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`; on Colab a Drive that is not mounted
     yet, for which the user is asked once; a download, if the task has one and its server answers; a synthetic
-    set of `size` samples, by default more of them with a TPU or a GPU. Archives (.zip, .tar.gz) at these
-    places are unpacked below `env.outputs`. Raises TpukitError if neither a given `path` nor `fallback`
-    exists; and for a name that no task has, if no place holds it."""
+    set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo` False. The
+    path "demo" is that set, too. Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`.
+    Raises TpukitError if neither a given `path` nor `fallback` exists; and for a name that no task has, if no
+    place holds it."""
     task = _task_of(name)
+    if str(path) == DEMO and not Path(DEMO).exists():
+        return _synthetic(env, name, size, _require_task(name), "as the path `demo` says")
     instead = Path(fallback) if fallback and Path(fallback).is_dir() else None
     places = _given(env, Path(path).expanduser(), instead) if path else _places(env, name, instead)
     for place, why in places:
@@ -59,7 +64,13 @@ def find_dataset(
     try:
         folder = _made(env.outputs / "datasets" / f"{name}-downloaded", task.download)
     except TpukitError as error:
-        return _synthetic(env, name, size, task, error)
+        why = f"because {_searched(env)}; no download: {error}"
+        if not demo:
+            raise TpukitError(
+                f"no dataset {name}, {why}: name its folder (--dataset-dir FOLDER), or try it with a set that"
+                f" tpukit makes (--dataset-dir {DEMO})"
+            ) from error
+        return _synthetic(env, name, size, task, why)
     print(printable(f"dataset {name}: {folder} (downloaded, checksums verified)"))
     return folder
 
@@ -126,18 +137,27 @@ def _unpacked(folder, archive, parts):
     return folder
 
 
-def _synthetic(env, name, size, task, not_downloaded):
-    """A synthetic set in the outputs, with the reason why there is no other."""
+def _searched(env):
+    unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
+    return f"no real ones were found on Drive, in Kaggle inputs or in ./datasets{unseen}"
+
+
+def _synthetic(env, name, size, task, why):
+    """A synthetic set in the outputs, with the reason why it is taken."""
     note = f"{size} synthetic samples"
     if not size:
         large = task.synthetic_size_accelerator if env.accelerator in ("tpu", "cuda") else 0
         size = large or task.synthetic_size
         note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
-    unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
-    searched = f"no real ones were found on Drive, in Kaggle inputs or in ./datasets{unseen}"
-    print(printable(f"dataset {name}: {folder} ({note}; {searched}; no download: {not_downloaded})"))
+    print(printable(f"dataset {name}: {folder} ({note}; not real data, {why})"))
     return folder
+
+
+def is_synthetic(folder: Path | str) -> bool:
+    """Whether `make_synthetic` made this dataset."""
+    note = Path(folder) / "README.txt"
+    return note.is_file() and note.read_bytes() == SYNTHETIC_NOTE.encode()
 
 
 def _made(folder, make):

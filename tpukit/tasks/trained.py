@@ -13,7 +13,12 @@ from tpukit.training.task import Task, from_settings
 
 def task_of(config: dict) -> Task:
     """The task of a run's config, dict(task, settings), with fresh weights: those that it started from may be
-    gone."""
+    gone. Raises TpukitError for a task of the user's own."""
+    if config["task"] not in tasks.TASKS:
+        raise TpukitError(
+            f"{config['task']} is a task of your own, which its name does not find: from Python, give it as"
+            " task=TASK"
+        )
     try:
         return from_settings(tasks.find(config["task"]), config["settings"] | dict(weights=None))
     except TypeError as error:  # of a damaged file: a text in place of a number

@@ -37,6 +37,8 @@ class Exported:
     difference: float
     """see `LARGEST_DIFFERENCE`"""
     metadata: dict[str, str]
+    replaced: bool = False
+    """whether another file was there"""
 
     def is_equal(self) -> bool:
         return self.difference <= LARGEST_DIFFERENCE  # NaN is not
@@ -45,8 +47,9 @@ class Exported:
         shapes = json.loads(self.metadata["inputs"])
         inputs = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
         verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
+        replaced = ", in place of the file that was there" if self.replaced else ""
         return (
-            f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB\ninput {inputs}\noutput:"
+            f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB{replaced}\ninput {inputs}\noutput:"
             f" {self.metadata['output']}\nlargest difference to the trained model on"
             f" {self.metadata['compared_on']}: {self.difference:.2g}{verdict}"
         )
@@ -88,6 +91,8 @@ def export(
         expected = task.exported(model, tensors).numpy()
     metadata = {name: text for name, text in weights.metadata(best).items() if not name.startswith("tpukit.")}
     metadata |= dict(task=task.name, output=task.export_output, compared_on=source)
+    if task.export_preprocessing:
+        metadata["preprocessing"] = task.export_preprocessing
     multiple = getattr(task, "export_multiple", 0)
     described = {name: _describe(values, multiple) for name, values in inputs.items()}
     metadata["inputs"] = json.dumps(described)
@@ -98,11 +103,12 @@ def export(
         write_and_run = _write_and_run_onnx if to == "onnx" else _write_and_run_torch_export
         found = write_and_run(program, written, metadata, inputs)
         with files.explain_unwritable(path.parent):
+            replaced = path.exists()
             files.copy_atomic(written, path)
     difference = float("nan")
     if found.shape == expected.shape:
         difference = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1.0)
-    return Exported(path, difference, metadata)
+    return Exported(path, difference, metadata, replaced)
 
 
 def _samples(task):
@@ -158,7 +164,12 @@ def _write_and_run_onnx(program, path, metadata, inputs):
     with contextlib.redirect_stdout(io.StringIO()):  # its progress
         program = program.run_decompositions(decompositions)
         exported = torch.onnx.export(
-            program, dynamo=True, input_names=list(inputs), output_names=["output"], optimize=False
+            program,
+            dynamo=True,
+            input_names=list(inputs),
+            output_names=["output"],
+            optimize=False,
+            dynamic_shapes=(dict.fromkeys(inputs, {0: "batch"}),),  # the axis's name
         )
     assert exported is not None  # as always with dynamo
     exported.model.metadata_props.update({name: str(value) for name, value in metadata.items()})

@@ -167,7 +167,9 @@ def _timed_scores(task: Task, predicted: list) -> tuple[dict, float]:
 
 
 def log_notes(run: Run, *sources: object) -> None:
-    """Print the `notes` of datasets and runtimes."""
-    for notes in dict.fromkeys(getattr(source, "notes", "") for source in sources):
-        if notes:
-            run.print(notes)
+    """Print the `notes` and `notices` of datasets and runtimes."""
+    found = [
+        note for source in sources for note in (getattr(source, "notes", ""), *getattr(source, "notices", ()))
+    ]
+    for note in filter(None, dict.fromkeys(found)):
+        run.print(note)

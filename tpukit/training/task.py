@@ -44,8 +44,9 @@ class Task:
 
     def datasets(self) -> tuple:
         """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`,
-        and may have `notes`, a str for the log. `num_uniforms` of the training set: random numbers for each
-        sample's augmentation (0 if none).
+        and may have `notes`, a str for the log, and `notices`, sentences that `show_labels` puts into a box.
+        `num_uniforms` of the training set: random numbers for each sample's augmentation (0 if none);
+        `numbers` holds them, (B, num_uniforms) float64, uniform in [0, 1), and is None in an evaluation.
 
         A dataset that can be kept on the device implements four methods more:
         `device_arrays()` -> dict of arrays (N, ...), uploaded once; `device_nbytes()`, their size in bytes;
@@ -98,6 +99,9 @@ class Task:
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`, the ones that are read
     back from the device; None for all."""
+    needs_own_data: ClassVar[bool] = False
+    """Whether the command line stops where the data are missing, and takes a synthetic set only where it was
+    asked to."""
     dataset_parts: ClassVar[tuple[str, ...]] = ()
     """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int] = 0
@@ -106,6 +110,8 @@ class Task:
     """The same on a TPU or a GPU; 0: as many as without."""
     export_output: ClassVar[str] = "the prediction"
     """What `exported` computes, for those who use the file."""
+    export_preprocessing = ""
+    """How an image becomes an input of it, where the graph does not do that."""
 
     # Its settings
 
@@ -292,7 +298,8 @@ class Task:
     # For a user's own files
 
     def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
-        """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names).
+        """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays that a
+        user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
 
         best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
         such a batch. Raises TpukitError naming a file that cannot be read.

@@ -289,3 +289,92 @@ def test_classes_with_few_images_and_an_image_with_two_labels_are_named(dogs, co
     assert str(min(12, dogs)) in sentences[0] and len(sentences) == 1 + bool(named)
     assert named is None or named in sentences[1]
     assert sorted(data.labels[indices[:2]]) == [0, 1]
+
+
+# Settings that nobody gave
+
+
+def pictures_of(folder, count, side, classes=2):
+    for number in range(count * classes):
+        name = folder / f"{'ab'[number % classes]}/{number:04d}.png"
+        name.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (side, side + number % 7), number % 256).save(name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "count, side, batch_size, epochs, image_size",
+    # 0.8 of each class train. test_resnet was made for 160 pixels.
+    [(30, 28, 8, 34, 64), (5, 70, 4, 100, 64), (250, 600, 32, 17, 64), (900, 100, 64, 10, 128)],
+)
+def test_batch_epochs_and_size_fit_the_images_that_are_there(
+    count, side, batch_size, epochs, image_size, tmp_path
+):
+    folder = pictures_of(tmp_path / "set", count, side)
+    task = ImageClassifier(dataset_dir=folder, model_name="test_resnet", pretrained="no")
+    assert (task.batch_size, task.epochs, task.image_size) == (batch_size, epochs, image_size)
+    assert 1.6 * count // batch_size * epochs >= 200
+    data, _ = ImageClassifier(dataset_dir=folder, model_name="test_resnet", pretrained="no").datasets()
+    assert data.batch([0])["image"].shape == (1, 3, image_size, image_size)
+
+
+def test_a_setting_that_was_given_stays_and_the_others_fit_it(tmp_path):
+    folder, settings = pictures_of(tmp_path / "set", 40, 40), dict(model_name="test_resnet", pretrained="no")
+    given = ImageClassifier(dataset_dir=folder, batch_size=16, **settings)
+    assert (given.batch_size, given.epochs) == (16, 50)  # of 4 steps
+    given = ImageClassifier(dataset_dir=folder, batch_size=64, epochs=2, image_size=224, **settings)
+    assert (given.batch_size, given.epochs, given.image_size) == (64, 2, 224)
+    # As the command line does: the dataset is found after the settings were read.
+    found = dataclasses.replace(ImageClassifier(**settings), dataset_dir=folder)
+    assert (found.batch_size, found.epochs, found.image_size) == (8, 25, 64)
+    away = dataclasses.replace(found, dataset_dir=None)  # to predict, say
+    assert (away.batch_size, away.epochs, away.image_size) == (8, 25, 64)
+    large = ImageClassifier(**settings)
+    assert (large.batch_size, large.epochs, large.image_size) == (64, 10, None)
+
+
+def test_a_broken_image_and_a_pretrained_network_do_not_change_what_fits(tmp_path):
+    folder = pictures_of(tmp_path / "set", 10, 40)
+    first = sorted((folder / "a").iterdir())[0]
+    first.write_bytes(first.read_bytes()[:10])
+    assert ImageClassifier(dataset_dir=folder, model_name="test_resnet", pretrained="no").image_size == 64
+    vit = ImageClassifier(dataset_dir=folder, model_name="test_vit", pretrained="no")
+    assert vit.image_size == vit._network().size, "a network of a fixed size keeps it"
+    weights_file = tmp_path / "pretrained.safetensors"
+    weights_file.write_bytes(weights.serialize(dict(a=torch.zeros(1)), {}))
+    tuned = ImageClassifier(dataset_dir=folder, model_name="test_resnet", pretrained=str(weights_file))
+    assert tuned.image_size == 128
+
+
+def test_fitted_settings_are_stored_taken_up_again_and_a_changed_set_is_named(tmp_path, cpu):
+    folder, settings = pictures_of(tmp_path / "set", 10, 40), dict(model_name="test_resnet", pretrained="no")
+    task = ImageClassifier(dataset_dir=folder, **settings)
+    run = Run.open(tmp_path / "run", task)
+    train(dataclasses.replace(task, epochs=1), run, runtime=cpu, progress=False)
+    stored = run.config["settings"]
+    assert [stored[name] for name in ("batch_size", "epochs", "image_size")] == [8, 100, 64]
+    again = ImageClassifier(dataset_dir=folder, **settings)
+    train(dataclasses.replace(again, epochs=2), Run.open(run.path, again), runtime=cpu, progress=False)
+    assert len(run.records("start")) == 2 and run.records("start")[1]["step"] == 2
+    pictures_of(folder, 200, 40)
+    with refuses("batch_size", "the dataset, which has changed"):
+        Run.open(run.path, ImageClassifier(dataset_dir=folder, **settings))
+
+
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_a_box_says_that_a_set_is_not_the_users_and_that_weights_are_random(
+    is_drawn, shapes, tmp_path, monkeypatch
+):
+    from tpukit.host.tables import Notice
+    from tpukit.reporting import display
+
+    shown = []
+    monkeypatch.setattr(display, "present", shown.append)
+    folder = shapes if is_drawn else pictures_of(tmp_path / "set", 10, 40)
+    task = ImageClassifier(dataset_dir=folder, **TINY)
+    display.show_labels(task, count=1)
+    (notice,) = [thing for thing in shown if isinstance(thing, Notice)]
+    assert ("not your data" in notice[0]) == is_drawn and "random weights" in notice[-1]
+    assert notice._repr_html_().startswith("<div style='border:")
+    steps = shown[-1][-1] if not is_drawn else ""
+    assert is_drawn or ("2 steps" in steps and "100 epochs" in steps), shown

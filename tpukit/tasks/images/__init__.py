@@ -9,19 +9,20 @@ import functools
 import hashlib
 import io
 import json
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from tpukit.host import arrays, files
+from tpukit.host import archives, arrays, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.run import Fitted, setting
 from tpukit.tasks import pictures
 from tpukit.tasks.images import augment, models
-from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, read_image
+from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, median_side, read_image
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.training.task import Task, marked
 
@@ -33,6 +34,9 @@ CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the score
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
 TOP5_CLASSES = 10  # up to so many, five of them are no score
 FEW = 10  # images of a class, below which `check_labels` warns
+# What a training has by default; a set with fewer than SMALL images gets more epochs and smaller batches.
+EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
+SMALL = BATCH_SIZE * STEPS // EPOCHS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,7 @@ class ImageClassifier(Task):
 
     name: ClassVar[str] = "images"
     dataset: ClassVar[str] = "my-images"
+    needs_own_data: ClassVar[bool] = True
     dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
     synthetic_size: ClassVar[int] = 480
     synthetic_size_accelerator: ClassVar[int] = 2400
@@ -56,9 +61,13 @@ class ImageClassifier(Task):
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
     saved_title: ClassVar[str] = "Test images, the worst mistakes first"
+    export_output: ClassVar[str] = "one score for each class, before softmax, in the order of `classes`"
 
-    batch_size: int = 64
-    """Global batch size: images in one optimizer step, over all cores."""
+    epochs: int | None = setting(None, free=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Passes over the training set. None: 10, and more for small sets, so that there are 200 steps."""
+    batch_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Global batch size: images in one optimizer step, over all cores. None: about a sixteenth of the
+    training images, from 8 to 64."""
     lr: float = 3e-4
     """Learning rate of AdamW."""
     weight_decay: float = 0.05
@@ -70,7 +79,8 @@ class ImageClassifier(Task):
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
-    kept. None: that of the pretrained network."""
+    kept. None: that of the pretrained network, or less where the images are smaller; at most 64 for a small
+    set from random weights."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
     names."""
@@ -94,14 +104,55 @@ class ImageClassifier(Task):
         self.require_shares("flip", "crop", "colour", "label_smoothing", "test_share")
         if zero := [name for name in ("crop", "test_share") if getattr(self, name) == 0]:
             raise TpukitError(f"{zero[0]}=0: it must be more than 0")
+        self._fit()
+
+    def _fit(self):
+        """Choose the settings that were left None: for the dataset, or before it is known for a large one."""
+        place = Path(self.dataset_dir) if self.dataset_dir else None
+        is_there = place is not None and place.exists() and not archives.stem(place)
+        wanted = []
+        for name in ("batch_size", "epochs", "image_size"):
+            value = getattr(self, name)
+            is_of_another = is_there and isinstance(value, Fitted) and value.dataset_dir != place
+            wanted += [name] if value is None or is_of_another else []
+        if not wanted:
+            return
+        chosen: dict[str, Any] = dict(batch_size=self.batch_size)
+        count = BATCH_SIZE * STEPS
+        if place and is_there:
+            samples = find_samples(place, self.images_dir, self.test_share)[1]["train"]
+            count = len(samples)
+            if not self.weights:  # which are of a size of their own
+                chosen["image_size"] = self._fitting_size(samples)
+        if "batch_size" in wanted:
+            sixteenth = 2 ** round(math.log2(count / 16))
+            chosen["batch_size"] = min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2))
+        chosen["epochs"] = max(EPOCHS, math.ceil(STEPS / max(count // chosen["batch_size"], 1)))
+        for name in chosen.keys() & set(wanted):
+            fitted = Fitted(chosen[name])
+            fitted.dataset_dir = place if is_there else None
+            object.__setattr__(self, name, fitted)  # the class is frozen
+
+    def _fitting_size(self, samples):
+        network, side = self._network(), median_side(samples)
+        if network.fixed_size or side is None:
+            return network.size
+        is_pretrained = self._find_pretrained()[0] is not None
+        least = 128 if is_pretrained else 64  # smaller ones are enlarged: the network halves them five times
+        most = 64 if len(samples) < SMALL and not is_pretrained else network.size
+        return min(network.size, most, max(least, 32 * math.ceil(side / 32)))
 
     # Data
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
         found = self._find_samples()
-        notes = f"{self._find_pretrained()[1]}\n{_listed(found[0])}"
-        draw = functools.partial(augment.draw, self)
-        return self._open(*found, "train", draw=draw, notes=notes), self._open(*found, "val", "test")
+        pretrained, weights_note = self._find_pretrained()
+        is_random = pretrained is None and not self.weights
+        notes = _listed(found[0]) if is_random else f"{weights_note}\n{_listed(found[0])}"
+        data = self._open(*found, "train", draw=functools.partial(augment.draw, self), notes=notes)
+        if is_random:
+            data.notices.append(f"{weights_note}. From these, a few hundred photos teach a network little")
+        return data, self._open(*found, "val", "test")
 
     def test_set(self) -> ImageSet:
         """test/ if there is one; of a set with a val/ alone, that."""
@@ -150,6 +201,14 @@ class ImageClassifier(Task):
 
     def metadata(self, data):
         return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
+
+    @property
+    def export_preprocessing(self) -> str:
+        size = self._size()
+        return (
+            "turn it upright by its EXIF orientation; drop transparency, to RGB; scale the short side to"
+            f" {size} pixels (bicubic), keep the middle {size}x{size}; uint8, (3, rows, columns)"
+        )
 
     def example(self, count):
         rng, size = np.random.default_rng(0), self._size()

@@ -4,6 +4,7 @@ Shapes: N samples, B batch, S side of the images."""
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import math
@@ -113,6 +114,18 @@ def _images_below(folder):
 # The pixels
 
 
+def median_side(samples: list[Sample]) -> int | None:
+    """The median short side, in pixels, of up to 32 of these images, by their headers; None where none can be
+    read."""
+    sides = []
+    for index in np.linspace(0, len(samples) - 1, min(32, len(samples))).astype(int):
+        # Pillow raises many types for a damaged file, which `_decode` names.
+        with contextlib.suppress(Exception), pictures.opened(tables.open_sample(samples[index])) as image:
+            sides.append(min(image.size))
+    tables.image_column.cache_clear()
+    return int(np.median(sides)) if sides else None
+
+
 def read_image(file: Path | BinaryIO, size: int) -> np.ndarray:
     """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept.
 
@@ -184,6 +197,7 @@ class ImageSet:
         notes: str = "",
     ):
         self.classes, self.draw = classes, draw
+        self.notices: list[str] = []
         self.num_uniforms = NUM_UNIFORMS if draw else 0
         paths = filter(Path.is_file, dict.fromkeys(sample.path for sample in samples))
         stats = [(str(path.resolve()), path.stat()) for path in paths]

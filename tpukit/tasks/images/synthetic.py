@@ -1,4 +1,4 @@
-"""A synthetic set: shapes in any colour on a noisy ground, in class folders."""
+"""A synthetic set: bright shapes in any colour on a dark, noisy ground, in class folders."""
 
 from pathlib import Path
 
@@ -20,10 +20,10 @@ def shapes_set(folder: Path, size: int, rng: np.random.Generator) -> None:
 
 
 def _draw(shape, rng):
-    ground = rng.integers(0, 256, 3)
-    colour = tuple(int(value) for value in (ground + 128 + rng.integers(-40, 41, 3)) % 256)
+    ground = rng.integers(0, 80, 3)
+    colour = tuple(rng.integers(150, 256, 3).tolist())
     image = Image.fromarray((ground + rng.normal(0, 15, (SIZE, SIZE, 3))).clip(0, 255).astype(np.uint8))
-    draw, radius = ImageDraw.Draw(image), int(rng.integers(12, 23))
+    draw, radius = ImageDraw.Draw(image), int(rng.integers(18, 27))
     x, y = rng.integers(radius, SIZE - radius, 2).tolist()
     box, thin = (x - radius, y - radius, x + radius, y + radius), radius // 3
     if shape == "circle":
