@@ -94,7 +94,8 @@ def collect(root: Path, out: Path, notes: str) -> list[Path]:
     """
     parts = {
         "make wheel": sorted((root / "outputs/package").glob("tpukit-*")),
-        "make notebooks": sorted((root / "dist").glob("*.ipynb")) + sorted((root / "dist/zh-CN").glob("*.ipynb")),
+        "make notebooks": sorted((root / "dist").glob("*.ipynb"))
+        + sorted((root / "dist/zh-CN").glob("*.ipynb")),
         "make executed": sorted((root / "dist/executed").rglob("*.ipynb")),
     }
     for command, files in parts.items():

@@ -16,7 +16,9 @@ import tarfile
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "outputs/package"
@@ -57,7 +59,9 @@ def main():
     except ValueError as error:
         sys.exit(f"make wheel: {error}")
     except subprocess.CalledProcessError as error:
-        sys.exit(f"make wheel: this failed, with exit code {error.returncode}: {shlex.join(map(str, error.cmd))}")
+        command = shlex.join(map(str, error.cmd))
+        output = f"{error.stdout}{error.stderr}"[-4000:]
+        sys.exit(f"make wheel: this failed, with exit code {error.returncode}: {command}\n{output}")
 
 
 def pins() -> list[str]:
@@ -77,11 +81,10 @@ def build(out: Path) -> Path:
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "commit.tar")
-        subprocess.run(["git", "archive", "-o", archive, "HEAD", *PACKED], cwd=ROOT, check=True)
+        run(["git", "archive", "-o", archive, "HEAD", *PACKED], cwd=ROOT)
         with tarfile.open(archive) as commit:
             commit.extractall(Path(folder, "commit"), filter="data")
-        command = [sys.executable, "-m", "build", "--outdir", out, Path(folder, "commit")]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        run([sys.executable, "-m", "build", "--outdir", out, Path(folder, "commit")])
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     check_names(wheel, sdist, set(listed.stdout.split("\0")[:-1]))
     print(f"{wheel.name} and {sdist.name}: {out}", flush=True)
@@ -97,9 +100,13 @@ def check_names(wheel: Path, sdist: Path, tracked: set[str]) -> None:
     theirs = {name for name in names if not name.startswith(WRITTEN)} - {*PACKED}
     for package, held in ((wheel, ours), (sdist, theirs)):
         if missing := sorted(tracked - held):
-            raise ValueError(f"{package.name} lacks {', '.join(missing)}: name them in pyproject.toml, package-data")
+            raise ValueError(
+                f"{package.name} lacks {', '.join(missing)}: name them in pyproject.toml, package-data"
+            )
         if surplus := sorted(held - tracked):
-            raise ValueError(f"{package.name} holds {', '.join(surplus)}, which git does not track in tpukit/")
+            raise ValueError(
+                f"{package.name} holds {', '.join(surplus)}, which git does not track in tpukit/"
+            )
 
 
 def try_out(wheel: Path, torch: list[str], extras: list[str], folder: Path) -> None:
@@ -121,18 +128,14 @@ def environment(folder: Path, wanted: list[str], constraints: Path, above: Path 
 
     above: python of an environment whose packages it sees too, so that torch lies on the disk once.
     """
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    run([sys.executable, "-m", "venv", folder])
     python = folder / "bin/python"
     if above:
         where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        here, there = (
-            subprocess.run([one, "-c", where], check=True, capture_output=True, text=True).stdout.strip()
-            for one in (python, above)
-        )
+        here, there = (run([one, "-c", where]).strip() for one in (python, above))
         Path(here, "above.pth").write_text(there + "\n")
-    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--no-cache-dir", "-c", constraints, *wanted], check=True)
-    subprocess.run([*pip, "check"], check=True)
+    run([python, "-m", "pip", "install", "--no-cache-dir", "-c", constraints, *wanted])
+    run([python, "-m", "pip", "check"])
     return python
 
 
@@ -142,9 +145,13 @@ def use(python: Path, folder: Path, commands: list[str]) -> None:
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ = inherited | OFFLINE | {"HOME": str(folder), "PJRT_DEVICE": "CPU"}
     for command in (f"-c {shlex.quote(HELPS)}", *commands):
-        subprocess.run(
-            [python, *shlex.split(command)], cwd=folder, env=environ, check=True, stdout=subprocess.DEVNULL
-        )
+        run([python, *shlex.split(command)], cwd=folder, env=environ)
+
+
+def run(command: Sequence[object], **settings: Any) -> str:
+    """Run a command. Returns its output; raises CalledProcessError, with the output, if it fails."""
+    words = [str(word) for word in command]
+    return subprocess.run(words, check=True, capture_output=True, text=True, **settings).stdout
 
 
 if __name__ == "__main__":
