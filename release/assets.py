@@ -1,7 +1,8 @@
 """`make release TAG=v0.1.0`: what a release on GitHub gets, in outputs/release/.
 
-The wheel and the sdist (`make wheel`), the built notebooks (`make notebooks`), the same executed on a CPU (`make
-executed`), SHA256SUMS, and beside them notes.md: the section of CHANGELOG.md. `--check` only compares the versions."""
+The wheel and the sdist (`make wheel`), the built notebooks (`make notebooks`), the same executed on a CPU
+(`make executed`), SHA256SUMS, and beside them notes.md: the section of CHANGELOG.md. `--check` only
+compares the versions."""
 
 import argparse
 import datetime

@@ -1,8 +1,9 @@
 """`python -m release.images`: what the images of Colab and Kaggle have now that release/images.toml has not.
 
-Reads the public lists that images.toml names, compares them, and writes the text of an issue: each difference, and
-what it would break. Exit code 0: nothing new; 1: differences; 2: a list could not be read. Needs Python alone. What
-the lists say is foreign: of their text only names, versions and numbers of a known form get into the issue."""
+Reads the public lists that images.toml names, compares them, and writes the text of an issue: each
+difference, and what it would break. Exit code 0: nothing new; 1: differences; 2: a list could not be read.
+Needs Python alone. What the lists say is foreign: of their text only names, versions and numbers of a known
+form get into the issue."""
 
 import argparse
 import re
@@ -77,7 +78,7 @@ def fetch(path: str) -> str:
 
 
 def read(files: list[tuple[str, str]]) -> Image:
-    """An image from the (path, text) of its lists: pip's freeze or requirements, os-info, config.txt, Dockerfile.
+    """An image from the (path, text) of its lists: pip-freeze, requirements, os-info, config.txt, Dockerfile.
 
     Raises ValueError if they name no Python or no torch: then their form has changed.
     """
@@ -102,9 +103,7 @@ def read(files: list[tuple[str, str]]) -> Image:
                     image.packages.setdefault(normal(found["name"]), "")
     if not image.python or "torch" not in image.packages:
         names = ", ".join(path for path, _ in files)
-        raise ValueError(
-            f"{names}: no Python or no torch is named there, so the form of these files is another now"
-        )
+        raise ValueError(f"{names}: no Python or no torch is named there: these files have another form now")
     return image
 
 
@@ -118,43 +117,41 @@ def public(version: str) -> str:
 
 
 def compare(known: dict, found: Image, needed: list[str]) -> list[tuple[str, str]]:
-    """(what is different, what it would break) of an image, those that break most first.
+    """(what is different, what it would break) of an image, those that break training first.
 
     known: the image's entry in images.toml. needed: dependencies of tpukit, as in pyproject.toml.
     """
-    breaking, other = [], []
+    different = []  # (what, what of tpukit it would break or nothing, what else it would make wrong)
     if found.python != known["python"]:
         what = f"Python `{known['python']}` is now `{found.python}`"
-        supported = found.python in PYTHONS
-        broken = "its twin has another Python" if supported else f"tpukit supports {', '.join(PYTHONS)}"
-        (other if supported else breaking).append((what, broken))
-    libraries = {normal(re.split(r"[<>=~!;\[ ]", name)[0]) for name in needed}
+        broken = "" if found.python in PYTHONS else f"tpukit supports {', '.join(PYTHONS)}"
+        different.append((what, broken, "its twin has another Python"))
+    unlisted = {normal(name) for name in known.get("unlisted", [])}
     for package in known["packages"]:
         name, _, version = package.partition("==")
         name = normal(name)
         here = found.packages.get(name)
-        if here is None and name not in map(normal, known.get("unlisted", [])):
-            broken = "its twin has a package that the image has not"
-            if name in libraries:
-                broken = (
-                    "tpukit needs it, and notebooks there install nothing: `import tpukit` or a command fails"
-                )
-            if name == "torch-xla":
-                broken = "no training on its TPU but by torch_tpu"
-            (breaking if broken.startswith(("tpukit", "no ")) else other).append(
-                (f"`{name}` is gone", broken)
-            )
+        if here is None and name not in unlisted:
+            broken = breaks_when_gone(name, needed)
+            different.append((f"`{name}` is gone", broken, "its twin has a package that the image has not"))
         elif here and version and here != version:
-            broken = breaks(name, here, found)
-            place = breaking if broken else other
-            place.append(
-                (f"`{name}` `{version}` is now `{here}`", broken or "its twin is of another version")
-            )
-    for name in known["lacks"]:
-        if (here := found.packages.get(normal(name))) is not None:
-            what = f"`{normal(name)}`{f' `{here}`' if here else ''} is there now"
-            other.append((what, "images.toml says that the image lacks it, and so do sentences of the pages"))
-    return breaking + other
+            what = f"`{name}` `{version}` is now `{here}`"
+            different.append((what, breaks(name, here, found), "its twin has another version"))
+    for name in map(normal, known["lacks"]):
+        if (here := found.packages.get(name)) is not None:
+            what = f"`{name}`{f' `{here}`' if here else ''} is there now"
+            different.append((what, "", "images.toml says that the image lacks it, and so may the pages"))
+    different.sort(key=lambda one: not one[1])
+    return [(what, broken or other) for what, broken, other in different]
+
+
+def breaks_when_gone(name: str, needed: list[str]) -> str:
+    """What a package that is no longer there would break; empty where it is nothing of tpukit."""
+    if name == "torch-xla":
+        return "no training on its TPU but by torch_tpu"
+    if name in {normal(re.split(r"[<>=~!;\[ ]", one)[0]) for one in needed}:
+        return "tpukit needs it, and notebooks install nothing there: `import tpukit` or a command fails"
+    return ""
 
 
 def breaks(name: str, version: str, image: Image) -> str:
@@ -176,7 +173,7 @@ def breaks(name: str, version: str, image: Image) -> str:
 def issue(differences: dict[str, list[tuple[str, str]]], sources: dict[str, list[str]]) -> str:
     """The text of an issue. Its words are ours; versions and names of the lists stand in code marks."""
     lines = [
-        "The images of Colab and Kaggle, as their public lists have them, beside `release/images.toml`.",
+        "The images of Colab and Kaggle by their public lists, beside `release/images.toml`.",
         "",
     ]
     for name, found in differences.items():
@@ -188,10 +185,10 @@ def issue(differences: dict[str, list[tuple[str, str]]], sources: dict[str, list
             lines += ["Nothing new."]
         lines += ["", "Read: " + ", ".join(f"`{path}`" for path in sources[name]), ""]
     lines += [
-        "A list can be ahead of what users get by a day or two, and says nothing of what it leaves open, as Kaggle's"
-        " does for jax.",
+        "A list can be ahead of what users get by a day or two. What it leaves open, as Kaggle's"
+        " does for jax, is not compared.",
         "",
-        "What to do: correct `release/images.toml`, run `make twins`, read what it says, then correct the pages.",
+        "What to do: correct `release/images.toml`, run `make twins`, then correct the pages.",
     ]
     return "\n".join(lines) + "\n"
 

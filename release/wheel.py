@@ -1,10 +1,11 @@
-"""`make wheel`: builds the wheel and the sdist, in outputs/package/, and tries the wheel in clean environments.
+"""`make wheel`: builds the wheel and the sdist, in outputs/package/, and tries the wheel in clean
+environments.
 
-Both are built of the last commit, so that nothing untracked gets in. The first environment holds torch and the
-wheel, and nothing else of this machine; each extra then gets one of its own above it. In each the wheel trains MNIST
-for an epoch, on synthetic digits without network, answers every `--help`, and uses what the extra is for. Needs git,
-the package index and a few gigabytes, which are removed again. `python -m release.wheel export eit` tries these extras
-alone."""
+Both are built of the last commit, so that nothing untracked gets in. The first environment holds torch and
+the wheel, and nothing else of this machine; each extra then gets one of its own above it. In each the wheel
+trains MNIST for an epoch, on synthetic digits without network, answers every `--help`, and uses what the
+extra is for. Needs git, the package index and a few gigabytes, which are removed again. `python -m
+release.wheel export eit` tries these extras alone."""
 
 import argparse
 import os
@@ -92,7 +93,7 @@ def build(out: Path) -> Path:
 
 
 def check_names(wheel: Path, sdist: Path, tracked: set[str]) -> None:
-    """Raise ValueError unless both packages hold every tracked file of tpukit/, and nothing but what belongs to it."""
+    """Raise ValueError unless both packages hold every tracked file of tpukit/, and nothing else."""
     with zipfile.ZipFile(wheel) as packed:
         ours = {name for name in packed.namelist() if ".dist-info/" not in name}
     with tarfile.open(sdist) as packed:
@@ -140,7 +141,7 @@ def environment(folder: Path, wanted: list[str], constraints: Path, above: Path 
 
 
 def use(python: Path, folder: Path, commands: list[str]) -> None:
-    """Run commands of this python in the new folder, without network, and nothing of this machine on its path."""
+    """Run commands of this python in the new folder, without network or other packages of this machine."""
     folder.mkdir()
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ = inherited | OFFLINE | {"HOME": str(folder), "PJRT_DEVICE": "CPU"}

@@ -1,5 +1,5 @@
-"""What changed in the images of Colab and Kaggle: lists that were recorded, lists that are hostile, exit codes.
-Nothing is downloaded."""
+"""What changed in the images of Colab and Kaggle: recorded lists, hostile lists, exit codes. Nothing is
+downloaded."""
 
 import tomllib
 import urllib.error
