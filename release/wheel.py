@@ -129,14 +129,16 @@ def environment(folder: Path, wanted: list[str], constraints: Path, above: Path 
 
     above: python of an environment whose packages it sees too, so that torch lies on the disk once.
     """
-    run([sys.executable, "-m", "venv", folder])
+    # One above another gets no pip of its own: pip brings a setuptools that would hide the one below.
+    run([sys.executable, "-m", "venv", *(["--without-pip"] if above else []), folder])
     python = folder / "bin/python"
     if above:
         where = "import sysconfig; print(sysconfig.get_path('purelib'))"
         here, there = (run([one, "-c", where]).strip() for one in (python, above))
         Path(here, "above.pth").write_text(there + "\n")
-    run([python, "-m", "pip", "install", "--no-cache-dir", "-c", constraints, *wanted])
-    run([python, "-m", "pip", "check"])
+    pip = [above or python, "-m", "pip", "--python", python]
+    run([*pip, "install", "--no-cache-dir", "-c", constraints, *wanted])
+    run([*pip, "check"])
     return python
 
 
