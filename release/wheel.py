@@ -42,7 +42,8 @@ USES = {
     "remote": "-c 'import fsspec, gcsfs, huggingface_hub, s3fs'",
     "export": "-m tpukit export run --to onnx",
 }
-OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+NOWHERE = "http://127.0.0.1:9"  # as a proxy: no package reaches the network
+OFFLINE = dict(TPUKIT_OFFLINE="1", http_proxy=NOWHERE, https_proxy=NOWHERE)
 
 
 def main():

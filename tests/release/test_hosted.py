@@ -1,7 +1,9 @@
 """What GitHub runs and shows of this repository: workflows with no right too many that call what is there,
 forms that can be filled in."""
 
+import os
 import re
+import subprocess
 import tomllib
 
 import pytest
@@ -112,3 +114,25 @@ def test_the_form_for_a_broken_notebook_lists_every_notebook():
     (listed,) = [field["attributes"]["options"] for field in form["body"] if field.get("id") == "notebook"]
     books = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert listed == books
+
+
+@pytest.mark.parametrize(
+    "code, open_issue, called",
+    [(0, "", []), (1, "", ["label", "issue list", "issue create"]), (2, "", [])]
+    + [(1, "7", ["label", "issue list", "issue edit 7"])],
+)
+def test_differences_of_the_images_go_into_one_open_issue(code, open_issue, called, tmp_path):
+    """gh and python3 are stand-ins: what would be called is written down."""
+    (tmp_path / "gh").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
+    if open_issue:
+        with open(tmp_path / "gh", "a") as file:
+            file.write(f'[ "$1 $2" != "issue list" ] || echo {open_issue}\n')
+    (tmp_path / "python3").write_text(f"#!/bin/sh\necho text > $4\nexit {code}\n")
+    for name in ("gh", "python3"):
+        (tmp_path / name).chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    ran = subprocess.run([ROOT / "release/images_issue.sh"], env=environ, capture_output=True, text=True)
+    calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+    assert ran.returncode == (2 if code == 2 else 0), ran.stderr
+    assert len(calls) == len(called)
+    assert all(call.startswith(start) for call, start in zip(calls, called, strict=True))
