@@ -147,7 +147,7 @@ def use(python: Path, folder: Path, commands: list[str]) -> None:
     """Run commands of this python in the new folder, without network or other packages of this machine."""
     folder.mkdir()
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environ = inherited | OFFLINE | {"HOME": str(folder), "PJRT_DEVICE": "CPU"}
+    environ = inherited | OFFLINE | {"HOME": str(folder)}
     for command in (f"-c {shlex.quote(HELPS)}", *commands):
         run([python, *shlex.split(command)], cwd=folder, env=environ)
 

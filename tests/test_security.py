@@ -16,13 +16,20 @@ import json, os, sys
 from pathlib import Path
 from tpukit import MNIST, Run, launch, train
 
+LISTENS = "0A"  # a socket's state in /proc
+
 def listening():
-    opened = {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.lexists(
-        f"/proc/self/fd/{name}")}
-    lines = [line.split() for table in ("tcp", "tcp6") if Path(f"/proc/self/net/{table}").exists()
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
-    return [fields[1].partition(":")[0] for fields in lines
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in opened]
+    opened = set()
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.lexists(f"/proc/self/fd/{name}"):
+            opened.add(os.readlink(f"/proc/self/fd/{name}"))
+    addresses = []
+    for table in Path("/proc/self/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in opened:
+                addresses.append(fields[1].partition(":")[0])
+    return addresses
 
 def watched(task, run, runtime=None):
     result = train(task, run, runtime=runtime, progress=False)
