@@ -38,7 +38,7 @@ TRAIN = "-m tpukit train mnist --epochs 1 --run run"
 USES = {
     "plan": "-c 'import torch_xla'",
     "images": "-c 'import pyarrow, timm, torchvision'",
-    "eit": "-m tpukit simulate --out tank --samples 2 --test-samples 1 --workers 1",
+    "eit": "-m tpukit simulate eit --out tank --samples 2 --test-samples 1 --workers 1",
     "remote": "-c 'import fsspec, gcsfs, huggingface_hub, s3fs'",
     "export": "-m tpukit export run --to onnx",
 }
