@@ -4,7 +4,10 @@
 # make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
-# make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour
+# make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
+#             make twins ONLY=colab-gpu for one of them
+# make wheel  builds wheel and sdist, and tries the wheel in clean environments: ten minutes, some gigabytes meanwhile
+# make release TAG=v0.1.0  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums, notes
 # make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
 # make executed  dist/executed/: copies of the notebooks with outputs, from small runs on this machine's CPU
 # make gallery DATA=folder MSHNET=run CDEIT=run  the pictures of docs/: data, and the runs whose weights are shown
@@ -23,12 +26,16 @@ PARTS ?=
 MSHNET ?=
 CDEIT ?=
 NAMES ?=
+ONLY ?=
+TAG ?=
 JOBS ?= 2
+# Packages in place of requirements.txt's torch: make fast TORCH="torch==2.8.0 torchvision==0.23.0 torch-xla==2.8.0"
+TORCH ?=
 
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run lint check test nightly bench plan notebooks twins size gallery executed publish clean
+.PHONY: run lint check fast test nightly bench plan notebooks twins wheel release size gallery executed publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -36,7 +43,8 @@ XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true -
 	$(PYTHON) -c 'import ensurepip, venv' \
 		|| { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(if $(TORCH),grep -v ^torch,cat) requirements.txt > .venv/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) -r .venv/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
@@ -56,7 +64,10 @@ lint: .venv/installed
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python --warnings
 
-check: lint
+check: lint fast
+
+# Without lint, because types of torch differ from release to release.
+fast: .venv/installed
 	$(PYTEST) --dist worksteal -m "not slow and not nightly"
 
 test: lint
@@ -81,7 +92,15 @@ notebooks: .venv/installed
 	$(BIN)/python -m release.notebooks
 
 twins: .venv/installed
-	$(BIN)/python -m release.twins
+	$(BIN)/python -m release.twins $(ONLY)
+
+wheel: .venv/installed
+	$(BIN)/python -m release.wheel
+
+release: .venv/installed
+	$(BIN)/python -m release.assets "$(TAG)" --check
+	$(MAKE) wheel notebooks executed
+	$(BIN)/python -m release.assets "$(TAG)"
 
 size: .venv/installed
 	@$(BIN)/python -m release.size

@@ -34,6 +34,8 @@ This folder is {repository} with every address filled in. It changes nothing onl
    of dist/ (Chinese: dist/zh-CN/). The accelerator is preselected; the library is inside, so the internet may
    stay off.
 3. **Colab**, without GitHub: *File > Upload notebook*, and choose a file of dist/.
+4. **Releases** (wheel, notebooks with outputs, checksums) are made on GitHub of a tag: section 11 of
+   docs/CONTRIBUTING.md.
 
 The notebooks in dist/:
 

@@ -1,0 +1,138 @@
+"""What GitHub runs and shows of this repository: workflows with no right too many that call what is there,
+forms that can be filled in."""
+
+import os
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from release import twins
+from tests.conftest import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+LISTS = ("text", "textarea", "input", "dropdown", "checkboxes", "markdown")
+
+
+def jobs(path):
+    return yaml.safe_load(path.read_text())["jobs"]
+
+
+def steps(path):
+    return [step for job in jobs(path).values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_has_no_right_that_a_job_does_not_name(path):
+    assert yaml.safe_load(path.read_text())["permissions"] == {}
+    allowed = {
+        ("release", "github"): {"contents": "write"},
+        ("release", "pypi"): {"id-token": "write"},
+        ("images", "compare"): {"contents": "read", "issues": "write"},
+    }
+    for name, job in jobs(path).items():
+        assert job["permissions"] == allowed.get((path.stem, name), {"contents": "read"})
+        assert 0 < job["timeout-minutes"] <= 180
+    for step in steps(path):
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+        assert "${{" not in step.get("run", "")  # which would put another's words into a shell
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_an_action_is_taken_by_its_commit_with_its_version_beside_it(path):
+    used = re.findall(r"uses: (.*)", path.read_text())
+    assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one) for one in used)
+
+
+def test_an_action_has_one_commit_in_all_workflows():
+    used = {one for path in WORKFLOWS for one in re.findall(r"uses: (.*)", path.read_text())}
+    assert len({one.partition("@")[0] for one in used}) == len(used)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_what_a_workflow_calls_is_there(path):
+    makefile = (ROOT / "Makefile").read_text()
+    matrices = [job.get("strategy", {}).get("matrix", {}) for job in jobs(path).values()]
+    targets = [target for matrix in matrices for target in matrix.get("target", [])]
+    for step in steps(path):
+        targets += re.findall(r"^make (\w+)", step.get("run", ""))
+        for script in re.findall(r"^release/\S+", step.get("run", "")):
+            assert (ROOT / script).stat().st_mode & 0o111
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_the_nightly_twins_are_those_of_images_toml():
+    (matrix,) = [
+        job["strategy"]["matrix"] for job in jobs(ROOT / ".github/workflows/nightly.yml").values()
+        if "image" in job["strategy"]["matrix"]
+    ]  # fmt: skip
+    assert sorted(matrix["image"]) == sorted(map(twins.slug, twins.IMAGES))
+
+
+def test_each_supported_python_is_checked_with_each_torch_xla_of_the_images_and_the_pinned_one():
+    matrix = jobs(ROOT / ".github/workflows/ci.yml")["check"]["strategy"]["matrix"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert all(
+        f"Programming Language :: Python :: {one}" in project["classifiers"] for one in matrix["python"]
+    )
+    torches = {entry["name"]: entry["torch"].split() for entry in matrix["include"]}
+    for about in twins.IMAGES.values():
+        pins = [package.replace("_", "-") for package in about["packages"] if re.match("torch", package)]
+        if "torch-xla" not in about["lacks"]:
+            assert pins in [torches[name] for name in matrix["name"]]
+    pinned = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "torch" in line][1:4]
+    assert [line.partition(";")[0] for line in pinned] == torches["torch_xla 2.9"]
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_a_form_has_a_name_a_description_and_fields_that_can_be_filled_in(path):
+    form = yaml.safe_load(path.read_text())
+    assert form["name"] and form["description"] and form["title"]
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert fields and all(field["type"] in LISTS for field in form["body"])
+    names = [field["id"] for field in fields]
+    assert len(names) == len(set(names)) and all(re.fullmatch(r"[a-z-]+", name) for name in names)
+    assert all(field["attributes"]["label"] for field in fields)
+    assert any(field.get("validations", {}).get("required") for field in fields)
+
+
+def test_there_is_a_form_for_hardware_for_a_notebook_and_for_a_task_and_no_blank_issue_hides_them():
+    assert [path.stem for path in FORMS] == ["hardware", "notebook", "task"]
+    assert "tpukit doctor --hardware --json" in FORMS[0].read_text()
+    config = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/config.yml").read_text())
+    assert config["blank_issues_enabled"] is True
+    assert [link["url"].partition("/security/")[1] != "" for link in config["contact_links"]].count(True) == 1
+
+
+def test_the_form_for_a_broken_notebook_lists_every_notebook():
+    (form,) = [yaml.safe_load(path.read_text()) for path in FORMS if path.stem == "notebook"]
+    (listed,) = [field["attributes"]["options"] for field in form["body"] if field.get("id") == "notebook"]
+    books = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert listed == books
+
+
+@pytest.mark.parametrize(
+    "code, open_issue, called",
+    [(0, "", []), (1, "", ["label", "issue list", "issue create"]), (2, "", [])]
+    + [(1, "7", ["label", "issue list", "issue edit 7"])],
+)
+def test_differences_of_the_images_go_into_one_open_issue(code, open_issue, called, tmp_path):
+    """gh and python3 are stand-ins: what would be called is written down."""
+    (tmp_path / "gh").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
+    if open_issue:
+        with open(tmp_path / "gh", "a") as file:
+            file.write(f'[ "$1 $2" != "issue list" ] || echo {open_issue}\n')
+    (tmp_path / "python3").write_text(f"#!/bin/sh\necho text > $4\nexit {code}\n")
+    for name in ("gh", "python3"):
+        (tmp_path / name).chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    ran = subprocess.run([ROOT / "release/images_issue.sh"], env=environ, capture_output=True, text=True)
+    calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+    assert ran.returncode == (2 if code == 2 else 0), ran.stderr
+    assert len(calls) == len(called)
+    assert all(call.startswith(start) for call, start in zip(calls, called, strict=True))
