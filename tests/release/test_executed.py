@@ -27,7 +27,7 @@ def picture(side):
 def notebook(side=50):
     """As papermill leaves it, with a machine's names in every kind of output."""
     v4 = nbformat.v4
-    path = "/home/someone/session/outputs"
+    path = "/srv/someone/session/outputs"
     html = {"text/html": f"<td>{path}</td>", "text/plain": path, "image/png": picture(side)}
     widget = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "on box7: 3"}
     cell = v4.new_code_cell(f'OUTPUTS = "{path}"', metadata={"papermill": {"start": 1}, "tags": ["a"]})
@@ -40,7 +40,7 @@ def notebook(side=50):
     return v4.new_notebook(cells=[first, cell], metadata={"papermill": {"input_path": path}})
 
 
-NAMES = {"/home/someone/session": "~", "/home/someone": "~", "box7": "host"}
+NAMES = {"/srv/someone/session": "~", "/srv/someone": "~", "box7": "host"}
 
 
 def test_a_copy_names_no_folder_host_or_user_and_keeps_its_words_and_pictures():
