@@ -34,9 +34,7 @@ SMALL = {
     "kaggle_tpu_v5e": (INFRARED | dict(EPOCHS=4, CORES=2, BATCH_SIZE=4), XLA),
     "colab_setup": (INFRARED, {}),
     "segment_your_own": (dict(IMAGE_SIZE=64, EPOCHS=12), {}),
-    "finetune_images": (dict(IMAGE_SIZE=64, EPOCHS=20, LR=0.001), {}),
     "kaggle_cdeit_tpu": (dict(SAMPLES=200, EPOCHS=2, CORES=1), {}),
-    "kaggle_cdeit_gpu": (dict(SAMPLES=200, EPOCHS=2, CORES=1), {}),
     "hardware_comparison": (dict(IMAGE_SIZE=64, STEPS=5, BATCH_SIZES="4"), {}),
 }
 KEPT = ("mnist_quickstart", "finetune_images", "colab_tpu_setup", "segment_your_own")

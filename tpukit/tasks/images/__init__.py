@@ -122,7 +122,7 @@ class ImageClassifier(Task):
         if place and is_there:
             samples = find_samples(place, self.images_dir, self.test_share)[1]["train"]
             count = len(samples)
-            if not self.weights:  # which are of a size of their own
+            if "image_size" in wanted and not self.weights:  # which are of a size of their own
                 chosen["image_size"] = self._fitting_size(samples)
         if "batch_size" in wanted:
             sixteenth = 2 ** round(math.log2(count / 16))
