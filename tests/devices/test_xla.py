@@ -10,7 +10,9 @@ import time
 import pytest
 import torch
 
-xm = pytest.importorskip("torch_xla.core.xla_model")
+pytest.importorskip("torch_xla")
+
+import torch_xla.core.xla_model as xm
 
 from tests.conftest import refuses
 from tests.devices.conftest import take_step

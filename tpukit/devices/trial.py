@@ -26,7 +26,7 @@ from tpukit.host.errors import TpukitError, first_line
 REPORTS = Path(__file__).with_name("seen.json")
 STEPS = 8  # on a GPU 3 of them warm up and 1 is captured
 SAMPLES, SIDE = 8, 8  # of a batch of one core, and of an image in pixels
-SCALE = 1024.0  # of the loss in fp16: with torch's 65536 gradients of some ranks overflow, and steps are skipped
+SCALE = 1024.0  # of the loss in fp16: by torch's 65536 some ranks' gradients overflow, and a step is skipped
 # On a CPU, with the batches of 12 ranks, a lost update made an error of 0.2 or more; and steps in bf16 beside
 # ones in fp32 one of 0.022 or less.
 MAX_ERROR = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
