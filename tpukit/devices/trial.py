@@ -45,8 +45,9 @@ def try_out(runtime: Runtime, earlier: Iterable[Any] = ()) -> dict[str, Any] | N
     if runtime.accelerator not in ("tpu", "cuda"):
         return None
     names = ["all_reduce", "step"] if runtime.cores > 1 else ["step"]
-    names = runtime.world.broadcast([name for name in names if not seen(runtime, name)])  # GPUs may differ
-    if not names:
+    # All or none: a report of one core says nothing of steps with an all-reduce. Of GPUs that differ, rank
+    # 0's decides.
+    if runtime.world.broadcast(all(seen(runtime, name) for name in names)):
         return None
     here = hardware(runtime) | {"precision": runtime.precision, "cores": runtime.cores}
     known = next((one for one in (*_made, *earlier) if _is_of(one, here)), None)
