@@ -256,7 +256,8 @@ def run_quickstart(folder, digits, platform, drive, inputs, **parameters):
     drive.mkdir(parents=True, exist_ok=True)
     folders = dict(drive=drive if platform == "colab" else None, inputs=inputs)
     changes = ", ".join(f"{name}={path and f'Path({str(path)!r})'}" for name, path in folders.items())
-    fake = f"import dataclasses\nfrom pathlib import Path\nenv = dataclasses.replace(tpukit.detect(), host={platform!r}, {changes})"
+    imports = "import dataclasses\nfrom pathlib import Path"
+    fake = f"{imports}\nenv = dataclasses.replace(tpukit.detect(), host={platform!r}, {changes})"
     parameters |= dict(
         DATASET_DIR=str(digits), BATCH_SIZE=8, RUN_NAME="mnist", SAVE_TO_DRIVE=platform == "colab"
     )
