@@ -27,11 +27,12 @@ ROOT = Path(__file__).parent.parent
 # The CPU XLA device, which compiles as a TPU does; as in the Makefile, with less optimisation.
 CHEAP = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 XLA = dict(PJRT_DEVICE="CPU", XLA_FLAGS=CHEAP)
-INFRARED = dict(EPOCHS=12, WARM_EPOCH=2, IMAGE_SIZE=64)
+# Of 32 images a batch of 16 would be two steps an epoch, and learn nothing.
+INFRARED = dict(EPOCHS=12, WARM_EPOCH=2, IMAGE_SIZE=64, BATCH_SIZE=4)
 # Notebook -> (settings, environment); the others run as they are.
 SMALL = {
     "colab_tpu_setup": (INFRARED, XLA),
-    "kaggle_tpu_v5e": (INFRARED | dict(EPOCHS=4, CORES=2, BATCH_SIZE=4), XLA),
+    "kaggle_tpu_v5e": (INFRARED | dict(EPOCHS=4, CORES=2), XLA),
     "colab_setup": (INFRARED, {}),
     "segment_your_own": (dict(IMAGE_SIZE=64, EPOCHS=12), {}),
     "kaggle_cdeit_tpu": (dict(SAMPLES=200, EPOCHS=2, CORES=1), {}),

@@ -139,7 +139,7 @@ def digits(given) -> dict[str, bytes]:
     labels, images = batch["label"].numpy(), batch["image"].numpy()[:, 0]
     firsts = [int(np.flatnonzero(labels == digit)[0]) for digit in range(10)]
     cells = [
-        (f"predicted {guess}" if guess == digit else f"predicted {guess}: wrong", images[number])
+        (f"predicted {guess}" if guess == digit else f"{digit}, predicted {guess}", images[number])
         for digit, (number, guess) in enumerate((number, int(predicted[number])) for number in firsts)
     ]
     title = f"{found['accuracy']:.1%} of {found['images']:,} test digits right"

@@ -273,6 +273,16 @@ def test_an_roc_marks_the_thresholds_on_both_curves_and_draws_a_rate_of_zero_on_
     axes_of(figures.roc_figure(roc))  # nothing was predicted at all
 
 
+def test_a_title_of_a_figure_of_one_sample_is_not_cut_off():
+    title = "Test images, the worst mistakes first: 1 of 2 shown are wrong"
+    for panels in (1, 2, 4):
+        figure = figures.panels_figure([[("one", np.eye(4))] * panels], title)
+        figure.savefig(io.BytesIO())
+        [words] = [text for text in figure.findobj(Text) if text.get_text().startswith("Test")]
+        drawn = words.get_window_extent()
+        assert drawn.x1 <= figure.bbox.x1 and drawn.y1 <= figure.bbox.y1
+
+
 def test_a_threshold_is_a_line_through_the_scores_below_the_panels():
     scores = {0.25: dict(iou=0.5, fa=1e-5, images=4), 0.5: dict(iou=0.75, fa=0.0, images=4)}
     panels = [("one", np.eye(4)), ("two", np.eye(4)), ("three", np.eye(4))]

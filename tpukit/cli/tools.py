@@ -51,8 +51,7 @@ class MeasureOptions(CoreOptions):
 
 
 def measure(task: Task, options: MeasureOptions) -> None:
-    """Measure a task here at several batch sizes (TASK), or compare such measurements of several machines
-    (FILES)."""
+    """Measure a task here at several batch sizes (TASK), or compare what machines measured (FILES)."""
     from tpukit.tools.measure import SYNTHETIC_IMAGES, measure_here, table
 
     env = tpukit.detect()

@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -255,7 +256,9 @@ def style(axis):
 
 
 def write_above(figure, text):
-    figure.suptitle(label(text, limit=150), x=0.01, ha="left", fontsize=11, color=GREY)
+    letters = int(12 * figure.get_figwidth())  # in a line
+    title = textwrap.fill(label(text, limit=150), letters)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=GREY)
 
 
 def hide(axes):
