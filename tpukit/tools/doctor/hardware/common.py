@@ -1,84 +1,69 @@
-"""The checks that TPUs and GPUs share. torch is imported by the process of a check alone."""
+"""What a check finds, and the checks that TPUs and GPUs share."""
 
-from __future__ import annotations
-
-import contextlib
-import statistics
-import subprocess
-import sys
+import dataclasses
+import functools
+import math
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tpukit.devices import open_runtime
+import torch
+from torch.nn.functional import conv2d
+
+import tpukit
+from tpukit.devices import open_runtime, trial
 from tpukit.devices.chips import find_chip
+from tpukit.devices.runtime import Runtime
 from tpukit.host import known_errors
 from tpukit.host.environment import Environment
 from tpukit.host.errors import first_line
 from tpukit.host.tables import GIB
-from tpukit.tools.child import last_line, run_python
-from tpukit.tools.doctor.hardware.outcome import FAIL, Outcome, is_hardware, judged, measured
+from tpukit.tasks.datasets import make_synthetic
+from tpukit.training.step import TrainingStep
+from tpukit.training.task import Task
 
-if TYPE_CHECKING:
-    from tpukit.devices.runtime import Runtime
-    from tpukit.training.step import TrainingStep
-    from tpukit.training.task import Task
-
+PASS, FAIL, INFO, SKIP = "PASS", "FAIL", "INFO", "SKIP"
+HARDWARE = ("tpu", "cuda")  # what else there is rehearses the checks, in small
 OPENS_WITHIN_S = 60.0
 FP32_ERROR = 1e-5  # of a product's norm; with factors rounded to bf16 it is 3e-3, to TF32 3e-4
 STEPS = 100
 LOST_BYTES = 2**20  # that as many steps may add to the peak of memory
 LOSS_CHANGE = 0.05  # between one core and several, of a training of 90 steps in fp32
-OPEN_DEVICE = """
-from tpukit import detect
-from tpukit.devices import open_runtime
-runtime = open_runtime(detect())
-runtime.sync()
-print("open", flush=True)
-"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """outcome: whether the check's sentence holds (PASS, FAIL), a number without a right answer (INFO), or
+    not tried (SKIP). text: what was found. numbers: name with unit -> value; JSON holds finite ones."""
+
+    outcome: str
+    text: str
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def judged(holds: bool, text: str, **numbers: float) -> Outcome:
+    """PASS or FAIL, with those of the numbers that are finite."""
+    finite = {name: float(f"{value:.4g}") for name, value in numbers.items() if math.isfinite(value)}
+    return Outcome(PASS if holds else FAIL, text, finite)
 
 
 def opens(env: Environment) -> Outcome:
     """A process opens the device within a minute, multiplies on it, and reads how much memory it has."""
-    import torch
-
     began = time.monotonic()
     runtime = open_runtime(env)
-    total = _products(runtime, torch.ones(64, 64), torch.ones(64, 64)).sum()
+    is_right = multiplies(runtime)
     took_s = time.monotonic() - began
     memory = runtime.memory()
-    holds = total == 64**3 and took_s < OPENS_WITHIN_S and (bool(memory) or not is_hardware(env))
+    holds = is_right and took_s < OPENS_WITHIN_S and (bool(memory) or env.accelerator not in HARDWARE)
     size = f"{memory[0][1] / GIB:.1f} GiB" if memory else "memory that it does not tell"
     text = f"{runtime.device_name()}, {size}, opened in {took_s:.1f} s; precision auto is {runtime.precision}"
     return judged(holds, text, seconds=took_s, memory_gib=runtime.memory_size() / GIB)
 
 
-def precision(env: Environment) -> Outcome:
-    """Products and convolutions in fp32 have the errors of fp32, not of bf16 or TF32."""
-    import torch
-    from torch.nn.functional import conv2d
-
-    generator = torch.Generator().manual_seed(0)
-    runtime = open_runtime(env, "fp32")
-    a, b = torch.randn(2, 512, 512, generator=generator)
-    x, w = (torch.randn(shape, generator=generator) for shape in ((4, 32, 32, 32), (32, 32, 3, 3)))
-    product = _error(_products(runtime, a, b), a.double() @ b.double())
-    on_device = runtime.put({"x": x, "w": w})
-    convolved = runtime.to_cpu(conv2d(on_device["x"], on_device["w"]))
-    convolution = _error(convolved, conv2d(x.double(), w.double()))
-    rate = _tflops(runtime, size=8192 if is_hardware(env) else 256)
-    chip = find_chip(env.device_name)
-    share = f", {rate * 1e12 / chip.flops:.0%} of its peak" if chip and chip.flops else ""
-    text = f"errors: product {product:.1e}, convolution {convolution:.1e}; half precision {rate:.3g} TFLOP/s"
-    holds = max(product, convolution) < FP32_ERROR
-    return judged(holds, text + share, product=product, convolution=convolution, half_tflops=rate)
-
-
 def step(env: Environment) -> Outcome:
     """A step that is replayed (TPU) or captured (GPU) gives the losses, weights and state of an eager one."""
-    from tpukit.devices import trial
-
     errors, bounds = {}, {}
     for name in ("fp32", "auto"):
         runtime = open_runtime(env, name)
@@ -90,17 +75,16 @@ def step(env: Environment) -> Outcome:
 
 def replays(env: Environment) -> Outcome:
     """Steps with a changing learning rate are one graph, wait for nothing, and lose no memory."""
-    from tpukit.tasks.mnist import MNIST
-
-    task = MNIST(batch_size=8, channels=8)
     runtime = open_runtime(env)
-    taken = new_step(task, runtime)
-    batch = runtime.put(task.example(task.batch_size))
+    taken, batch = new_step(tpukit.MNIST(batch_size=8, channels=8), runtime)
     peaks = []
     for first in (0, STEPS):
-        with waits_refused(env) if first else contextlib.nullcontext():
-            for number in range(first, first + STEPS):
-                taken(batch, 0, 1 - number / (4 * STEPS))
+        if first and env.accelerator == "cuda":
+            torch.cuda.set_sync_debug_mode("error")  # what waits for the device raises RuntimeError
+        for number in range(first, first + STEPS):
+            taken(batch, 0, 1 - number / (4 * STEPS))
+        if env.accelerator == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
         runtime.sync()
         peaks += [peak for peak, _ in runtime.memory()]
     events = [event for event in runtime.pop_compile_events() if event["what"] == "step"]
@@ -114,108 +98,72 @@ def replays(env: Environment) -> Outcome:
 
 def training(env: Environment) -> Outcome:
     """A short training on one core compiles its step once, runs no operation elsewhere, and learns."""
-    _, outcome = train_digits(env, 1)
-    return outcome
+    return _train_digits(env, 1)[1]
 
 
 def all_cores(env: Environment) -> Outcome:
-    """A training on all cores, a process each, has the losses of one on one core."""
+    """A training on all cores, a process each or (TPU) as one graph, has the losses of one on one core."""
+    by_torch_xla = env.accelerator in ("tpu", "xla") and not env.uses_torch_tpu
+    ways = ("processes", "spmd") if by_torch_xla else ("processes",)
     # The several first: afterwards this process has opened the device.
-    several, outcome = train_digits(env, cores_of(env), precision="fp32")
-    one, _ = train_digits(env, 1, precision="fp32")
-    change = max(abs(a - b) / max(b, 0.1) for a, b in zip(several, one, strict=True))
-    holds = outcome.outcome != FAIL and change < LOSS_CHANGE
-    return judged(holds, f"losses differ by {change:.2%}; {outcome.text}", **outcome.numbers, change=change)
+    found = {way: _train_digits(env, cores_of(env), way, precision="fp32") for way in ways}
+    one, _ = _train_digits(env, 1, precision="fp32")
+    holds, texts, changes = True, [], {}
+    for way, (losses, outcome) in found.items():
+        changes[way] = max(abs(a - b) / max(b, 0.1) for a, b in zip(losses, one, strict=True))
+        holds = holds and outcome.outcome == PASS and changes[way] < LOSS_CHANGE
+        texts.append(f"{way}: losses differ by {changes[way]:.2%}, {outcome.text}")
+    return judged(holds, "; ".join(texts), **changes)
 
 
 def all_reduce(env: Environment) -> Outcome:
     """The gradients that all cores exchange in a step become their mean."""
-    import tpukit
-    from tpukit.devices import trial
-
     with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
         task = tpukit.MNIST(batch_size=8 * cores_of(env), precision="fp32")
         run = tpukit.Run.open(Path(folder) / "run", task)
-        error = tpukit.launch(reduce_on_core, task, run, cores=cores_of(env), hang_timeout_s=120)
+        measure = lambda task, run, *, runtime: trial.all_reduce_error(runtime)  # noqa: E731
+        error = tpukit.launch(measure, task, run, cores=cores_of(env), hang_timeout_s=120)
     text = f"on {cores_of(env)} cores the mean is wrong by {error:.1e}"
     return judged(error < trial.MAX_ERROR["fp32"], text, error=error)
 
 
-def reduce_on_core(task: Task, run: Any, *, runtime: Runtime) -> float:
-    """What `all_reduce` runs on each core."""
-    from tpukit.devices import trial
+def precision(env: Environment) -> Outcome:
+    """Products and convolutions in fp32 have the errors of fp32, not of bf16 or TF32."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = dict(a=(512, 512), b=(512, 512), x=(4, 32, 32, 32), w=(32, 32, 3, 3))
+    host = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    runtime = open_runtime(env, "fp32")
+    found = runtime.to_cpu(_product_and_convolution(**runtime.put(host)))
+    exact = _product_and_convolution(**{name: values.double() for name, values in host.items()})
+    product, convolution = map(error_of, found, exact)
+    text = f"errors: product {product:.1e}, convolution {convolution:.1e}"
+    return judged(max(product, convolution) < FP32_ERROR, text, product=product, convolution=convolution)
 
-    return trial.all_reduce_error(runtime)
 
-
-def mshnet(env: Environment) -> Outcome:
-    """How long a step of MSHNet takes, compiled and eager, and its memory: numbers without a right answer."""
-    from tpukit.tasks.mshnet import MSHNet
-
-    batch_size, side, steps = (16, 256, 25) if is_hardware(env) else (2, 32, 2)
-    task = MSHNet(batch_size=batch_size, base_size=side, crop_size=side)
-    runtime = open_runtime(env, libtpu_args=task.libtpu_args(batch_size))
-    taken = new_step(task, runtime)
-    batch = runtime.put(task.example(batch_size))
-    numbers, texts = {}, [f"batch {batch_size} of {side} pixels in {runtime.precision}"]
-    for name, way in (("compiled", taken.compiled), ("eager", taken.eager)):
-        times_s = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            sums = way(*taken.arguments(batch, task.epochs))
-            finish(runtime, sums)
-            times_s.append(time.perf_counter() - began)
-        settled_s = times_s[len(times_s) // 2 :]  # a captured step warms up for 3
-        numbers |= {f"{name}_ms": 1e3 * statistics.median(settled_s), f"{name}_first_s": times_s[0]}
-        texts.append(f"{name} {numbers[f'{name}_ms']:.1f} ms (first {times_s[0]:.1f} s)")
-    for peak, _ in runtime.memory()[:1]:
-        numbers["memory_gib"] = peak / GIB
-        texts.append(f"peak {peak / GIB:.2f} GiB")
-    return measured(", ".join(texts), **numbers)
+def speed(env: Environment) -> Outcome:
+    """How fast large products in half precision are: a number without a right answer."""
+    runtime = open_runtime(env, "auto")
+    size, count = (8192, 20) if env.accelerator in HARDWARE else (256, 20)
+    dtype = torch.float16 if runtime.precision == "fp16" else torch.bfloat16
+    x = runtime.put({"x": torch.full((size, size), 1 / size, dtype=dtype)})["x"]  # whose powers are itself
+    _, seconds = best_of(runtime, lambda: functools.reduce(torch.matmul, [x] * (count + 1)))
+    rate, chip = 2 * size**3 * count / seconds, find_chip(env.device_name)
+    share = f", {rate / chip.flops:.0%} of its peak" if chip and chip.flops else ""
+    found = judged(True, f"{rate / 1e12:.3g} TFLOP/s{share}", tflops=rate / 1e12)
+    return dataclasses.replace(found, outcome=INFO)
 
 
 def out_of_memory(env: Environment) -> Outcome:
     """Asking for more memory than there is ends in an error that tpukit knows, and the device computes on."""
-    import torch
-
     runtime = open_runtime(env)
-    x = runtime.put({"x": torch.ones(2**20)})["x"]
     try:
-        _allocate_4_tib(runtime, x)
+        _allocate_4_tib(runtime)
         return Outcome(FAIL, "4 TiB were given out without an error")
     except Exception as error:
         known, text = known_errors.match(str(error)), first_line(error)
-    still = float(_products(runtime, torch.ones(8, 8), torch.ones(8, 8)).sum()) == 8**3
-    told = "known" if known else "not known"
-    return judged(bool(known) and still, f"{told}: {text}" + ("" if still else "; then it computed wrongly"))
-
-
-def killed(env: Environment) -> Outcome:
-    """After its process was killed, a device can be opened again within a minute."""
-    holder = subprocess.Popen(
-        [sys.executable, "-P", "-c", f"{OPEN_DEVICE}\nimport time; time.sleep(600)"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        has_opened = any(line.strip() == "open" for line in iter(holder.stdout.readline, ""))
-    finally:
-        holder.kill()
-        holder.wait()
-    if not has_opened:
-        return Outcome(FAIL, "the process that was to be killed could not open the device")
-    began = time.monotonic()
-    while True:
-        ran = run_python("-c", OPEN_DEVICE)
-        took_s = time.monotonic() - began
-        if ran.returncode == 0 or took_s > OPENS_WITHIN_S:
-            break
-        time.sleep(1)
-    said = "" if ran.returncode == 0 else f": {last_line(ran)}"
-    text = f"open again {took_s:.1f} s after the kill" if not said else f"not open after {took_s:.0f} s{said}"
-    return judged(ran.returncode == 0 and took_s < OPENS_WITHIN_S, text, seconds=took_s)
+    goes_on = multiplies(runtime)
+    text = f"{'known' if known else 'not known'}: {text}" + ("" if goes_on else "; then it computed wrongly")
+    return judged(bool(known) and goes_on, text)
 
 
 # What the checks share
@@ -223,111 +171,74 @@ def killed(env: Environment) -> Outcome:
 
 def cores_of(env: Environment) -> int:
     """How many cores the checks of several use; a processor pretends to be two."""
-    return env.cores if is_hardware(env) else 2
+    return env.cores if env.accelerator in HARDWARE else 2
 
 
-def new_step(task: Task, runtime: Runtime) -> TrainingStep:
-    """A compiled training step of a task, from fresh weights."""
-    import torch
-
-    from tpukit.training.step import TrainingStep
-
+def new_step(task: Task, runtime: Runtime) -> tuple[TrainingStep, dict[str, Any]]:
+    """(a compiled training step of a task, from fresh weights; a batch on the device)."""
     torch.manual_seed(0)
     taken = TrainingStep(task, runtime, task.model().train())
     taken.compile()
-    return taken
+    return taken, runtime.put(task.example(task.batch_size))
 
 
-def finish(runtime: Runtime, result: Any) -> None:
-    """Wait until the device has computed all that was asked for: a number of it is here."""
+def best_of(runtime: Runtime, function: Callable, count: int = 6) -> tuple[Any, float]:
+    """(the result, the shortest time in seconds) of calls of a function; the first compiles."""
+    times_s = []
+    for _ in range(count):
+        runtime.sync()
+        began = time.perf_counter()
+        result = function()
+        runtime.sync()  # before a part is read, for which alone XLA would compute less
+        runtime.to_cpu(result[0].flatten()[:1])  # only then all is computed
+        times_s.append(time.perf_counter() - began)
+    return result, min(times_s[1:])
+
+
+def multiplies(runtime: Runtime) -> bool:
+    """Whether a product of ones on the device is right."""
+    ones = runtime.put({"ones": torch.ones(64, 64)})["ones"]
+    return bool(runtime.to_cpu(ones @ ones).sum() == 64**3)
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference, relative to that of what is expected."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _product_and_convolution(a, b, x, w):
+    return a @ b, conv2d(x, w)
+
+
+def _allocate_4_tib(runtime):
+    x = runtime.put({"x": torch.ones(2**20)})["x"]
+    square = x[:, None] * x
     runtime.sync()
-    runtime.to_cpu(result)
+    runtime.to_cpu(square[0, 0])
 
 
-@contextlib.contextmanager
-def waits_refused(env: Environment):
-    """Context manager: on a GPU, an operation that makes the host wait for it raises RuntimeError."""
-    if env.accelerator != "cuda":
-        yield
-        return
-    import torch
-
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def train_digits(
-    env: Environment, cores: int, parallel: str = "processes", **settings: Any
-) -> tuple[list[float], Outcome]:
+def _train_digits(env, cores, parallel="processes", **settings):
     """Train MNIST on synthetic digits, and judge it. Returns (the losses on the way, the outcome)."""
-    import tpukit
-    from tpukit.tasks.datasets import make_synthetic
-
-    size, batch_size, channels, least = (6000, 128, 32, 0.9) if is_hardware(env) else (1500, 16, 8, 0.5)
+    size, batch_size, channels, least = (6000, 128, 32, 0.9)
+    if env.accelerator not in HARDWARE:
+        size, batch_size, channels, least = (1500, 16, 8, 0.5)
     with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
         data = make_synthetic("mnist", Path(folder) / "digits", size=size)
-        sizes: dict[str, Any] = dict(epochs=2, batch_size=batch_size, channels=channels, log_every=10)
-        task = tpukit.MNIST(dataset_dir=data, **sizes, **settings)
+        settings |= dict(epochs=2, batch_size=batch_size, channels=channels, log_every=10)
+        task = tpukit.MNIST(dataset_dir=data, **settings)
         run = tpukit.Run.open(Path(folder) / "run", task)
         began = time.monotonic()
         scores = tpukit.launch(tpukit.train, task, run, cores=cores, parallel=parallel, hang_timeout_s=120)
         took_s = time.monotonic() - began
         records = run.records("train")
         events = [event for event in run.records("compile") if event["what"] == "step"]
-    graphs, speed = sum(event["programs"] for event in events), records[-1]["speed"]
-    fallbacks = (speed["counters"] or {}).get("fallbacks", {})
+    accuracy, graphs = scores["accuracy"], sum(event["programs"] for event in events)
+    fallbacks = (records[-1]["speed"]["counters"] or {}).get("fallbacks", {})
     refused = [reason for event in events if not event["programs"] for reason in event["why"]]
-    learned = scores["accuracy"] > least
     # Where CPU XLA devices reduce on the host, a step is two graphs.
     most = 2 if env.accelerator == "xla" and cores > 1 and parallel == "processes" else 1
-    text = (
-        f"accuracy {scores['accuracy']:.3f} in {took_s:.1f} s; cores: {cores}, graphs of the step: {graphs}"
-    )
+    text = f"accuracy {accuracy:.3f} in {took_s:.1f} s; cores: {cores}, graphs of the step: {graphs}"
     for name, found in (("ran on the CPU", fallbacks), ("not captured", refused)):
         text += f"; {name}: {', '.join(found)}" if found else ""
-    outcome = judged(
-        learned and graphs <= most and not fallbacks and not refused,
-        text,
-        accuracy=scores["accuracy"],
-        seconds=took_s,
-        images_per_s=speed["images_per_s"],
-    )
-    return [record["loss"] for record in records], outcome
-
-
-def _products(runtime, a, b):
-    """a @ b, computed on the device, on the CPU."""
-    on_device = runtime.put({"a": a, "b": b})
-    return runtime.to_cpu(on_device["a"] @ on_device["b"])
-
-
-def _allocate_4_tib(runtime, x):
-    square = x[:, None] * x
-    runtime.sync()
-    return float(runtime.to_cpu(square[0, 0]))
-
-
-def _error(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
-
-
-def _tflops(runtime, size, count=20):
-    """The rate of products of size x size in half precision, the best of three."""
-    import torch
-
-    has_bf16 = runtime.device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    dtype = torch.bfloat16 if has_bf16 else torch.float16
-    x = runtime.put({"x": torch.full((size, size), 1 / size, dtype=dtype)})["x"]  # whose powers are itself
-    times_s = []
-    for _ in range(4):  # the first compiles
-        runtime.sync()
-        began, y = time.perf_counter(), x
-        for _ in range(count):
-            y = y @ x
-        runtime.sync()  # before the slice, for which alone XLA would compute less
-        finish(runtime, y[:1, :1])
-        times_s.append(time.perf_counter() - began)
-    return 2 * size**3 * count / min(times_s[1:]) / 1e12
+    holds = accuracy > least and graphs <= most and not fallbacks and not refused
+    return [record["loss"] for record in records], judged(holds, text, accuracy=accuracy, seconds=took_s)

@@ -1,14 +1,14 @@
 """The checks for GPUs. A processor rehearses them, without graphs."""
 
-from __future__ import annotations
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-import gc
-from typing import Any
-
+import tpukit
 from tpukit.devices import open_runtime
+from tpukit.devices.runtime import Runtime
 from tpukit.host.environment import Environment
-from tpukit.tools.doctor.hardware import common
-from tpukit.tools.doctor.hardware.outcome import SKIP, Outcome, is_hardware, judged
+from tpukit.tools.doctor.hardware.common import HARDWARE, Outcome, judged, new_step
 
 # Of the largest value, by attention in half precision against the formula in fp32.
 LARGEST_ERROR = 0.05
@@ -19,14 +19,13 @@ ATTENTION_SHAPES = dict(
     middle=((4, 16, 16, 32), False),
 )
 COPIES = 50
-KEPT_MIB = 200  # cuBLAS keeps memory for each stream
 
 
 def attention(env: Environment) -> Outcome:
     """The kernels that torch chooses for attention compute it, in training and in evaluation."""
     # On an H100 or H200, torch 2.11 takes cuDNN's, different ones in training and in evaluation.
     runtime = open_runtime(env, "auto")
-    shapes = ATTENTION_SHAPES if is_hardware(env) else dict(small=((2, 2, 16, 8), True))
+    shapes = ATTENTION_SHAPES if env.accelerator in HARDWARE else dict(small=((2, 2, 16, 8), True))
     errors = {name: attention_error(runtime, *shape) for name, shape in shapes.items()}
     holds = all(error < LARGEST_ERROR for error in errors.values())  # NaN is not
     found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
@@ -35,12 +34,9 @@ def attention(env: Environment) -> Outcome:
     return judged(holds, text + advice, **errors)
 
 
-def attention_error(runtime: Any, shape: tuple[int, int, int, int], has_bias: bool) -> float:
+def attention_error(runtime: Runtime, shape: tuple[int, int, int, int], has_bias: bool) -> float:
     """The largest error of attention's output in training and in evaluation, and of its gradients, relative
     to the largest value. shape: batch, heads, tokens, channels of a head."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
     def compute(qkv, bias=None):
         return scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), attn_mask=bias)
@@ -64,14 +60,8 @@ def attention_error(runtime: Any, shape: tuple[int, int, int, int], has_bias: bo
 
 def overflow(env: Environment) -> Outcome:
     """A step in fp16 whose gradients overflow leaves the weights as they are and halves the loss's scale."""
-    import torch
-
-    from tpukit.tasks.mnist import MNIST
-
-    task = MNIST(batch_size=8, channels=8, precision="fp16")
     runtime = open_runtime(env, "fp16")
-    taken = common.new_step(task, runtime)
-    batch = runtime.put(task.example(task.batch_size))
+    taken, batch = new_step(tpukit.MNIST(batch_size=8, channels=8, precision="fp16"), runtime)
     for _ in range(6):  # after which a step is captured
         taken(batch, 0)
     assert runtime.scaler is not None and runtime.scaler._scale is not None
@@ -84,51 +74,20 @@ def overflow(env: Environment) -> Outcome:
     taken(batch, 0)
     goes_on = not all(map(torch.equal, before, taken.model.parameters()))
     text = f"weights {'kept' if is_kept else 'CHANGED'}, scale 2^100 became {scale:.4g}, the next step "
-    return judged(
-        is_kept and scale == 2.0**99 and goes_on, text + ("moves on" if goes_on else "does NOTHING")
-    )
+    text += "moves on" if goes_on else "does NOTHING"
+    return judged(is_kept and scale == 2.0**99 and goes_on, text)
 
 
 def copies(env: Environment) -> Outcome:
     """A copy to the host holds what the device held when it was asked for, whatever is computed later."""
-    import torch
-
     runtime = open_runtime(env)
     wrong = 0
     for number in range(COPIES):
         values = torch.full((2**20,), float(number), device=runtime.device)
         wait = runtime.to_cpu_async({"values": values})
-        copied = wait() if not is_hardware(env) else None  # a processor copies when it is waited for
+        copied = (
+            wait() if env.accelerator not in HARDWARE else None
+        )  # a processor copies when it is waited for
         values.fill_(-1.0)  # queued behind the copy
         wrong += int((copied or wait())["values"].ne(number).any())
     return judged(not wrong, f"{wrong} of {COPIES} copies were overtaken", wrong=wrong)
-
-
-def memory(env: Environment) -> Outcome:
-    """The memory of a training is free again after it."""
-    from tpukit.tasks.mnist import MNIST
-
-    if not is_hardware(env):
-        return Outcome(SKIP, "a processor's memory is not counted")
-    sizes = []
-    for _ in range(4):
-        runtime = open_runtime(env)
-        task = MNIST(batch_size=64)
-        taken = common.new_step(task, runtime)
-        batch = runtime.put(task.example(task.batch_size))
-        for _ in range(6):
-            taken(batch, 0)
-        del taken, batch, runtime
-        sizes.append(reserved_mib())
-    grown = sizes[-1] - sizes[0]
-    text = f"MiB reserved after each training: {', '.join(f'{size:.0f}' for size in sizes)}"
-    return judged(grown < KEPT_MIB, text, grown_mib=grown)
-
-
-def reserved_mib() -> float:
-    """MiB that torch keeps of the GPU's memory once it has given back what it can."""
-    import torch
-
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved() / 2**20

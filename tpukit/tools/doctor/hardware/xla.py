@@ -1,16 +1,27 @@
 """The checks for TPUs. The CPU XLA device rehearses them."""
 
-from __future__ import annotations
-
 import dataclasses
+import os
 import time
 from typing import Any
 
+import torch
+
+import tpukit
 from tpukit.devices import open_runtime
+from tpukit.devices.runtime import Runtime
 from tpukit.host.environment import Environment
 from tpukit.host.tables import GIB
-from tpukit.tools.doctor.hardware import common
-from tpukit.tools.doctor.hardware.outcome import SKIP, Outcome, is_hardware, judged
+from tpukit.tools.doctor.hardware.common import (
+    HARDWARE,
+    SKIP,
+    Outcome,
+    best_of,
+    error_of,
+    judged,
+    multiplies,
+    new_step,
+)
 
 # Gradients of this many steps may lie on the device at once; torch_xla lets the host run 32 steps ahead.
 MAX_STEPS_AHEAD = 6
@@ -20,10 +31,8 @@ FLAG = "--xla_tpu_msa_inefficient_use_to_copy_ratio"
 
 def run_ahead(env: Environment) -> Outcome:
     """The host runs ahead of the device without holding the gradients of many steps in its memory."""
-    import torch
-
     runtime = open_runtime(env, "bf16")
-    size = 8192 if env.accelerator == "tpu" else 256  # in fp32: 256 MiB of weights
+    size = 8192 if env.accelerator in HARDWARE else 256  # in fp32: 256 MiB of weights
     model = runtime.to_device(torch.nn.Linear(size, size, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -54,8 +63,6 @@ def run_ahead(env: Environment) -> Outcome:
 
 def attention_kernels(env: Environment) -> Outcome:
     """CDEIT's attention kernels run, agree with the formula, and are faster than attention in slices."""
-    import torch
-
     from tpukit.tasks.cdeit.tpu import attention
 
     runtime: Any = open_runtime(env, "bf16")  # an XLARuntime
@@ -63,39 +70,29 @@ def attention_kernels(env: Environment) -> Outcome:
     note = attention.choose(runtime)  # a process of jax lowers them, and they are tried
     numbers = {"choose_s": time.monotonic() - began}
     has_kernels = attention._disabled_reason is None
-    tokens, width = (4096, 1536) if is_hardware(env) else (128, 384)
+    tokens, width = (4096, 1536) if env.accelerator in HARDWARE else (128, 384)
     qkv = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     found, ways = {}, {"slices": "to be compared"} | ({"kernels": None} if has_kernels else {})
+    inputs = [runtime.put({"qkv": qkv})["qkv"]]
     for name, reason in ways.items():
         attention._disabled_reason = reason
-        for number in range(6):  # the first compiles
-            inputs = [runtime.put({"qkv": qkv})["qkv"]]
-            runtime.sync()
-            began = time.perf_counter()
-            found[name] = attention.output_and_gradients(inputs)
-            runtime.sync()
-            common.finish(runtime, found[name][0][0, 0, :1])
-            took_ms = 1e3 * (time.perf_counter() - began)
-            numbers[f"{name}_ms"] = took_ms if number < 2 else min(took_ms, numbers[f"{name}_ms"])
+        found[name], seconds = best_of(runtime, lambda: attention.output_and_gradients(inputs))
+        numbers[f"{name}_ms"] = 1e3 * seconds
     exact = attention.output_and_gradients([qkv.float()])
     computed = runtime.to_cpu(found["kernels" if has_kernels else "slices"])
-    error = max(common._error(a, b.double()) for a, b in zip(computed, exact))
+    error = max(map(error_of, computed, exact))
     faster = has_kernels and numbers["kernels_ms"] < numbers["slices_ms"]
-    holds = error < attention.TOLERANCE and (faster or not is_hardware(env))
+    holds = error < attention.TOLERANCE and (faster or env.accelerator not in HARDWARE)
     times = ", ".join(f"{name} {numbers[f'{name}_ms']:.2f} ms" for name in ways)
     return judged(holds, f"{note}; {times}; error {error:.1e}", **numbers, error=error)
 
 
 def micro_batches(env: Environment) -> Outcome:
     """Gradients that a step accumulates over micro-batches have the norm that a CPU computes."""
-    from tpukit.devices.runtime import Runtime
-    from tpukit.tasks.mnist import MNIST
-
-    task = MNIST(batch_size=32, micro_batches=4, clip_norm=1.0)
+    task = tpukit.MNIST(batch_size=32, clip_norm=1.0)
     norms = []
     for runtime, parts in ((open_runtime(env, "fp32"), 4), (Runtime("cpu", "fp32"), 1)):
-        taken = common.new_step(dataclasses.replace(task, micro_batches=parts), runtime)
-        batch = runtime.put(task.example(task.batch_size))
+        taken, batch = new_step(dataclasses.replace(task, micro_batches=parts), runtime)
         for _ in range(3):
             taken(batch, 0)
         norms.append(float(runtime.to_cpu(taken.sums)[3]))
@@ -106,18 +103,8 @@ def micro_batches(env: Environment) -> Outcome:
 
 def libtpu_flag(env: Environment) -> Outcome:
     """libtpu takes the flag that MSHNet gives its compiler."""
-    import os
-
-    import torch
-
     wanted = f"{FLAG}=2.5"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {wanted}".strip()
     runtime = open_runtime(env)  # an unknown flag ends the process
-    total = float(common._products(runtime, torch.ones(64, 64), torch.ones(64, 64)).sum())
-    return judged(total == 64**3, f"{wanted}: a product of ones gives {total:g}, to be {64**3}")
-
-
-def spmd(env: Environment) -> Outcome:
-    """A training as one graph over all cores (SPMD) compiles its step once, and learns."""
-    _, outcome = common.train_digits(env, common.cores_of(env), "spmd")
-    return outcome
+    is_right = multiplies(runtime)
+    return judged(is_right, f"{wanted}: a product of ones is {'right' if is_right else 'WRONG'}")
