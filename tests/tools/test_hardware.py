@@ -18,8 +18,9 @@ from tests.conftest import refuses
 from tpukit import cli, detect
 from tpukit.devices.runtime import Runtime
 from tpukit.host.tables import GIB
-from tpukit.tools.doctor import NOTE, hardware
-from tpukit.tools.doctor.hardware import FAIL, INFO, PASS, SKIP, Outcome, common, cuda, xla
+from tpukit.tools.doctor import hardware
+from tpukit.tools.doctor.hardware import common, cuda, xla
+from tpukit.tools.doctor.hardware.common import FAIL, INFO, PASS, SKIP, Outcome
 
 GRADIENT = 256 * 256 * 4
 
@@ -127,24 +128,17 @@ class TakingOverflows(Runtime):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "opens",
-        "step",
-        "replays",
-        "precision",
-        "attention",
-        "overflow",
-        "copies",
-        "micro_batches",
-        "all_reduce",
-    ],
-)
-def test_a_check_passes_on_a_device_that_is_right(name, outcome_on):
+RIGHT = "opens step replays precision speed attention overflow copies micro_batches libtpu_flag all_reduce"
+
+
+@pytest.mark.parametrize("name", RIGHT.split())
+def test_a_check_passes_on_a_device_that_is_right(name, outcome_on, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--one=1")
     found = outcome_on(name)
-    assert found.outcome == PASS and found.text
+    assert found.outcome == (INFO if name == "speed" else PASS) and found.text
     assert all(isinstance(value, float) for value in found.numbers.values())
+    flags = f"--one=1 {xla.FLAG}=2.5" if name == "libtpu_flag" else "--one=1"
+    assert os.environ["LIBTPU_INIT_ARGS"] == flags
 
 
 @pytest.mark.parametrize(
@@ -157,8 +151,8 @@ def test_a_check_passes_on_a_device_that_is_right(name, outcome_on):
         ("replays", OfTwoGraphs, "cpu", "graphs: 2"),
         ("replays", Leaking, "cpu", "1024.0 MiB more"),
         ("training", NotLearning, "cpu", "accuracy 0."),
-        ("spmd", NotLearning, "xla", "accuracy 0."),
-        ("all_cores", NotLearning, "cpu", "losses differ"),
+        ("all_cores", NotLearning, "xla", "spmd: losses differ"),
+        ("libtpu_flag", Adding, "cpu", "WRONG"),
         ("all_reduce", Doubling, "cpu", "wrong by 1.0e+00"),
         ("micro_batches", LosingMicroBatches, "xla", "norm"),
         ("overflow", TakingOverflows, "cpu", "CHANGED"),
@@ -222,35 +216,20 @@ def test_a_kernel_that_is_wrong_in_training_or_in_evaluation_alone_fails(
 
 def test_attention_kernels_that_are_wrong_or_do_not_work_fail(xla, machine, monkeypatch):
     from tpukit.tasks.cdeit.tpu import attention
+    from tpukit.tools.doctor.hardware import xla as checks_of_xla
 
     env, check = machine("xla"), hardware.CHECKS["attention_kernels"].function
     monkeypatch.setattr(attention, "_disabled_reason", None)
-    monkeypatch.setattr("tpukit.tools.doctor.hardware.xla.open_runtime", lambda env, precision: xla)
+    monkeypatch.setattr(checks_of_xla, "open_runtime", lambda env, precision: xla)
     assert check(env).outcome == PASS  # by slices
-    monkeypatch.setattr("tpukit.tools.doctor.hardware.xla.is_hardware", lambda env: True)
+    monkeypatch.setattr(checks_of_xla, "HARDWARE", ("xla",))
     monkeypatch.setattr(xla, "to_cpu", lambda tree: [1.1 * value.cpu() for value in tree])
     right = attention.output_and_gradients
     small = lambda inputs: right([inputs[0][:, :128, :384]])  # noqa: E731
     monkeypatch.setattr(attention, "output_and_gradients", small)
     found = check(env)
-    assert (
-        found.outcome == FAIL and found.numbers["error"] > attention.TOLERANCE and "in slices" in found.text
-    )
-
-
-def test_a_flag_with_which_libtpu_computes_wrongly_fails(outcome_on, monkeypatch):
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--one=1")
-    assert outcome_on("libtpu_flag").outcome == PASS
-    assert os.environ["LIBTPU_INIT_ARGS"] == f"--one=1 {xla.FLAG}=2.5"
-    assert outcome_on("libtpu_flag", Adding).outcome == FAIL
-
-
-def test_memory_that_stays_reserved_fails(outcome_on, monkeypatch):
-    monkeypatch.setattr(common, "new_step", lambda task, runtime: lambda batch, epoch: None)
-    for step, outcome in ((10, PASS), (100, FAIL)):
-        sizes = iter(range(100, 1000, step))
-        monkeypatch.setattr(cuda, "reserved_mib", lambda sizes=sizes: next(sizes))
-        assert outcome_on("memory", accelerator="cuda").outcome == outcome
+    assert found.outcome == FAIL and found.numbers["error"] > attention.TOLERANCE
+    assert "in slices" in found.text
 
 
 @pytest.mark.parametrize(
@@ -263,37 +242,12 @@ def test_memory_that_stays_reserved_fails(outcome_on, monkeypatch):
     ],
 )
 def test_running_out_of_memory_must_be_a_known_error(raised, outcome, outcome_on, monkeypatch):
-    def allocate(runtime, x):
+    def allocate(runtime):
         if raised:
             raise RuntimeError(raised)
 
     monkeypatch.setattr(common, "_allocate_4_tib", allocate)
     assert outcome_on("out_of_memory").outcome == outcome
-
-
-@pytest.mark.parametrize(
-    "again, outcome", [("print('open', flush=True)", PASS), ("raise SystemExit('busy')", FAIL)]
-)
-def test_a_device_that_is_not_free_after_a_kill_fails(again, outcome, outcome_on, tmp_path, monkeypatch):
-    mark = str(tmp_path / "opened")
-    code = f"""
-import os
-if not os.path.exists({mark!r}):
-    open({mark!r}, "w").close()
-    print("open", flush=True)
-else:
-    {again}
-"""
-    monkeypatch.setattr(common, "OPEN_DEVICE", code)
-    monkeypatch.setattr(common, "OPENS_WITHIN_S", 60 if outcome == PASS else 0.1)
-    found = outcome_on("killed")
-    assert found.outcome == outcome and ("busy" in found.text) == (outcome == FAIL)
-
-
-@pytest.mark.slow
-def test_the_time_of_a_step_is_a_number_without_a_right_answer(outcome_on):
-    found = outcome_on("mshnet")
-    assert found.outcome == INFO and found.numbers["compiled_ms"] > 0 < found.numbers["eager_ms"]
 
 
 # The processes of the checks
@@ -437,14 +391,6 @@ def test_a_rehearsal_says_that_it_is_one(pjrt, accelerator, monkeypatch, tmp_pat
     assert row["outcome"] == PASS and "not seen on hardware" in hardware.table(report).title
 
 
-def test_outcomes_are_coloured_in_a_notebook_and_markup_in_them_is_text(machine):
-    report = hardware.describe(machine("cuda"))
-    report["checks"] = [dict(name="opens", outcome=FAIL, seconds=1.0, text="<b>x</b>")]
-    shown = hardware.table(report)._repr_html_()
-    assert f"color:{hardware.COLOURS[FAIL]}" in shown and "<b>x</b>" not in shown
-    assert all(f">{word}<" not in shown for word in (PASS, INFO, SKIP))
-
-
 def test_doctor_prints_the_outcomes_and_ends_with_1_where_one_failed(capsys, monkeypatch, machine):
     from tpukit.tools import doctor
 
@@ -463,10 +409,6 @@ def test_doctor_prints_the_outcomes_and_ends_with_1_where_one_failed(capsys, mon
 
 
 def test_without_an_accelerator_doctor_says_how_to_rehearse(capsys, monkeypatch, machine):
-    from tpukit.tools import doctor
-
-    monkeypatch.setattr(doctor, "examine", lambda env: [])
     monkeypatch.setattr(tpukit, "detect", lambda: machine("cpu"))
-    assert cli.main(["doctor", "--hardware", "--json"]) == 0
-    [check] = json.loads(capsys.readouterr().out)["checks"]
-    assert check["level"] == NOTE and "--rehearse" in check["fix"]
+    assert cli.main(["doctor", "--hardware"]) == 1
+    assert "no TPU and no GPU is here" in (printed := capsys.readouterr().err) and "--rehearse" in printed
