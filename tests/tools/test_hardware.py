@@ -209,7 +209,7 @@ def test_a_kernel_that_is_wrong_in_training_or_in_evaluation_alone_fails(
         is_kernel = query.dtype == torch.bfloat16 and torch.is_grad_enabled() == (broken == "training")
         return right(query, *arguments, **settings) * (wrong if is_kernel else 1.0)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(cuda, "scaled_dot_product_attention", attend)
     found = outcome_on("attention", lambda accelerator, precision: Runtime(accelerator, "bf16"))
     assert found.outcome == FAIL and "enable_cudnn_sdp(False)" in found.text
 

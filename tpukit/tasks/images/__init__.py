@@ -124,7 +124,7 @@ class ImageClassifier(Task):
             count = len(samples)
             if "image_size" in wanted and not self.weights:  # which are of a size of their own
                 size = self._fitting_size(samples)
-        if "batch_size" in wanted:
+        if batch_size is None or "batch_size" in wanted:
             sixteenth = 2 ** round(math.log2(count / 16))
             batch_size = min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2))
         epochs = max(EPOCHS, math.ceil(STEPS / max(count // batch_size, 1)))
