@@ -300,10 +300,7 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_started(run_as, tmp_path):
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
-def test_what_the_budget_does_not_reach_is_skipped_and_the_check_that_it_ends_does_not_fail(
-    run_as, monkeypatch
-):
-    monkeypatch.setattr(hardware, "SHORTEST_S", 2)
+def test_what_the_budget_does_not_reach_is_skipped_and_the_check_that_it_ends_does_not_fail(run_as):
     report = run_as("import time; time.sleep(600)", answers(PASS), budget_s=3, limit_s=60)
     first, second = report["checks"]
     assert [first["outcome"], second["outcome"]] == [SKIP, SKIP] and not hardware.has_failed(report)
@@ -363,8 +360,6 @@ def test_wrong_use_says_what_there_is(machine):
     with refuses("train.py", "--report"):
         hardware.check_hardware(machine("cuda"), path=mine)
     assert mine.read_text() == "print('mine')"
-    with refuses("0 s"):
-        hardware.check_hardware(machine("cuda"), budget_s=0)
 
 
 def test_checks_of_several_chips_and_of_torch_xla_are_skipped_elsewhere(machine):
