@@ -11,7 +11,7 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -109,30 +109,29 @@ class ImageClassifier(Task):
     def _fit(self):
         """Choose the settings that were left None: for the dataset, or before it is known for a large one."""
         place = Path(self.dataset_dir) if self.dataset_dir else None
-        if place and (not place.exists() or archives.stem(place)):
-            place = None
+        is_there = place is not None and place.exists() and not archives.stem(place)
         wanted = []
         for name in ("batch_size", "epochs", "image_size"):
             value = getattr(self, name)
-            is_of_another = isinstance(value, Fitted) and place and value.dataset_dir != place
+            is_of_another = is_there and isinstance(value, Fitted) and value.dataset_dir != place
             wanted += [name] if value is None or is_of_another else []
         if not wanted:
             return
-        count, size, batch_size = BATCH_SIZE * STEPS, None, self.batch_size
-        if place:
+        chosen: dict[str, Any] = dict(batch_size=self.batch_size)
+        count = BATCH_SIZE * STEPS
+        if place and is_there:
             samples = find_samples(place, self.images_dir, self.test_share)[1]["train"]
             count = len(samples)
             if "image_size" in wanted and not self.weights:  # which are of a size of their own
-                size = self._fitting_size(samples)
-        if batch_size is None or "batch_size" in wanted:
+                chosen["image_size"] = self._fitting_size(samples)
+        if "batch_size" in wanted:
             sixteenth = 2 ** round(math.log2(count / 16))
-            batch_size = min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2))
-        epochs = max(EPOCHS, math.ceil(STEPS / max(count // batch_size, 1)))
-        for name, value in dict(batch_size=batch_size, epochs=epochs, image_size=size).items():
-            if name in wanted and value:
-                fitted = Fitted(value)
-                fitted.dataset_dir = place
-                object.__setattr__(self, name, fitted)  # the class is frozen
+            chosen["batch_size"] = min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2))
+        chosen["epochs"] = max(EPOCHS, math.ceil(STEPS / max(count // chosen["batch_size"], 1)))
+        for name in chosen.keys() & set(wanted):
+            fitted = Fitted(chosen[name])
+            fitted.dataset_dir = place if is_there else None
+            object.__setattr__(self, name, fitted)  # the class is frozen
 
     def _fitting_size(self, samples):
         network, side = self._network(), median_side(samples)
