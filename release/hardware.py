@@ -73,7 +73,7 @@ ROWS = {
         "CPU 的核函数；torch 2.11 在 H100 或 H200 上选用 cuDNN 的，训练和评估各不相同",
     ),
     "attention_kernels": (
-        "CDEIT 的注意力核函数能运行，与公式一致，并且比分块计算的注意力快。",
+        "CDEIT 的注意力核函数能运行，与分块计算的注意力一致，并且更快。",
         "interpreted on a CPU they equal plain attention; libtpu's compiler takes them for v5e and v6e",
         "在 CPU 上解释执行时与普通的注意力相等；libtpu 的编译器接受它们（v5e 和 v6e）",
     ),

@@ -214,22 +214,23 @@ def test_a_kernel_that_is_wrong_in_training_or_in_evaluation_alone_fails(
     assert found.outcome == FAIL and "enable_cudnn_sdp(False)" in found.text
 
 
-def test_attention_kernels_that_are_wrong_or_do_not_work_fail(xla, machine, monkeypatch):
+@pytest.mark.parametrize(
+    "reason, kernels_s, outcome", [(None, 1, PASS), (None, 3, FAIL), ("they are wrong", 1, FAIL)]
+)
+def test_attention_kernels_that_are_slow_or_do_not_work_fail(
+    reason, kernels_s, outcome, outcome_on, monkeypatch
+):
     from tpukit.tasks.cdeit.tpu import attention
-    from tpukit.tools.doctor.hardware import xla as checks_of_xla
 
-    env, check = machine("xla"), hardware.CHECKS["attention_kernels"].function
+    def choose(runtime):
+        attention._disabled_reason = reason
+        return "chosen"
+
+    times_s = iter([2, kernels_s])
     monkeypatch.setattr(attention, "_disabled_reason", None)
-    monkeypatch.setattr(checks_of_xla, "open_runtime", lambda env, precision: xla)
-    assert check(env).outcome == PASS  # by slices
-    monkeypatch.setattr(checks_of_xla, "HARDWARE", ("xla",))
-    monkeypatch.setattr(xla, "to_cpu", lambda tree: [1.1 * value.cpu() for value in tree])
-    right = attention.output_and_gradients
-    small = lambda inputs: right([inputs[0][:, :128, :384]])  # noqa: E731
-    monkeypatch.setattr(attention, "output_and_gradients", small)
-    found = check(env)
-    assert found.outcome == FAIL and found.numbers["error"] > attention.TOLERANCE
-    assert "in slices" in found.text
+    monkeypatch.setattr(attention, "choose", choose)
+    monkeypatch.setattr(xla, "best_of", lambda runtime, function: (None, next(times_s)))
+    assert outcome_on("attention_kernels", accelerator="tpu").outcome == outcome
 
 
 @pytest.mark.parametrize(
