@@ -18,7 +18,7 @@ from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import UNPRINTABLE
 from tpukit.tools.doctor.hardware import CHECKS, FORMAT, HARDWARE, PACKAGES
-from tpukit.tools.doctor.hardware.common import FAIL, INFO, PASS, SKIP
+from tpukit.tools.doctor.hardware.checks import FAIL, INFO, PASS, SKIP
 
 ROOT = Path(__file__).parent.parent
 PAGES = (("README.md", 0), ("docs/STATUS.md", 0), ("README.zh-CN.md", 1), ("docs/STATUS.zh-CN.md", 1))

@@ -9,7 +9,7 @@ import pytest
 from release import hardware
 from tests.conftest import ROOT, refuses
 from tpukit.tools.doctor.hardware import CHECKS
-from tpukit.tools.doctor.hardware.common import FAIL, INFO, PASS, SKIP
+from tpukit.tools.doctor.hardware.checks import FAIL, INFO, PASS, SKIP
 
 
 def row(name, outcome, text="found", **numbers):

@@ -19,8 +19,8 @@ from tpukit import cli, detect
 from tpukit.devices.runtime import Runtime
 from tpukit.host.tables import GIB
 from tpukit.tools.doctor import hardware
-from tpukit.tools.doctor.hardware import common, cuda, xla
-from tpukit.tools.doctor.hardware.common import FAIL, INFO, PASS, SKIP, Outcome
+from tpukit.tools.doctor.hardware import checks
+from tpukit.tools.doctor.hardware.checks import FAIL, INFO, PASS, SKIP, Outcome
 
 GRADIENT = 256 * 256 * 4
 
@@ -47,9 +47,8 @@ def outcome_on(machine, monkeypatch):
             more = dict(progress=False) if function is tpukit.train else {}
             return function(task, run, runtime=fitting("cpu", "fp32"), **more)
 
-        for module in (common, cuda, xla):
-            monkeypatch.setattr(module, "open_runtime", opened)
-        monkeypatch.setattr(common, "STEPS", 5)
+        monkeypatch.setattr(checks, "open_runtime", opened)
+        monkeypatch.setattr(checks, "STEPS", 5)
         monkeypatch.setattr(tpukit, "launch", launched)
         return hardware.CHECKS[name].function(machine(accelerator, cores))
 
@@ -137,7 +136,7 @@ def test_a_check_passes_on_a_device_that_is_right(name, outcome_on, monkeypatch)
     found = outcome_on(name)
     assert found.outcome == (INFO if name == "speed" else PASS) and found.text
     assert all(isinstance(value, float) for value in found.numbers.values())
-    flags = f"--one=1 {xla.FLAG}=2.5" if name == "libtpu_flag" else "--one=1"
+    flags = f"--one=1 {checks.FLAG}=2.5" if name == "libtpu_flag" else "--one=1"
     assert os.environ["LIBTPU_INIT_ARGS"] == flags
 
 
@@ -209,7 +208,7 @@ def test_a_kernel_that_is_wrong_in_training_or_in_evaluation_alone_fails(
         is_kernel = query.dtype == torch.bfloat16 and torch.is_grad_enabled() == (broken == "training")
         return right(query, *arguments, **settings) * (wrong if is_kernel else 1.0)
 
-    monkeypatch.setattr(cuda, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(checks, "scaled_dot_product_attention", attend)
     found = outcome_on("attention", lambda accelerator, precision: Runtime(accelerator, "bf16"))
     assert found.outcome == FAIL and "enable_cudnn_sdp(False)" in found.text
 
@@ -229,7 +228,7 @@ def test_attention_kernels_that_are_slow_or_do_not_work_fail(
     times_s = iter([2, kernels_s])
     monkeypatch.setattr(attention, "_disabled_reason", None)
     monkeypatch.setattr(attention, "choose", choose)
-    monkeypatch.setattr(xla, "best_of", lambda runtime, function: (None, next(times_s)))
+    monkeypatch.setattr(checks, "best_of", lambda runtime, function: (None, next(times_s)))
     assert outcome_on("attention_kernels", accelerator="tpu").outcome == outcome
 
 
@@ -247,7 +246,7 @@ def test_running_out_of_memory_must_be_a_known_error(raised, outcome, outcome_on
         if raised:
             raise RuntimeError(raised)
 
-    monkeypatch.setattr(common, "_allocate_4_tib", allocate)
+    monkeypatch.setattr(checks, "_allocate_4_tib", allocate)
     assert outcome_on("out_of_memory").outcome == outcome
 
 
@@ -259,9 +258,9 @@ def run_as(machine, monkeypatch, tmp_path):
     """A function: the report on a GPU whose checks are these programs, with this limit in seconds each."""
 
     def run(*codes, limit_s=60.0, **settings):
-        checks = {f"check{n}": hardware.HardwareCheck(common.opens, limit_s) for n in range(len(codes))}
-        monkeypatch.setattr(hardware, "CHECKS", checks)
-        child = "import sys; exec(dict(zip({!r}, {!r}))[sys.argv[1]])".format(list(checks), codes)
+        named = {f"check{n}": hardware.HardwareCheck(checks.opens, limit_s) for n in range(len(codes))}
+        monkeypatch.setattr(hardware, "CHECKS", named)
+        child = "import sys; exec(dict(zip({!r}, {!r}))[sys.argv[1]])".format(list(named), codes)
         monkeypatch.setattr(hardware, "CHILD", child)
         return hardware.check_hardware(machine("cuda"), path=tmp_path / "report.json", **settings)
 

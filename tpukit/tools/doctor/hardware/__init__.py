@@ -25,8 +25,8 @@ from tpukit.host.environment import Environment, detect
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Table, printable
 from tpukit.tools.child import last_line, run_python
-from tpukit.tools.doctor.hardware import common, cuda, xla
-from tpukit.tools.doctor.hardware.common import FAIL, HARDWARE, SKIP, Outcome
+from tpukit.tools.doctor.hardware import checks
+from tpukit.tools.doctor.hardware.checks import FAIL, HARDWARE, SKIP, Outcome
 
 FORMAT = "tpukit hardware 1"
 REPORT = "hardware.json"  # in the machine's output folder
@@ -67,22 +67,22 @@ class HardwareCheck:
 
 # The most telling come first: what the budget does not reach is skipped.
 CHECKS = dict(
-    opens=HardwareCheck(common.opens, 150),
-    step=HardwareCheck(common.step, 150),
-    training=HardwareCheck(common.training, 180),
-    all_reduce=HardwareCheck(common.all_reduce, 150, needs_several=True),
-    all_cores=HardwareCheck(common.all_cores, 360, needs_several=True),
-    attention=HardwareCheck(cuda.attention, 120, ("cuda",)),
-    attention_kernels=HardwareCheck(xla.attention_kernels, 240, ("tpu",), by_torch_xla=True),
-    replays=HardwareCheck(common.replays, 120),
-    run_ahead=HardwareCheck(xla.run_ahead, 120, ("tpu",)),
-    precision=HardwareCheck(common.precision, 120),
-    speed=HardwareCheck(common.speed, 90),
-    overflow=HardwareCheck(cuda.overflow, 90, ("cuda",)),
-    copies=HardwareCheck(cuda.copies, 60, ("cuda",)),
-    micro_batches=HardwareCheck(xla.micro_batches, 120, ("tpu",)),
-    libtpu_flag=HardwareCheck(xla.libtpu_flag, 90, ("tpu",), by_torch_xla=True),
-    out_of_memory=HardwareCheck(common.out_of_memory, 150),
+    opens=HardwareCheck(checks.opens, 150),
+    step=HardwareCheck(checks.step, 150),
+    training=HardwareCheck(checks.training, 180),
+    all_reduce=HardwareCheck(checks.all_reduce, 150, needs_several=True),
+    all_cores=HardwareCheck(checks.all_cores, 360, needs_several=True),
+    attention=HardwareCheck(checks.attention, 120, ("cuda",)),
+    attention_kernels=HardwareCheck(checks.attention_kernels, 240, ("tpu",), by_torch_xla=True),
+    replays=HardwareCheck(checks.replays, 120),
+    run_ahead=HardwareCheck(checks.run_ahead, 120, ("tpu",)),
+    precision=HardwareCheck(checks.precision, 120),
+    speed=HardwareCheck(checks.speed, 90),
+    overflow=HardwareCheck(checks.overflow, 90, ("cuda",)),
+    copies=HardwareCheck(checks.copies, 60, ("cuda",)),
+    micro_batches=HardwareCheck(checks.micro_batches, 120, ("tpu",)),
+    libtpu_flag=HardwareCheck(checks.libtpu_flag, 90, ("tpu",), by_torch_xla=True),
+    out_of_memory=HardwareCheck(checks.out_of_memory, 150),
 )
 
 

@@ -1,8 +1,9 @@
-"""What a check finds, and the checks that TPUs and GPUs share."""
+"""The checks, and what they find."""
 
 import dataclasses
 import functools
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import conv2d
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import conv2d, scaled_dot_product_attention
 
 import tpukit
 from tpukit.devices import open_runtime, trial
@@ -31,6 +33,19 @@ FP32_ERROR = 1e-5  # of a product's norm; with factors rounded to bf16 it is 3e-
 STEPS = 100
 LOST_BYTES = 2**20  # that as many steps may add to the peak of memory
 LOSS_CHANGE = 0.05  # between one core and several, in fp32
+# Gradients of this many steps may lie on the device at once; torch_xla lets the host run 32 steps ahead.
+MAX_STEPS_AHEAD = 6
+NORM_ERROR = 0.01  # of a gradient's norm in fp32
+FLAG = "--xla_tpu_msa_inefficient_use_to_copy_ratio"
+# Of the largest value, by attention in half precision against the formula in fp32.
+LARGEST_ERROR = 0.05
+# As CDEIT computes it: name -> (batch, heads, tokens, channels of a head), whether a bias is added.
+ATTENTION_SHAPES = dict(
+    windows=((32, 16, 256, 32), True),
+    all_tokens=((4, 16, 1024, 32), False),
+    middle=((4, 16, 16, 32), False),
+)
+COPIES = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +180,156 @@ def out_of_memory(env: Environment) -> Outcome:
     goes_on = multiplies(runtime)
     text = f"{'known' if known else 'not known'}: {text}" + ("" if goes_on else "; then it computed wrongly")
     return judged(bool(known) and goes_on, text)
+
+
+# Of a TPU
+
+
+def run_ahead(env: Environment) -> Outcome:
+    """The host runs ahead of the device without holding the gradients of many steps in its memory."""
+    runtime = open_runtime(env, "bf16")
+    size = 8192 if env.accelerator in HARDWARE else 256  # in fp32: 256 MiB of weights
+    model = runtime.to_device(torch.nn.Linear(size, size, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x):
+        optimizer.zero_grad(set_to_none=True)
+        with runtime.autocast():
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = runtime.compile(step, name="step", mutates=(model, optimizer))
+    x = runtime.put({"x": torch.ones(size, size)})["x"]
+    peaks = []
+    for steps in (1, 60):
+        for _ in range(steps):
+            compiled(x)
+        runtime.sync()
+        peaks += [peak for peak, _ in runtime.memory()]
+    if not peaks:
+        return Outcome(SKIP, f"{runtime} does not tell how much of its memory is used")
+    held = 1 + (peaks[1] - peaks[0]) / (size * size * 4)
+    text = f"60 steps in a row held the gradients of {held:.1f} steps ({size * size * 4 / GIB:.2g} GiB each)"
+    holds = held <= MAX_STEPS_AHEAD
+    advice = "" if holds else "; train with --log-every 4: every fourth step then waits for the device"
+    return judged(holds, text + advice, steps_held=held)
+
+
+def attention_kernels(env: Environment) -> Outcome:
+    """CDEIT's attention kernels run, agree with attention in slices, and are faster."""
+    from tpukit.tasks.cdeit.tpu import attention
+
+    runtime: Any = open_runtime(env, "bf16")  # an XLARuntime
+    note = attention.choose(runtime)  # a process of jax lowers the kernels, and they are compared with slices
+    why_not, times_ms = attention._disabled_reason, {}
+    size = (2, 4096, 1536) if env.accelerator in HARDWARE else (2, 128, 384)
+    inputs = [runtime.put({"qkv": torch.randn(size).bfloat16()})["qkv"]]
+    for name, reason in ({"slices": "to be compared"} | ({} if why_not else {"kernels": None})).items():
+        attention._disabled_reason = reason
+        times_ms[name] = 1e3 * best_of(runtime, lambda: attention.output_and_gradients(inputs))[1]
+    works = why_not is None and times_ms["kernels"] < times_ms["slices"]
+    text = f"{note}; {', '.join(f'{name} {took:.2f} ms' for name, took in times_ms.items())}"
+    return judged(works or env.accelerator not in HARDWARE, text, **times_ms)
+
+
+def micro_batches(env: Environment) -> Outcome:
+    """Gradients that a step accumulates over micro-batches have the norm that a CPU computes."""
+    task = tpukit.MNIST(batch_size=32, clip_norm=1.0)
+    norms = []
+    for runtime, parts in ((open_runtime(env, "fp32"), 4), (Runtime("cpu", "fp32"), 1)):
+        taken, batch = new_step(dataclasses.replace(task, micro_batches=parts), runtime)
+        for _ in range(3):
+            taken(batch, 0)
+        norms.append(float(runtime.to_cpu(taken.sums)[3]))
+    error = abs(norms[0] - norms[1]) / norms[1]
+    text = f"norm {norms[0]:.5g} after 3 steps of 4 micro-batches, on a CPU in one {norms[1]:.5g}"
+    return judged(error < NORM_ERROR, text, error=error)
+
+
+def libtpu_flag(env: Environment) -> Outcome:
+    """libtpu takes the flag that MSHNet gives its compiler."""
+    wanted = f"{FLAG}=2.5"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {wanted}".strip()
+    runtime = open_runtime(env)  # an unknown flag ends the process
+    is_right = multiplies(runtime)
+    return judged(is_right, f"{wanted}: a product of ones is {'right' if is_right else 'WRONG'}")
+
+
+# Of a GPU
+
+
+def attention(env: Environment) -> Outcome:
+    """The kernels that torch chooses for attention compute it, in training and in evaluation."""
+    # On an H100 or H200, torch 2.11 takes cuDNN's, different ones in training and in evaluation.
+    runtime = open_runtime(env, "auto")
+    shapes = ATTENTION_SHAPES if env.accelerator in HARDWARE else dict(small=((2, 2, 16, 8), True))
+    errors = {name: attention_error(runtime, *shape) for name, shape in shapes.items()}
+    holds = all(error < LARGEST_ERROR for error in errors.values())  # NaN is not
+    found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    advice = "" if holds else "; torch.backends.cuda.enable_cudnn_sdp(False) before a training may help"
+    text = f"largest error against the formula, in {runtime.precision}: {found}"
+    return judged(holds, text + advice, **errors)
+
+
+def attention_error(runtime: Runtime, shape: tuple[int, int, int, int], has_bias: bool) -> float:
+    """The largest error of attention's output in training and in evaluation, and of its gradients, relative
+    to the largest value. shape: batch, heads, tokens, channels of a head."""
+
+    def compute(qkv, bias=None):
+        return scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), attn_mask=bias)
+
+    def outputs(*leaves):
+        trained = compute(*leaves)
+        gradients = torch.autograd.grad(trained.float().square().sum(), leaves)
+        with torch.no_grad():
+            return trained.detach(), compute(*leaves), *gradients
+
+    batch, heads, tokens, channels = shape
+    dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32)[runtime.precision]
+    sizes = [(batch, tokens, 3, heads, channels)] + [(1, heads, tokens, tokens)] * has_bias
+    leaves = [torch.randn(size, device=runtime.device, dtype=dtype, requires_grad=True) for size in sizes]
+    computed = outputs(*leaves)
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = outputs(*(leaf.detach().float().requires_grad_() for leaf in leaves))
+    errors = [(ours.float() - right).abs().max() / right.abs().max() for ours, right in zip(computed, wanted)]
+    return float(torch.stack(errors).max())  # NaN if any is
+
+
+def overflow(env: Environment) -> Outcome:
+    """A step in fp16 whose gradients overflow leaves the weights as they are and halves the loss's scale."""
+    runtime = open_runtime(env, "fp16")
+    taken, batch = new_step(tpukit.MNIST(batch_size=8, channels=8, precision="fp16"), runtime)
+    for _ in range(6):  # after which a step is captured
+        taken(batch, 0)
+    assert runtime.scaler is not None and runtime.scaler._scale is not None
+    before = [value.detach().clone() for value in taken.model.parameters()]
+    runtime.scaler._scale.fill_(2.0**100)
+    taken(batch, 0)
+    is_kept = all(map(torch.equal, before, taken.model.parameters()))
+    scale = runtime.scaler.get_scale()
+    runtime.scaler._scale.fill_(2.0**8)
+    taken(batch, 0)
+    goes_on = not all(map(torch.equal, before, taken.model.parameters()))
+    text = f"weights {'kept' if is_kept else 'CHANGED'}, scale 2^100 became {scale:.4g}, the next step "
+    text += "moves on" if goes_on else "does NOTHING"
+    return judged(is_kept and scale == 2.0**99 and goes_on, text)
+
+
+def copies(env: Environment) -> Outcome:
+    """A copy to the host holds what the device held when it was asked for, whatever is computed later."""
+    runtime = open_runtime(env)
+    wrong = 0
+    for number in range(COPIES):
+        values = torch.full((2**20,), float(number), device=runtime.device)
+        wait = runtime.to_cpu_async({"values": values})
+        copied = (
+            wait() if env.accelerator not in HARDWARE else None
+        )  # a processor copies when it is waited for
+        values.fill_(-1.0)  # queued behind the copy
+        wrong += int((copied or wait())["values"].ne(number).any())
+    return judged(not wrong, f"{wrong} of {COPIES} copies were overtaken", wrong=wrong)
 
 
 # What the checks share
