@@ -11,6 +11,7 @@ import sys
 import tomllib
 import urllib.request
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 
 from tpukit.devices import LIBTPU_RELEASES
@@ -50,7 +51,7 @@ def main():
     for name, about in known.items():
         try:
             found = read([(path, fetch(path)) for path in about["lists"]])
-        except (OSError, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             print(f"images: the list of {name} could not be read: {error}", file=sys.stderr)
             sys.exit(2)
         differences[name] = compare(about, found, needed)

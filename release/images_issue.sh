@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 text=$(mktemp)
 python3 -m release.images --out "$text" && { echo "nothing new"; exit 0; } || code=$?
-[ "$code" = 1 ] || exit "$code"
+[ "$code" = 1 ] && [ -s "$text" ] || exit "$code" # Python itself ends with 1, and no text, after an error
 gh label create images --force --description "Colab's or Kaggle's image has changed" --color c5def5
 number=$(gh issue list --label images --state open --limit 1 --json number --jq '.[].number')
 if [ -n "$number" ]; then

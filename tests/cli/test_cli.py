@@ -145,6 +145,10 @@ def test_a_misspelt_word_gets_one_line_with_one_suggestion(line, meant, capsys):
     assert out == "" and len(err.splitlines()) == 1 and meant in err
 
 
+def test_two_dashes_where_a_command_should_be_are_wrong_usage():
+    assert cli.main(["--", "train"]) == cli.main(["--"]) == 2
+
+
 def test_the_demo_is_a_synthetic_set_and_a_folder_of_that_name_is_that_folder(here, tmp_path):
     from tpukit import TpukitError, find_dataset
     from tpukit.tasks.datasets import is_synthetic

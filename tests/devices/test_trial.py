@@ -79,6 +79,13 @@ def test_neither_have_replayed_ones_or_a_cpus_and_no_number_drawn_later_is_anoth
     assert trial._relative_error(torch.tensor([math.nan, 1]), torch.ones(2)) == math.inf
 
 
+@pytest.mark.parametrize("rank", [0, 3, 7, 10])  # of the batches of the last three gradients are large
+def test_on_no_rank_a_sound_gpu_in_fp16_is_taken_for_a_wrong_one_because_its_gradients_overflow(rank, cpu):
+    runtime = Runtime("cpu", "fp16")
+    runtime.world.rank = rank
+    assert trial.step_error(runtime) <= BOUNDS["fp32"]
+
+
 def lose_one_replay(monkeypatch, number):
     replay, made = Graph.replay, []
 

@@ -5,11 +5,14 @@ import dataclasses
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 pytest.importorskip("torch_xla")
+
+import torch_xla.core.xla_model as xm
 
 from tests.conftest import refuses
 from tests.devices.conftest import take_step
@@ -91,6 +94,21 @@ def test_a_model_and_its_optimizers_state_are_made_in_one_graph_before_the_first
     model = xla.to_device(torch.nn.Sequential(*layers))
     assert xla.init_optimizer_state(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     assert xla.counters()["executions"] - before == 1
+
+
+def test_a_sync_waits_until_all_is_computed_and_compiles_nothing_of_its_own(xla):
+    x = xla.put({"x": torch.full((1500, 1500), 1 / 1500)})["x"]  # whose powers are itself
+    xla.sync()
+    for _ in range(2):  # the first time it compiles
+        y, before = x, xla.compilations()[0]
+        for _ in range(5):
+            y = y @ x
+        began = time.perf_counter()
+        xla.sync()
+        synced = time.perf_counter()
+        xm.wait_device_ops()
+        waited_s = time.perf_counter() - synced
+    assert waited_s < 0.1 * (synced - began) and xla.compilations()[0] == before
 
 
 def test_xla_refuses_fp16_and_says_what_to_use():

@@ -138,6 +138,8 @@ def test_the_text_of_a_stranger_is_text_on_the_page(root):
         (report(checks=[]), "checks"),
         (report(checks=[row("step", "SEEN")]), "outcome"),
         (report(checks=[row("<b>", PASS)]), "name of a check"),
+        (report(checks=[dict(outcome=PASS)]), "name of a check"),
+        (report(checks=[row("step", PASS, fp32=10**400)]), "number"),
         (report(checks=[row("step", PASS, "x" * 501)]), "text"),
         (report(checks=[row("step", PASS, "\x1b[31mred")]), "text"),
         (report(checks=[row("step", PASS, "a\u202eb")]), "text"),

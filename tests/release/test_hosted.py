@@ -1,6 +1,7 @@
 """What GitHub runs and shows of this repository: workflows with no right too many that call what is there,
 forms that can be filled in."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import yaml
 
 from release import notebooks, twins
 from tests.conftest import ROOT
+from tpukit.cli.doctor import doctor
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
@@ -103,7 +105,8 @@ def test_a_form_has_a_name_a_description_and_fields_that_can_be_filled_in(path):
 
 def test_there_is_a_form_for_hardware_for_a_notebook_and_for_a_task_and_no_blank_issue_hides_them():
     assert [path.stem for path in FORMS] == ["hardware", "notebook", "task"]
-    assert "tpukit doctor --hardware --json" in FORMS[0].read_text()
+    assert "`tpukit doctor --hardware --report hardware.json`" in FORMS[0].read_text()
+    assert "report" in inspect.signature(doctor).parameters
     config = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/config.yml").read_text())
     assert config["blank_issues_enabled"] is True
     assert [link["url"].partition("/security/")[1] != "" for link in config["contact_links"]].count(True) == 1
@@ -117,22 +120,27 @@ def test_the_form_for_a_broken_notebook_lists_every_notebook():
 
 
 @pytest.mark.parametrize(
-    "code, open_issue, called",
-    [(0, "", []), (1, "", ["label", "issue list", "issue create"]), (2, "", [])]
-    + [(1, "7", ["label", "issue list", "issue edit 7"])],
+    "code, text, open_issue, called",
+    [
+        (0, "text", "", []),
+        (1, "text", "", ["label", "issue list", "issue create"]),
+        (1, "text", "7", ["label", "issue list", "issue edit 7"]),
+        (1, "", "7", []),  # an error of Python
+        (2, "", "", []),
+    ],
 )
-def test_differences_of_the_images_go_into_one_open_issue(code, open_issue, called, tmp_path):
+def test_differences_of_the_images_go_into_one_open_issue(code, text, open_issue, called, tmp_path):
     """gh and python3 are stand-ins: what would be called is written down."""
     (tmp_path / "gh").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
     if open_issue:
         with open(tmp_path / "gh", "a") as file:
             file.write(f'[ "$1 $2" != "issue list" ] || echo {open_issue}\n')
-    (tmp_path / "python3").write_text(f"#!/bin/sh\necho text > $4\nexit {code}\n")
+    (tmp_path / "python3").write_text(f"#!/bin/sh\nprintf '{text}' > $4\nexit {code}\n")
     for name in ("gh", "python3"):
         (tmp_path / name).chmod(0o755)
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     ran = subprocess.run([ROOT / "release/images_issue.sh"], env=environ, capture_output=True, text=True)
     calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
-    assert ran.returncode == (2 if code == 2 else 0), ran.stderr
+    assert ran.returncode == (0 if text else code), ran.stderr
     assert len(calls) == len(called)
     assert all(call.startswith(start) for call, start in zip(calls, called, strict=True))

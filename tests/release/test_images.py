@@ -2,6 +2,7 @@
 downloaded."""
 
 import contextlib
+import http.client
 import tomllib
 import urllib.error
 
@@ -208,10 +209,13 @@ def test_exit_codes_and_the_file_say_whether_there_is_something_new(monkeypatch,
     def away(path):
         raise urllib.error.URLError("no route")
 
+    def broken(path):
+        raise http.client.IncompleteRead(b"half of it")
+
     assert run(recorded) == 1
     text = (tmp_path / "issue.md").read_text()
     assert "xla_private" in text and text.count("Nothing new.") == 1  # Kaggle
-    assert run(away) == 2
+    assert run(away) == run(broken) == 2
     assert "could not be read" in capsys.readouterr().err
     monkeypatch.setattr(images, "compare", lambda *about: [])
     assert run(recorded) == 0

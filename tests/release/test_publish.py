@@ -18,6 +18,8 @@ if not shutil.which("git") or subprocess.run(["git", "status"], cwd=ROOT, captur
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
+    if publish.PLACEHOLDER not in (ROOT / "docs/sky/v5e-1.yaml").read_text():
+        pytest.skip("this copy is published: its home is filled in already")
     return publish.publish("ada/lace", tmp_path_factory.mktemp("out") / "lace")
 
 

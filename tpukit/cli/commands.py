@@ -71,7 +71,7 @@ def run(argv: list[str]) -> Any:
 def _misspelt(argv: list[str]) -> str:
     """What is wrong with a command line and what was probably meant, in one sentence: for an option that is
     not there, and for a command or a task that is nearly one. Empty where tyro knows better."""
-    words = argv[: argv.index("--")] if "--" in argv else argv
+    words = argv[: argv.index("--", 1)] if "--" in argv[1:] else argv
     places = [("command", words[0], [name for name in COMMANDS if leaves.has_command(name)])]
     places += [("task", word, [*TASKS, MERGE]) for word in words[1:2] if words[0] in WITH_TASK]
     for kind, word, known in places:

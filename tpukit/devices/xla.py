@@ -230,7 +230,8 @@ class XLARuntime(Runtime):
         return exists
 
     def sync(self) -> None:
-        torch_xla.sync(wait=True)
+        torch_xla.sync(wait=True)  # until the work is queued; it raises what goes wrong there
+        xm.wait_device_ops()
 
     # Randomness
 

@@ -230,7 +230,8 @@ class Run:
             lines += [f"  {name}: the run has {old[name]!r}, this version no such setting" for name in gone]
             advice = "Set them back to resume it, or choose another run folder."
             if any(isinstance(getattr(task, name), Fitted) for name in changed):
-                advice = f"Some were chosen for the dataset, which has changed since. {advice}"
+                found = "the dataset, and the pretrained weights that were found"
+                advice = f"Some were chosen for {found}, which have changed since. {advice}"
             raise TpukitError("\n".join([f"{self.label} holds a run with other settings:", *lines, advice]))
 
     def _results(self) -> list[str]:

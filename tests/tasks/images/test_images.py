@@ -23,6 +23,7 @@ from tpukit.reporting import findings
 from tpukit.reporting.display import predictions_figure
 from tpukit.reporting.own import show_own
 from tpukit.runs import weights
+from tpukit.tasks.trained import task_of
 from tpukit.training.task import to_request
 
 pytest.importorskip("timm")
@@ -346,6 +347,21 @@ def test_a_broken_image_and_a_pretrained_network_do_not_change_what_fits(tmp_pat
     assert tuned.image_size == 128
 
 
+@pytest.mark.parametrize(
+    "kept, size",
+    [(dict(task="images", image_size="64"), 64), (dict(task="images", image_size="9" * 9), 160), ({}, 160)],
+)
+def test_weights_bring_their_size_along_into_the_run_that_they_start_and_its_predictions(
+    kept, size, tmp_path
+):
+    folder, settings = pictures_of(tmp_path / "set", 10, 40), dict(model_name="test_resnet", pretrained="no")
+    path = tmp_path / "best.safetensors"
+    path.write_bytes(weights.serialize(dict(a=torch.zeros(1)), kept | dict(classes='["a", "b"]')))
+    task = ImageClassifier(dataset_dir=folder, weights=path, **settings)
+    run = Run.open(tmp_path / "run", task)
+    assert task.image_size == task_of(run.config).image_size == size
+
+
 def test_fitted_settings_are_stored_taken_up_again_and_a_changed_set_is_named(tmp_path, cpu):
     folder, settings = pictures_of(tmp_path / "set", 10, 40), dict(model_name="test_resnet", pretrained="no")
     task = ImageClassifier(dataset_dir=folder, **settings)
@@ -357,7 +373,7 @@ def test_fitted_settings_are_stored_taken_up_again_and_a_changed_set_is_named(tm
     train(dataclasses.replace(again, epochs=2), Run.open(run.path, again), runtime=cpu, progress=False)
     assert len(run.records("start")) == 2 and run.records("start")[1]["step"] == 2
     pictures_of(folder, 200, 40)
-    with refuses("batch_size", "the dataset, which has changed"):
+    with refuses("batch_size", "the dataset, and the pretrained weights that were found, which have changed"):
         Run.open(run.path, ImageClassifier(dataset_dir=folder, **settings))
 
 

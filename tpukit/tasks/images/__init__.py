@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -79,8 +80,8 @@ class ImageClassifier(Task):
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
-    kept. None: that of the pretrained network, or less where the images are smaller; at most 64 for a small
-    set from random weights."""
+    kept. None: that of the run that `weights` are from, else of the pretrained network, or less where the
+    images are smaller; at most 64 for a small set from random weights."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
     names."""
@@ -122,7 +123,7 @@ class ImageClassifier(Task):
         if place and is_there:
             samples = find_samples(place, self.images_dir, self.test_share)[1]["train"]
             count = len(samples)
-            if "image_size" in wanted and not self.weights:  # which are of a size of their own
+            if "image_size" in wanted:
                 chosen["image_size"] = self._fitting_size(samples)
         if "batch_size" in wanted:
             sixteenth = 2 ** round(math.log2(count / 16))
@@ -134,7 +135,11 @@ class ImageClassifier(Task):
             object.__setattr__(self, name, fitted)  # the class is frozen
 
     def _fitting_size(self, samples):
-        network, side = self._network(), median_side(samples)
+        network = self._network()
+        if self.weights:  # of which a run says for what size they were trained
+            size = self._kept_with_weights().get("image_size", "")
+            return int(size) if re.fullmatch("[1-9][0-9]{0,3}", size) else network.size
+        side = median_side(samples)
         if network.fixed_size or side is None:
             return network.size
         is_pretrained = self._find_pretrained()[0] is not None
@@ -185,8 +190,8 @@ class ImageClassifier(Task):
 
     def _classes_of_weights(self):
         """Names of the classes that a run kept with its weights; None for a file from elsewhere."""
-        kept = weights.metadata(self.weights) if self.weights else {}
-        if kept.get("task") != self.name:
+        kept = self._kept_with_weights()
+        if not kept:
             return None
         try:
             return [str(name) for name in json.loads(kept["classes"])]
@@ -194,6 +199,11 @@ class ImageClassifier(Task):
             raise TpukitError(
                 f"weights {self.weights} do not say what their classes are ({first_line(error)})"
             ) from error
+
+    def _kept_with_weights(self):
+        """The metadata of `weights` from a run of this task; empty for a file from elsewhere."""
+        kept = weights.metadata(self.weights) if self.weights else {}
+        return kept if kept.get("task") == self.name else {}
 
     def data_signature(self, data):
         labels = arrays.digest([data.names, data.labels.tolist()])
