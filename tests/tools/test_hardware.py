@@ -228,7 +228,7 @@ def test_attention_kernels_that_are_slow_or_do_not_work_fail(
     times_s = iter([2, kernels_s])
     monkeypatch.setattr(attention, "_disabled_reason", None)
     monkeypatch.setattr(attention, "choose", choose)
-    monkeypatch.setattr(checks, "best_of", lambda runtime, function: (None, next(times_s)))
+    monkeypatch.setattr(checks, "best_of", lambda runtime, function: next(times_s))
     assert outcome_on("attention_kernels", accelerator="tpu").outcome == outcome
 
 

@@ -162,7 +162,7 @@ def speed(env: Environment) -> Outcome:
     size, count = (8192, 20) if env.accelerator in HARDWARE else (256, 20)
     dtype = torch.float16 if runtime.precision == "fp16" else torch.bfloat16
     x = runtime.put({"x": torch.full((size, size), 1 / size, dtype=dtype)})["x"]  # whose powers are itself
-    _, seconds = best_of(runtime, lambda: functools.reduce(torch.matmul, [x] * (count + 1)))
+    seconds = best_of(runtime, lambda: functools.reduce(torch.matmul, [x] * (count + 1)))
     rate, chip = 2 * size**3 * count / seconds, find_chip(env.device_name)
     share = f", {rate / chip.flops:.0%} of its peak" if chip and chip.flops else ""
     found = judged(True, f"{rate / 1e12:.3g} TFLOP/s{share}", tflops=rate / 1e12)
@@ -228,7 +228,7 @@ def attention_kernels(env: Environment) -> Outcome:
     inputs = [runtime.put({"qkv": torch.randn(size).bfloat16()})["qkv"]]
     for name, reason in ({"slices": "to be compared"} | ({} if why_not else {"kernels": None})).items():
         attention._disabled_reason = reason
-        times_ms[name] = 1e3 * best_of(runtime, lambda: attention.output_and_gradients(inputs))[1]
+        times_ms[name] = 1e3 * best_of(runtime, lambda: attention.output_and_gradients(inputs))
     works = why_not is None and times_ms["kernels"] < times_ms["slices"]
     text = f"{note}; {', '.join(f'{name} {took:.2f} ms' for name, took in times_ms.items())}"
     return judged(works or env.accelerator not in HARDWARE, text, **times_ms)
@@ -348,16 +348,16 @@ def new_step(task: Task, runtime: Runtime) -> tuple[TrainingStep, dict[str, Any]
     return taken, runtime.put(task.example(task.batch_size))
 
 
-def best_of(runtime: Runtime, function: Callable, count: int = 6) -> tuple[Any, float]:
-    """(the result, the shortest time in seconds) of calls of a function; the first compiles."""
+def best_of(runtime: Runtime, function: Callable) -> float:
+    """The shortest time of five calls of a function, in seconds; one before them compiles."""
     times_s = []
-    for _ in range(count):
+    for _ in range(6):
         runtime.sync()
         began = time.perf_counter()
-        result = function()
+        _kept = function()  # what nobody keeps, XLA does not compute
         runtime.sync()
         times_s.append(time.perf_counter() - began)
-    return result, min(times_s[1:])
+    return min(times_s[1:])
 
 
 def multiplies(runtime: Runtime) -> bool:
