@@ -25,8 +25,8 @@ MAX_BYTES = 100_000
 HOSTS = ("colab", "kaggle", "tpu-vm", "local")
 NAME = re.compile(r"[\w .,+()/:=-]{1,120}", re.ASCII)
 VERSION = re.compile(r"\d[\w.+-]{0,40}", re.ASCII)
-# Of what doctor checks, what a training tries by itself where it is not in seen.json (`devices/trial.py`)
-TRIED = {"step": "step", "all_reduce": "all_reduce", "attention_kernels": "attention"}
+# What a training tries by itself where it is not in seen.json (`devices/trial.py`): the checks that show it
+TRIED = {"step": {"step"}, "all_reduce": {"all_reduce", "all_cores"}, "attention": {"attention_kernels"}}
 NOBODY = (
     "**Status: everything on this page ran on CPUs; nobody has run tpukit on a TPU chip or a GPU yet.**",
     "**状态：本页的一切都只在 CPU 上运行过；还没有人在 TPU 芯片或 GPU 上运行过 tpukit。**",
@@ -221,9 +221,8 @@ def seen(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What passed where, for seen.json."""
     entries = []
     for report in reports:
-        passed = [
-            TRIED[row["name"]] for row in report["checks"] if row["outcome"] == PASS and row["name"] in TRIED
-        ]
+        held = {row["name"] for row in report["checks"] if row["outcome"] == PASS}
+        passed = [name for name, checks in TRIED.items() if checks <= held]
         versions = {name: _minor(report["versions"].get(name)) for name in ("torch", "torch_xla")}
         if report.get("backend") != "torch_xla":
             versions["torch_xla"] = None

@@ -232,6 +232,18 @@ def test_nothing_is_tried_on_a_cpu_or_where_a_report_says_that_it_passed(
         assert (trial.try_out(like_tpu) == "") == (not change)
 
 
+def test_a_report_of_one_core_does_not_spare_several_the_trial_of_their_step(tmp_path, monkeypatch):
+    runtime, tries = EmulatedRuntime(), []
+    monkeypatch.setattr(trial, "step_error", lambda runtime: tries.append(1) or 0.0)
+    runtime.cores = 2
+    monkeypatch.setattr(trial, "all_reduce_error", lambda runtime: 0.0)
+    monkeypatch.setattr(trial, "REPORTS", tmp_path / "seen.json")
+    for passed, trials in ((["step"], 1), (["step", "all_reduce"], 1)):
+        trial.REPORTS.write_text(json.dumps([trial.hardware(runtime) | {"passed": passed}]))
+        trial.try_out(runtime)
+        assert len(tries) == trials
+
+
 def test_the_list_of_reports_is_shipped_and_has_its_form():
     for report in json.loads(trial.REPORTS.read_text()):
         assert set(report) == {"chip", "torch", "torch_xla", "passed"}

@@ -104,6 +104,12 @@ def test_a_report_turns_not_seen_into_seen_with_versions_and_date(root):
     assert seen == [dict(chip="TPU v5e", torch="2.9", torch_xla="2.9", passed=["step"])]
 
 
+@pytest.mark.parametrize("together, passed", [(PASS, ["step", "all_reduce"]), (FAIL, ["step"])])
+def test_several_cores_are_spared_their_trial_where_a_training_on_all_of_them_was_right_too(together, passed):
+    checks = [row("step", PASS), row("all_reduce", PASS), row("all_cores", together)]
+    assert [entry["passed"] for entry in hardware.seen([report(checks=checks)])] == [passed]
+
+
 HOSTILE = "<script>x</script> [a](http://b) **c** | `d` ![e](f) <!-- end of hardware table -->"
 
 

@@ -42,8 +42,9 @@ def try_out(runtime: Runtime) -> str:
     if runtime.accelerator not in ("tpu", "cuda"):
         return ""
     names = ["all_reduce", "step"] if runtime.cores > 1 else ["step"]
-    names = runtime.world.broadcast([name for name in names if not seen(runtime, name)])  # GPUs may differ
-    if not names:
+    # All or none: a report of one core says nothing of steps with an all-reduce. Of GPUs that differ, rank
+    # 0's decides.
+    if runtime.world.broadcast(all(seen(runtime, name) for name in names)):
         return ""
     here, started = hardware(runtime), time.monotonic()
     key = (*here.values(), runtime.precision, runtime.cores)

@@ -191,7 +191,7 @@ def _pack(run):
         raise TpukitError(f"{run.path} has nothing to pack yet: train first")
     if path.exists() and not _is_zip_of(run, path):
         raise TpukitError(f"{path} would be replaced, and does not hold this run: move it to another folder")
-    with files.atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+    with files.atomic_file(path) as file, zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
         for member in members:
             archive.write(member, member.relative_to(folder.parent))
     return path, members
