@@ -17,7 +17,7 @@ from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import UNPRINTABLE
 from tpukit.tools.doctor.hardware import CHECKS, FORMAT, HARDWARE, PACKAGES
-from tpukit.tools.doctor.hardware.outcome import FAIL, INFO, PASS, SKIP
+from tpukit.tools.doctor.hardware.checks import FAIL, INFO, PASS, SKIP
 
 ROOT = Path(__file__).parent.parent
 PAGES = (("README.md", 0), ("docs/STATUS.md", 0), ("README.zh-CN.md", 1), ("docs/STATUS.zh-CN.md", 1))
@@ -62,9 +62,9 @@ ROWS = {
         "用 gloo 的 CPU 进程、在主机上求和的 XLA 进程；NCCL 和 XLA 自己的求和只被记录过",
     ),
     "all_cores": (
-        "用所有核训练（每核一个进程）的损失与单核训练相同。",
-        "2 and 4 processes on CPUs; mocks for eight chips",
-        "CPU 上的 2 个和 4 个进程；八块芯片的情形用的是模拟对象（mock）",
+        "用所有核训练（每核一个进程，在 TPU 上也作为一张图）的损失与单核训练相同。",
+        "2 and 4 processes on CPUs, 8 virtual CPU devices (SPMD); mocks for eight chips",
+        "CPU 上的 2 个和 4 个进程，8 个虚拟 CPU 设备（SPMD）；八块芯片的情形用的是模拟对象（mock）",
     ),
     "attention": (
         "torch 为注意力选择的核函数算得正确，训练和评估时都是。",
@@ -72,7 +72,7 @@ ROWS = {
         "CPU 的核函数；torch 2.11 在 H100 或 H200 上选用 cuDNN 的，训练和评估各不相同",
     ),
     "attention_kernels": (
-        "CDEIT 的注意力核函数能运行，与公式一致，并且比分块计算的注意力快。",
+        "CDEIT 的注意力核函数能运行，与分块计算的注意力一致，并且更快。",
         "interpreted on a CPU they equal plain attention; libtpu's compiler takes them for v5e and v6e",
         "在 CPU 上解释执行时与普通的注意力相等；libtpu 的编译器接受它们（v5e 和 v6e）",
     ),
@@ -101,10 +101,10 @@ ROWS = {
         "nothing: a CPU has no copies that could be overtaken",
         "没有：CPU 上没有会被超过的复制",
     ),
-    "mshnet": (
-        "MSHNet 一步用多久（编译的和逐个算子的），以及它的内存：没有正确答案的数字。",
-        "libtpu's compiler, which counts FLOP, bytes and memory without a TPU",
-        "libtpu 的编译器，没有 TPU 也能数出 FLOP、字节数和内存",
+    "speed": (
+        "半精度的大矩阵乘积有多快：没有正确答案的数字。",
+        "nothing: a CPU's speed says nothing about an accelerator's",
+        "没有：CPU 的速度说明不了加速器的速度",
     ),
     "micro_batches": (
         "一步中按微批次累积的梯度，其范数与 CPU 算出的相同。",
@@ -115,17 +115,6 @@ ROWS = {
         "libtpu 接受 MSHNet 交给其编译器的参数。",
         "libtpu 0.0.17 and 0.0.21, compiling without a TPU",
         "libtpu 0.0.17 和 0.0.21，没有 TPU，只编译",
-    ),
-    "spmd": (
-        "把所有核作为一张图（SPMD）的训练只编译一次训练步，并且学到了东西。",
-        "8 virtual CPU devices",
-        "8 个虚拟 CPU 设备",
-    ),
-    "memory": ("一次训练结束后，它的内存重新可用。", "nothing", "没有"),
-    "killed": (
-        "进程被杀死之后，设备能在一分钟内再次打开。",
-        "the CPU XLA device; a mock of a chip that stays busy",
-        "CPU XLA 设备；一直被占用的芯片用的是模拟对象（mock）",
     ),
     "out_of_memory": (
         "要的内存超过设备所有时，得到 tpukit 认识的错误，设备还能继续计算。",

@@ -129,22 +129,18 @@ def _with_task(command: Callable, task_name: str) -> Callable:
             group = next((name for name, words in GROUPS.items() if field.name in words), "training")
             if group == "training" and field.name not in Task.__dataclass_fields__:
                 group = task_name if kind is classes[0] else command.__name__
-            help_of = tyro.conf.arg(help=docs.get(field.name, ""))
-            entry = (
-                field.name,
-                Annotated[hints[field.name], help_of],
-                dataclasses.field(default=field.default),
-            )
+            hint = Annotated[hints[field.name], tyro.conf.arg(help=docs.get(field.name, ""))]
+            entry = (field.name, hint, dataclasses.field(default=field.default))
             grouped.setdefault(group, []).append(entry)
     boxes = {name: dataclasses.make_dataclass(name, fields) for name, fields in grouped.items() if fields}
     all_boxes = dataclasses.make_dataclass("settings", boxes.items(), namespace=dict(__doc__=""))
 
     def with_settings(settings):
         values = {name: value for box in vars(settings).values() for name, value in vars(box).items()}
-        parts = (
-            kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for kind in classes
+        given = [[field.name for field in dataclasses.fields(kind)] for kind in classes]
+        return command(
+            *(kind(**{name: values[name] for name in names}) for kind, names in zip(classes, given))
         )
-        return command(*parts)
 
     with_settings.__annotations__ = dict(settings=Annotated[all_boxes, tyro.conf.arg(name="")])
     return with_settings

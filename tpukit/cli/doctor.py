@@ -38,7 +38,7 @@ def doctor(
     """
     from tpukit import tasks
     from tpukit.host import known_errors
-    from tpukit.tools.doctor import NOTE, Check, blocked, examine, table
+    from tpukit.tools.doctor import blocked, examine, table
 
     if error is not None:
         known = known_errors.find(error)
@@ -51,16 +51,13 @@ def doctor(
         from tpukit.tools.doctor.model import try_model
 
         checks += try_model(task, env)
-    from tpukit.tools.doctor import hardware as accelerator
-
     found = None
     if (hardware or rehearse) and not blocked(checks):
-        if rehearse or env.accelerator in accelerator.HARDWARE:
-            found = accelerator.check_hardware(
-                env, only=only, budget_s=budget, path=report, rehearse=rehearse, log=to_stderr
-            )
-        else:
-            checks.append(Check("hardware", NOTE, accelerator.NOTHING_HERE, accelerator.REHEARSE))
+        from tpukit.tools.doctor import hardware as accelerator
+
+        found = accelerator.check_hardware(
+            env, only=only, budget_s=budget, path=report, rehearse=rehearse, log=to_stderr
+        )
     if as_json:
         rows = [dataclasses.asdict(check) for check in checks]
         answer = {**dataclasses.asdict(env), "checks": rows, "blocked": blocked(checks), "hardware": found}

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import json
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,61 +30,43 @@ SCALE = 1024.0  # of the loss in fp16: by torch's 65536 some ranks' gradients ov
 # ones in fp32 one of 0.022 or less.
 MAX_ERROR = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
 
-_made: list[dict[str, Any]] = []  # the trials of this process
+_failed: dict[tuple, dict[str, str]] = {}  # what failed in the trials of this process, and why
 
 
-def try_out(runtime: Runtime, earlier: Iterable[Any] = ()) -> dict[str, Any] | None:
+def try_out(runtime: Runtime) -> str:
     """Try on a TPU or GPU without a report whether gradients are averaged and steps are taken right, and let
     the runtime do what is wrong in its other, slower way. Collective: all ranks do the same.
 
-    earlier: what this returned in earlier sessions of the run. A trial of this process, or an earlier one, on
-    the same hardware is not repeated. Returns None where nothing is tried, else dict(chip, torch, torch_xla,
-    precision, cores, failed: name -> why, seconds: of the trial, None where it was not repeated). Raises
-    TpukitError where gradients are averaged wrong and there is no other way."""
+    A process tries once. Returns what was found, in a sentence for the log; "" where nothing is to be tried.
+    Raises TpukitError where gradients are averaged wrong and there is no other way."""
     if runtime.accelerator not in ("tpu", "cuda"):
-        return None
+        return ""
     names = ["all_reduce", "step"] if runtime.cores > 1 else ["step"]
     # All or none: a report of one core says nothing of steps with an all-reduce. Of GPUs that differ, rank
     # 0's decides.
     if runtime.world.broadcast(all(seen(runtime, name) for name in names)):
-        return None
-    here = hardware(runtime) | {"precision": runtime.precision, "cores": runtime.cores}
-    known = next((one for one in (*_made, *earlier) if _is_of(one, here)), None)
-    known = runtime.world.broadcast(known)  # rank 0 alone has the run's
-    failed, started = {}, time.monotonic()
+        return ""
+    here, started = hardware(runtime), time.monotonic()
+    key = (*here.values(), runtime.precision, runtime.cores)
+    known, failed = _failed.get(key), {}
     for name in names:
-        if why := str(known["failed"].get(name, "")) if known else _why_not(runtime, name):
+        if why := _why_not(runtime, name) if known is None else known.get(name):
             failed[name] = why
             _do_without(runtime, name, why)
-    seconds = None if known else round(time.monotonic() - started, 1)
-    record = here | {"failed": failed, "seconds": seconds}
-    _made.append(record)
-    return record
-
-
-def sentence(record: dict[str, Any]) -> str:
-    """What `try_out` found, for the log."""
-    facts = [record["chip"], *(f"{name} {record[name]}" for name in ("torch", "torch_xla") if record[name])]
-    when = "before"
-    if record["seconds"] is not None:
-        when = "for the first time"
-        facts.append(f"{record['seconds']} s")
+    _failed[key] = failed
     outcome = "the steps of a small network are right"
-    if failed := record["failed"]:
+    if failed:
         slower = [f"{_WITHOUT[name]}, which is slower, because {why}" for name, why in failed.items()]
         outcome = "; ".join([*slower, "please report it (`tpukit doctor --hardware`)"])
-    return f"tried on this hardware {when} ({', '.join(facts)}): {outcome}"
+    facts = [f"{name} {here[name]}" for name in ("torch", "torch_xla") if here[name]]
+    took = f"{time.monotonic() - started:.1f} s"
+    return f"tried on this hardware ({', '.join([str(here['chip']), *facts, took])}): {outcome}"
 
 
 _WITHOUT = {
     "all_reduce": "gradients are averaged in the host's memory",
     "step": "training steps are not captured, replayed or compiled as a whole",
 }
-
-
-def _is_of(record, here):
-    is_record = isinstance(record, dict) and isinstance(record.get("failed"), dict)  # a file may say anything
-    return is_record and here.items() <= record.items()
 
 
 def _why_not(runtime, name):
@@ -121,11 +102,9 @@ def hardware(runtime: Runtime) -> dict[str, str | None]:
         known = find_chip(accelerator_type)
         chip = known.name if known else accelerator_type
     torch_xla = environment.version_of("torch_xla") if runtime.device.type == "xla" else None
-    return {"chip": chip, "torch": _minor(torch.__version__), "torch_xla": torch_xla and _minor(torch_xla)}
-
-
-def _minor(version):
-    return ".".join(map(str, environment.release(version)))
+    versions = {"torch": torch.__version__, "torch_xla": torch_xla}
+    minor = {name: text and ".".join(map(str, environment.release(text))) for name, text in versions.items()}
+    return {"chip": chip, **minor}
 
 
 def seen(runtime: Runtime, name: str) -> bool:

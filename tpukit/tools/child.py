@@ -21,16 +21,9 @@ def run_python(*arguments, text="", variables=None, timeout_s=None):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
     command = [sys.executable, "-P", *map(str, arguments)]
-    pipe = subprocess.PIPE
+    pipes: dict = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(
-        command,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        env=environ,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+        command, env=environ, text=True, errors="replace", start_new_session=True, **pipes
     ) as process:
         try:
             stdout, stderr = process.communicate(text, timeout=timeout_s)

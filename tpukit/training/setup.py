@@ -69,7 +69,7 @@ class Trainer:
         )
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
         self.step.sums = metrics.new_sums(runtime, sums)
-        self.trial = trial.try_out(runtime, [start.get("trial") for start in self.run.records("start")])
+        self.trial = trial.try_out(runtime)
         self.step.compile(self.loader.compose)
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         stays = self.patience_exhausted()
@@ -230,7 +230,7 @@ class Trainer:
         )
         log_notes(run, self.data, self.test_data, runtime)
         if self.trial:
-            run.print(trial.sentence(self.trial))
+            run.print(self.trial)
         if note := batch_norm.note(self.model, task, runtime):
             run.print(note)
         run.print(f"training set: {self.loader.description}")
@@ -249,7 +249,6 @@ class Trainer:
             versions=environment.detect().versions,
             max_graphs=self.step.max_graphs,
             torch_compile=task.torch_compile,
-            trial=self.trial,
             batch_size=task.batch_size,
             steps_per_epoch=self.steps_per_epoch,
         )

@@ -25,25 +25,19 @@ from tpukit.host.environment import Environment, detect
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Table, printable
 from tpukit.tools.child import last_line, run_python
-from tpukit.tools.doctor.hardware import common, cuda, xla
-from tpukit.tools.doctor.hardware.outcome import FAIL, INFO, PASS, SKIP, Outcome
+from tpukit.tools.doctor.hardware import checks
+from tpukit.tools.doctor.hardware.checks import FAIL, HARDWARE, SKIP, Outcome
 
 FORMAT = "tpukit hardware 1"
 REPORT = "hardware.json"  # in the machine's output folder
 BUDGET_S = 600.0
-SHORTEST_S = 20.0  # of the budget, that a check is started with
 LONGEST_TEXT = 400  # characters of an outcome
 CHILD = "import sys; from tpukit.tools.doctor import hardware; hardware.answer(sys.argv[1])"
-HARDWARE = ("tpu", "cuda")
-NOTHING_HERE = "no TPU and no GPU is here to be checked"
-REHEARSE = "--rehearse tries the checks themselves on this machine's processor"
 # On a processor the checks of a TPU are rehearsed by torch_xla, those of a GPU without it.
 REHEARSED_ON = {"xla": "tpu", "cpu": "cuda"}
 # Variables that decide how a TPU or XLA works; a host's others can hold secrets.
 VARIABLES = ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "COLAB_RELEASE_TAG")
 PACKAGES = (*environment.PACKAGES, "jaxlib", "numpy", "triton")
-# In words a light and a dark page can show
-COLOURS = {PASS: "#2a9d4a", FAIL: "#e5484d", INFO: "#4a8fe7", SKIP: "#8a8a8a"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +54,7 @@ class HardwareCheck:
     @property
     def assumes(self) -> str:
         """One sentence."""
-        return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
+        return " ".join((self.function.__doc__ or "").split())
 
     def reason_to_skip(self, env: Environment) -> str | None:
         """Why the check does not apply to this machine, or None."""
@@ -73,25 +67,22 @@ class HardwareCheck:
 
 # The most telling come first: what the budget does not reach is skipped.
 CHECKS = dict(
-    opens=HardwareCheck(common.opens, 150),
-    step=HardwareCheck(common.step, 150),
-    training=HardwareCheck(common.training, 180),
-    all_reduce=HardwareCheck(common.all_reduce, 150, needs_several=True),
-    all_cores=HardwareCheck(common.all_cores, 240, needs_several=True),
-    attention=HardwareCheck(cuda.attention, 120, ("cuda",)),
-    attention_kernels=HardwareCheck(xla.attention_kernels, 240, ("tpu",), by_torch_xla=True),
-    replays=HardwareCheck(common.replays, 120),
-    run_ahead=HardwareCheck(xla.run_ahead, 120, ("tpu",)),
-    precision=HardwareCheck(common.precision, 120),
-    overflow=HardwareCheck(cuda.overflow, 90, ("cuda",)),
-    copies=HardwareCheck(cuda.copies, 60, ("cuda",)),
-    mshnet=HardwareCheck(common.mshnet, 300),
-    micro_batches=HardwareCheck(xla.micro_batches, 120, ("tpu",)),
-    libtpu_flag=HardwareCheck(xla.libtpu_flag, 90, ("tpu",), by_torch_xla=True),
-    spmd=HardwareCheck(xla.spmd, 240, ("tpu",), needs_several=True, by_torch_xla=True),
-    memory=HardwareCheck(cuda.memory, 90, ("cuda",)),
-    killed=HardwareCheck(common.killed, 180),
-    out_of_memory=HardwareCheck(common.out_of_memory, 150),
+    opens=HardwareCheck(checks.opens, 150),
+    step=HardwareCheck(checks.step, 150),
+    training=HardwareCheck(checks.training, 180),
+    all_reduce=HardwareCheck(checks.all_reduce, 150, needs_several=True),
+    all_cores=HardwareCheck(checks.all_cores, 360, needs_several=True),
+    attention=HardwareCheck(checks.attention, 120, ("cuda",)),
+    attention_kernels=HardwareCheck(checks.attention_kernels, 240, ("tpu",), by_torch_xla=True),
+    replays=HardwareCheck(checks.replays, 120),
+    run_ahead=HardwareCheck(checks.run_ahead, 120, ("tpu",)),
+    precision=HardwareCheck(checks.precision, 120),
+    speed=HardwareCheck(checks.speed, 90),
+    overflow=HardwareCheck(checks.overflow, 90, ("cuda",)),
+    copies=HardwareCheck(checks.copies, 60, ("cuda",)),
+    micro_batches=HardwareCheck(checks.micro_batches, 120, ("tpu",)),
+    libtpu_flag=HardwareCheck(checks.libtpu_flag, 90, ("tpu",), by_torch_xla=True),
+    out_of_memory=HardwareCheck(checks.out_of_memory, 150),
 )
 
 
@@ -115,11 +106,12 @@ def check_hardware(
     fitting = [name for name, check in CHECKS.items() if kind in check.accelerators]
     names = list(only) or fitting
     if env.accelerator not in HARDWARE and not rehearse:
-        raise TpukitError(f"{NOTHING_HERE}. {environment.TPU_MENU[env.host]}. {REHEARSE}")
+        raise TpukitError(
+            f"no TPU and no GPU is here to be checked. {environment.TPU_MENU[env.host]}. --rehearse tries the"
+            " checks themselves on this machine's processor"
+        )
     if unknown := [name for name in names if name not in fitting]:
         raise TpukitError(f"no check {', '.join(unknown)} of this accelerator: it has {', '.join(fitting)}")
-    if budget_s <= 0:
-        raise TpukitError(f"a budget of {budget_s:g} s: give the checks more than 0 seconds")
     path = path or env.outputs / REPORT
     if path.exists() and FORMAT not in path.read_text(errors="replace")[:100]:
         raise TpukitError(f"{path} is there already, and is no report: name another file with --report")
@@ -184,22 +176,14 @@ def scrub(text: str) -> str:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The outcomes of a report as a `Table`, with coloured words in a notebook."""
+    """The outcomes of a report as a `Table`."""
     rows = [
         (row["name"], row["outcome"], f"{row['seconds']:.1f} s", CHECKS[row["name"]].assumes, row["text"])
         for row in report["checks"]
     ]
     kind = "Rehearsal, not seen on hardware" if report["rehearsal"] else "Hardware"
     title = f"{kind}: {report['chips']} x {report['chip']}"
-    return _Coloured(title, ("check", "outcome", "time", "assumed", "found"), rows)
-
-
-class _Coloured(Table):
-    def _html_of(self, rows):
-        shown = super()._html_of(rows)
-        for word, colour in COLOURS.items():
-            shown = shown.replace(f">{word}</td>", f"><b style='color:{colour}'>{word}</b></td>")
-        return shown
+    return Table(title, ("check", "outcome", "time", "assumed", "found"), rows)
 
 
 def has_failed(report: dict[str, Any]) -> bool:
@@ -212,7 +196,7 @@ def _run(name: str, env: Environment, left_s: float) -> Outcome:
     check = CHECKS[name]
     if reason := check.reason_to_skip(env):
         return Outcome(SKIP, reason)
-    if left_s < min(check.limit_s, SHORTEST_S):
+    if left_s <= 0:
         return Outcome(SKIP, "over the budget: a larger --budget, or --only with its name, runs it")
     limit_s = min(check.limit_s, left_s)
     try:
