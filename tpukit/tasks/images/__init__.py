@@ -69,8 +69,8 @@ class ImageClassifier(Task):
     batch_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Global batch size: images in one optimizer step, over all cores. None: about a sixteenth of the
     training images, from 8 to 64."""
-    lr: float = 3e-4
-    """Learning rate of AdamW."""
+    lr: float = 1e-3
+    """Learning rate of AdamW. For a large pretrained network take a third of it."""
     weight_decay: float = 0.05
     """Of AdamW; not for biases and norms."""
     model_name: str = "resnet18"
