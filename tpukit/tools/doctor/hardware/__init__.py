@@ -107,8 +107,8 @@ def check_hardware(
     names = list(only) or fitting
     if env.accelerator not in HARDWARE and not rehearse:
         raise TpukitError(
-            f"no TPU and no GPU is here to be checked. {environment.TPU_MENU[env.host]}. --rehearse tries the"
-            " checks themselves on this machine's processor"
+            "no TPU and no GPU is here to be checked; --rehearse tries the checks themselves on the processor"
+            f" ({environment.TPU_MENU[env.host]})"
         )
     if unknown := [name for name in names if name not in fitting]:
         raise TpukitError(f"no check {', '.join(unknown)} of this accelerator: it has {', '.join(fitting)}")
