@@ -147,7 +147,6 @@ def trained(task, run):
 def trainings(tasks, run):
     """`trained` of the tasks, arguments of `small`, one after another in one process; they continue one
     run."""
-    trial.seen = lambda runtime, name: True  # whose launches would be counted
     return [trained(small(**arguments), run) for arguments in tasks]
 
 
@@ -230,7 +229,6 @@ def broken(folder, run, ways):
     in the same process."""
     trial.seen = lambda *_: True  # only the trainings' captures are counted
     found = []
-    trial.seen = lambda runtime, name: True
     how = dict(dataset_dir=Path(folder), batch_size=8, num_workers=1, epochs=1)
     for number, (what, always) in enumerate(ways):
         _calls.clear(), _predicted.clear()
