@@ -39,6 +39,7 @@ _HOMES = {
     "show_samples": "reporting.display",
     "show_task": "reporting.display",
     "ImageClassifier": "tasks.images",
+    "LanguageModel": "tasks.text",
     "MNIST": "tasks.mnist",
     "MSHNet": "tasks.mshnet",
     "CDEIT": "tasks.cdeit",

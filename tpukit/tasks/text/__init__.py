@@ -1,0 +1,353 @@
+"""Language models: pretraining on texts, fine-tuning on conversations, by transformers and peft.
+
+torch, transformers and peft are imported where they are used, so that the help of the command line need not
+wait for them. Shapes: B batch, T positions of a row, which has T + 1 tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from tpukit.host import files
+from tpukit.host.errors import TpukitError
+from tpukit.runs.run import setting
+from tpukit.tasks.text import data, tokens
+from tpukit.tasks.text.synthetic import write_demo
+from tpukit.training.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, optim
+
+    from tpukit.devices.runtime import Runtime
+    from tpukit.tasks.text.network import Network
+
+TINY = "tiny"
+LENGTH = 1024  # tokens of a row by default, or what the model takes if that is less
+SAMPLE_PROMPT = 32  # tokens at most, which begin the samples
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel(Task):
+    """A language model of transformers, fine-tuned on your conversations or pretrained on your texts.
+
+    dataset_dir: a file or a folder of text files, of .jsonl files (in each line `messages`, or `prompt` and
+    `completion`, or `text`), or of a Hugging Face dataset saved on disk, in train/ and test/ or not."""
+
+    name: ClassVar[str] = "text"
+    dataset: ClassVar[str] = "my-text"
+    needs_own_data: ClassVar[bool] = True
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(data.SPLITS)
+    synthetic_size: ClassVar[int] = 60
+    synthesize = staticmethod(write_demo)
+    score: ClassVar[str] = "log_likelihood"
+    score_names: ClassVar[dict[str, str]] = dict(
+        log_likelihood="log-likelihood of a test token, nats", perplexity="perplexity of the test set"
+    )
+    evaluation_keys: ClassVar[tuple[str, ...]] = ()
+
+    epochs: int = setting(3, free=True)
+    """Passes over the training set."""
+    batch_size: int = 16
+    """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores."""
+    lr: float = 5e-4
+    """Learning rate of AdamW (betas 0.9 and 0.95)."""
+    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`. step: times
+    `decay_factor` every `decay_epochs`."""
+    warmup_epochs: float = 0.1
+    """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
+    clip_norm: float | None = 1.0
+    """Scale gradients of a larger norm down to it; None: do not clip."""
+    weight_decay: float = 0.1
+    """Of AdamW; not for biases and norms."""
+    model_name: str = TINY
+    """A model of the Hugging Face hub by its name (gpt2, Qwen/Qwen3-0.6B), a folder that save_pretrained of
+    transformers wrote, or tiny, a GPT of four layers with random weights."""
+    pretrained: Literal["auto", "yes", "no"] = "auto"
+    """Start from the model's weights (yes, and auto for all but tiny), or from random ones of its shape."""
+    tokenizer: str = "auto"
+    """auto: the model's, or bytes for tiny. Else a name or a folder with a tokenizer.json, or bytes: each byte
+    of UTF-8 is a token."""
+    adapter: Literal["auto", "lora", "none"] = "auto"
+    """lora: small matrices beside those of the layers train, and the model's own are frozen, in bf16. none:
+    all weights train. auto: lora for pretrained weights."""
+    lora_rank: int = 16
+    """Rank of the matrices of LoRA."""
+    lora_alpha: float = 32.0
+    """LoRA's output is multiplied by this over the rank."""
+    sequence_length: int | None = None
+    """Tokens of a row, into which texts are packed. None: 1024, or what the model takes if that is less."""
+    too_long: Literal["split", "cut", "leave-out"] = "split"
+    """What becomes of a conversation with more tokens than a row. split: it goes on in another row."""
+    test_share: float = 0.1
+    """Of data without a test split: the share that is held out, of texts at their ends, of conversations by a
+    hash."""
+    gradient_checkpointing: bool = True
+    """Keep only the input of each layer for the backward pass, which computes the layer again: a third more
+    time for a fraction of the memory."""
+    samples: int = setting(4, free=True)
+    """Texts that are written at each evaluation, from the beginnings of test rows."""
+    new_tokens: int = setting(64, free=True)
+    """Tokens of each text that is written."""
+    temperature: float = setting(0.8, free=True)
+    """Of what is written. 0: always the most probable token; 1: drawn by the model's probabilities."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "lora_rank", "sequence_length", "new_tokens")
+        self.require_at_least(0, "weight_decay", "lora_alpha", "samples", "temperature")
+        self.require_shares("test_share")
+
+    # Model and tokenizer
+
+    @property
+    def is_pretrained(self) -> bool:
+        return self.pretrained == "yes" or (self.pretrained == "auto" and self.model_name != TINY)
+
+    @property
+    def uses_lora(self) -> bool:
+        return self.adapter == "lora" or (self.adapter == "auto" and self.is_pretrained)
+
+    @property
+    def _is_planned(self) -> bool:
+        """Whether there is nothing to train on or to predict with, so that no weights are looked for."""
+        return self.dataset_dir is None and self.weights is None
+
+    @functools.cached_property
+    def _folder(self) -> Path | None:
+        """Of the model's files; None where none are needed: a plan, or random weights of a known shape."""
+        from tpukit.tasks.text import network
+
+        known = self.model_name in network.shapes() and not Path(self.model_name).is_dir()
+        if known and (self._is_planned or (not self.is_pretrained and self.tokenizer != "auto")):
+            return None
+        if self.model_name == TINY and known:
+            return None
+        return network.find_folder(self.model_name, with_weights=self.is_pretrained and not self._is_planned)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return tokens.load(self.tokenizer, self._folder)
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The model's config, of transformers."""
+        from tpukit.tasks.text import network
+
+        config = network.read_config(self.model_name, self._folder)
+        count = config.vocab_size if self._is_planned and self._folder is None else len(self._tokenizer)
+        if not self.is_pretrained:
+            config.vocab_size = network.MULTIPLE * math.ceil(count / network.MULTIPLE)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, name, None)
+        if count > config.vocab_size:
+            raise TpukitError(
+                f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do not fit;"
+                " leave tokenizer at auto, or train from random weights (pretrained=no)"
+            )
+        if (self.sequence_length or 1) > config.max_position_embeddings:
+            raise TpukitError(
+                f"sequence_length={self.sequence_length}: {self.model_name} takes at most"
+                f" {config.max_position_embeddings}"
+            )
+        return config
+
+    @property
+    def length(self) -> int:
+        """T, the tokens of a row."""
+        return self.sequence_length or min(LENGTH, self.config.max_position_embeddings)
+
+    def model(self) -> Network:
+        from tpukit.tasks.text import network
+
+        folder = self._folder if self.is_pretrained and not self._is_planned else None
+        lora = (self.lora_rank, self.lora_alpha) if self.uses_lora else None
+        built = network.build(self.config, folder, lora=lora)
+        if self.gradient_checkpointing:
+            built.recompute_layers()
+        return built
+
+    def layers(self, model: Network) -> list[list[str]]:
+        layers: dict[float, list[str]] = {}
+        for name, _ in model.named_parameters():
+            found = re.search(r"\.(?:h|layers)\.(\d+)\.", name)
+            number = int(found[1]) if found else -1 if layers.keys() <= {-1} else math.inf
+            layers.setdefault(number, []).append(name)
+        return [layers[number] for number in sorted(layers)]
+
+    def optimizer(self, model: Network) -> optim.Optimizer:
+        from torch.optim import AdamW
+
+        from tpukit.devices.tensors import is_on_xla
+
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            dict(params=[p for p in parameters if p.ndim > 1], weight_decay=self.weight_decay),
+            dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0),  # biases, norms
+        ]
+        groups = [group for group in groups if group["params"]]
+        # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
+        return AdamW(groups, lr=self.lr, betas=(0.9, 0.95), capturable=is_on_xla(parameters[0]))
+
+    # Data
+
+    def datasets(self) -> tuple[data.TextSet, data.TextSet]:
+        assert self.dataset_dir is not None  # see `check_dataset_dir`
+        train, test = data.open_sets(
+            Path(self.dataset_dir), self._tokenizer, self.length, self.too_long, self.test_share
+        )
+        return train, test
+
+    def data_signature(self, data: data.TextSet) -> dict[str, str]:
+        return {"texts, tokenizer or their packing": data.signature}
+
+    def metadata(self, data: data.TextSet) -> dict[str, str]:
+        return dict(model_name=self.model_name)
+
+    def example(self, count: int) -> dict[str, np.ndarray]:
+        numbers = np.random.default_rng(0).integers(0, self.config.vocab_size, (count, self.length + 1))
+        ones = np.ones_like(numbers, np.int32)
+        share = np.full(count, 1 / self.length, np.float32)
+        return dict(tokens=numbers.astype(np.int32), documents=ones, learned=ones.astype(bool), share=share)
+
+    # Loss and predictions
+
+    def loss(self, model: Network, batch: dict[str, Tensor], epoch: Any) -> Tensor:
+        """The cross entropy of a batch's tokens over as many as a batch predicts on average: micro-batches and
+        cores add up to the same, however their tokens are spread."""
+        from tpukit.tasks.text.loss import cross_entropy
+
+        hidden, labels = _run(model, batch)
+        return cross_entropy(hidden, model.head, labels) * batch["share"].mean() / len(labels)
+
+    def predict(self, model: Network, batch: dict[str, Tensor], epoch: Any = None) -> dict[str, Tensor]:
+        """loss (B,), summed over the tokens of a row, and count (B,), how many these are."""
+        from tpukit.tasks.text.loss import row_losses
+
+        hidden, labels = _run(model, batch)
+        return dict(loss=row_losses(hidden, model.head, labels), count=(labels >= 0).sum(1))
+
+    def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
+        """Predicts; of the first batch, or of prompts, it writes the continuations too."""
+        score = super().predictor(model, runtime, epoch)
+        is_first = True
+
+        def predict(batch):
+            nonlocal is_first
+            found, is_first, wanted = {}, False, is_first
+            if "lengths" not in batch:
+                found = score({name: batch[name] for name in ("tokens", "documents", "learned", "share")})
+            return found | self._written(model, runtime, batch, wanted, epoch)
+
+        return predict
+
+    def _written(self, model, runtime, batch, wanted, epoch):
+        """dict of written (B, L), the tokens of prompts and their continuations, and prompt (B,), the lengths
+        of the prompts: 0 where nothing was written."""
+        import torch
+
+        from tpukit.tasks.text import generate
+
+        rows, prompts, lengths = len(batch["tokens"]), batch["tokens"], batch.get("lengths")
+        if lengths is None:
+            prompts = prompts[:, : SAMPLE_PROMPT + self.new_tokens]
+            if not (wanted and self.samples):
+                return dict(written=torch.zeros_like(prompts), prompt=torch.zeros_like(prompts[:, 0]))
+            # What is not to be learned at the beginning of a row, as a question; of a text half of it.
+            first = (batch["learned"] & (batch["tokens"] >= 0)).int().argmax(1)
+            most = min(SAMPLE_PROMPT, prompts.shape[1] // 2)
+            lengths = torch.where(first > 1, first, most).clamp(max=most)
+            steps = most + self.new_tokens - 1
+        else:
+            steps = int(lengths.max()) + self.new_tokens - 1
+        seed = (self.seed, epoch or 0, runtime.world.rank)
+        written = generate.write(model, runtime, prompts, lengths, steps, self.temperature, seed)
+        return dict(written=written, prompt=lengths)
+
+    # Scores and texts
+
+    def evaluate(self, predictions: Any) -> dict[str, Any]:
+        """log_likelihood of a token, its negative `loss` (nats), perplexity, tokens; samples, a list of dict(prompt,
+        written)."""
+        loss = tokens = 0.0
+        samples: list[dict] = []
+        for found, batch in predictions:
+            loss += float(found["loss"][batch["valid"]].double().sum())
+            tokens += int(found["count"][batch["valid"]].sum())
+            if len(samples) < self.samples and found["prompt"].any():
+                samples += self._texts(found)[: self.samples - len(samples)]
+        mean = loss / max(tokens, 1)
+        perplexity = math.exp(min(mean, 700.0))
+        return dict(
+            log_likelihood=-mean, loss=mean, perplexity=perplexity, tokens=int(tokens), samples=samples
+        )
+
+    def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
+        """dict(prompt, written) of each row in which something was written."""
+        pairs = zip(np.asarray(found["written"]).tolist(), np.asarray(found["prompt"]).tolist())
+        texts = [tokens.continuation(self._tokenizer, row, prompt) for row, prompt in pairs if prompt]
+        return [dict(prompt=prompt, written=written) for prompt, written in texts]
+
+    def save_predictions(self, folder: Path, predictions: list, data: data.TextSet) -> None:
+        """samples.json: a list of dict(prompt, written)."""
+        samples = self.evaluate(predictions)["samples"]
+        text = json.dumps(samples, ensure_ascii=False, indent=1)
+        files.write_atomic(folder / "samples.json", text, durable=False)
+
+    def panels(self, batch: Any, prediction: Any = None) -> list[list[tuple[str, np.ndarray]]]:
+        rows = np.asarray(batch["tokens"])
+        if prediction is not None:
+            length = np.asarray(prediction["prompt"])
+            written = [
+                tokens.continuation(self._tokenizer, *pair)
+                for pair in zip(np.asarray(prediction["written"]).tolist(), length.tolist())
+            ]
+            return [
+                [("prompt, then what was written", _picture(f"{prompt}\n\n{text}"))]
+                for prompt, text in written
+            ]
+        return [[("", _picture(self._tokenizer.decode(row)))] for row in rows]
+
+    def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+        """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
+        prompts = [prompt for path in paths for prompt in data.read_prompts(path, self._tokenizer)]
+        size, most = self.length, self.length - self.new_tokens
+        rows, lengths = np.zeros((len(prompts), size), np.int32), np.ones(len(prompts), np.int32)
+        for number, (name, ids) in enumerate(prompts):
+            if not 0 < len(ids) <= most:
+                raise TpukitError(
+                    f"{name}: the prompt has {len(ids)} tokens; it must have some, and with new_tokens={self.new_tokens}"
+                    f" at most {most}"
+                )
+            rows[number, : len(ids)], lengths[number] = ids, len(ids)
+        return dict(tokens=rows, lengths=lengths), [name for name, _ in prompts]
+
+    def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
+        """prompt and written."""
+        return self._texts(predictions)
+
+
+def _run(model: Network, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(hidden states (B, T, W), labels (B, T), below 0 where nothing is to be predicted)."""
+    tokens, documents = batch["tokens"], batch["documents"]
+    hidden = model(tokens[:, :-1], documents[:, :-1])
+    is_next = batch["learned"][:, 1:] & (documents[:, 1:] == documents[:, :-1])
+    return hidden, tokens[:, 1:].masked_fill(~is_next, -1)
+
+
+def _picture(text: str) -> np.ndarray:
+    """(H, W, 3) uint8: the text as a picture, for what shows pictures."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 60) or [""]][:40]
+    image = Image.new("RGB", (480, 16 * max(len(lines), 4) + 8), "white")
+    ImageDraw.Draw(image).multiline_text((6, 4), "\n".join(lines), "black", ImageFont.load_default(13))
+    return np.asarray(image)

@@ -1,0 +1,79 @@
+"""Cross entropy over a large vocabulary, for some positions at a time: the logits of a batch would be
+gigabytes.
+
+Shapes: B batch, T positions, t of them at a time, D width of the model, V entries of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
+
+MAX_LOGITS = 2**26  # that are there at a time, in float32: 256 MiB
+
+
+def row_losses(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """(B,) float32: the cross entropy of each row, summed over its positions. Without gradient.
+
+    hidden: (B, T, D), the model's output. head: (V, D), whose products with it are the logits. labels: (B, T)
+    the right entry of each position; below 0: the position does not count."""
+    losses = [part.detach() for _, part, _ in _parts(hidden, head, labels)]
+    return torch.stack(losses).sum(0)
+
+
+def cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """Scalar float32: the sum of `row_losses`, differentiable in hidden and head."""
+    return _CrossEntropy.apply(hidden, head, labels)  # pyright: ignore[reportReturnType]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The gradients are computed with the loss, from the same logits; the backward pass scales them. (As in
+    Liger Kernel, Hsu et al., 2024.)"""
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels):
+        wants_hidden, wants_head, _ = ctx.needs_input_grad
+        loss, of_hidden, of_head = 0.0, [], None
+        for h, losses, gradient in _parts(hidden, head, labels):
+            loss = loss + losses.sum()
+            # Not divided by the number of positions yet: in fp16 little would be left.
+            gradient = gradient().to(h.dtype)  # (B, t, V), of the logits
+            if wants_hidden:
+                of_hidden.append((gradient @ head).to(h.dtype))
+            if wants_head:
+                part = (gradient.flatten(0, 1).t() @ h.flatten(0, 1)).float()
+                of_head = part if of_head is None else of_head + part
+        ctx.save_for_backward(torch.cat(of_hidden, 1) if wants_hidden else None, of_head)
+        ctx.head_dtype = head.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, *scales):
+        of_hidden, of_head = ctx.saved_tensors
+        [scale] = scales
+        if of_hidden is not None:
+            of_hidden = (of_hidden * scale).to(of_hidden.dtype)
+        if of_head is not None:
+            of_head = (of_head * scale).to(ctx.head_dtype)
+        return of_hidden, of_head, None
+
+
+def _parts(hidden: Tensor, head: Tensor, labels: Tensor) -> Iterator[tuple]:
+    """Yield, for some positions at a time: hidden (B, t, D), losses (B,), and a function that returns the
+    gradient of their sum in the logits, (B, t, V)."""
+    rows = hidden.shape[0] // cores_sharing(hidden)
+    count = max(1, MAX_LOGITS // (rows * head.shape[0]))
+    losses = None
+    for h, label in zip(hidden.split(count, 1), labels.split(count, 1)):
+        if losses is not None:  # XLA may else hold the logits of all parts at a time
+            h = with_optimization_barrier(h, losses)
+        logits = (h @ head.t()).float()  # (B, t, V)
+        logs = logits.log_softmax(-1)
+        # Compared, because a gather and a scatter are slow on a TPU.
+        is_right = label[..., None] == torch.arange(head.shape[0], device=label.device)
+        losses = -torch.where(is_right, logs, 0.0).sum((1, 2))
+        counts = (label >= 0)[..., None]
+        yield h, losses, lambda: (logs.exp() - is_right.float()) * counts

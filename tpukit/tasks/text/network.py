@@ -1,0 +1,316 @@
+"""Language models of transformers, with adapters of peft: found, built, run on packed documents.
+
+transformers and peft are imported where they are used. No code of a model's own is run (`trust_remote_code` is
+never True), and nothing is unpickled. Shapes: B batch, T positions, L positions of a cache, H heads, G queries
+to a key, D numbers of a head, W width of the model, V vocabulary."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tpukit.devices.tensors import is_on_xla, with_optimization_barrier
+from tpukit.host import downloads
+from tpukit.host.errors import TpukitError, first_line
+
+if TYPE_CHECKING:
+    from tpukit.tasks.text.generate import Cache
+
+# Where LoRA puts its adapters, by the `model_type` of a config: all matrices of the layers.
+_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FAMILIES = dict(
+    gpt2=("c_attn", "c_proj", "c_fc"), llama=_LLAMA, qwen2=_LLAMA, qwen3=_LLAMA, gemma3_text=_LLAMA
+)
+ATTENTION = "tpukit"  # name of `_attention` in transformers
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
+
+
+# Finding
+
+
+def shapes() -> dict[str, dict[str, Any]]:
+    """The configs that travel with tpukit, by the model's name."""
+    return tomllib.loads(Path(__file__).with_name("shapes.toml").read_text())
+
+
+def find_folder(name: str, *, with_weights: bool) -> Path:
+    """The folder of a model: a folder itself, or what the Hugging Face hub has of that name, from its cache
+    or downloaded. with_weights: else only config and tokenizer. Raises TpukitError where there is none."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise TpukitError(f"model {name!r}: no such folder, and no name of a model on the Hugging Face hub")
+    hub: Any = imported("huggingface_hub")
+    wanted = ["*.json", "*.jinja", *(["*.safetensors"] if with_weights else [])]  # no code, no pickles
+    download = functools.partial(hub.snapshot_download, name, allow_patterns=wanted, ignore_patterns=["*/*"])
+    try:
+        folder = Path(download(local_files_only=True))
+        if (folder / "config.json").is_file() and (not with_weights or weight_files(folder)):
+            return folder
+    except (TpukitError, hub.errors.LocalEntryNotFoundError):
+        pass  # not here, or not all of it
+    try:
+        downloads.check_reachable(hub.constants.ENDPOINT)
+        return Path(download())
+    except hub.errors.GatedRepoError as error:
+        raise TpukitError(
+            f"{name} is gated: accept its terms on its page on the Hugging Face hub, then give your token to"
+            " this session (`hf auth login`, or HF_TOKEN among the secrets)"
+        ) from error
+    except hub.errors.RepositoryNotFoundError as error:
+        raise TpukitError(
+            f"{name}: the Hugging Face hub has no model of this name that you may read"
+        ) from error
+    except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
+        raise TpukitError(
+            f"{name} is not on this machine and cannot be downloaded ({first_line(error)}): switch the internet"
+            " on, or give a folder with config.json, tokenizer.json and model.safetensors"
+        ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The .safetensors files of a model's folder. Raises TpukitError where one is missing."""
+    names = [WEIGHTS]
+    if (folder / INDEX).is_file():
+        index = _read_json(folder / INDEX).get("weight_map")
+        names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
+    paths = [folder / Path(name).name for name in names]
+    if missing := [path.name for path in paths if not path.is_file()] or not paths:
+        pickles = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+        why = f"only {pickles[0]}, a pickle, which could run code" if pickles else f"no {missing}"
+        raise TpukitError(
+            f"{folder} has {why}: weights are read from .safetensors files only (save_pretrained of"
+            " transformers writes them)"
+        )
+    return paths
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise TpukitError(f"{path} cannot be read ({first_line(error)})") from error
+    if not isinstance(content, dict):
+        raise TpukitError(f"{path} holds no settings but a {type(content).__name__}")
+    return content
+
+
+def imported(name: str) -> Any:
+    """A package of the extra `text`."""
+    try:
+        package = __import__(name)
+    except Exception as error:  # not installed, or made for another torch
+        raise TpukitError(
+            f"language models need {name} ({first_line(error)}): pip install transformers peft"
+        ) from error
+    if name == "transformers":
+        package.logging.set_verbosity_error()
+        package.logging.disable_progress_bar()
+    return package
+
+
+# Building
+
+
+def read_config(name: str, folder: Path | None) -> Any:
+    """The config of transformers, of a model's folder or of the `shapes`. Raises TpukitError for a model that
+    is not of the `FAMILIES`, or needs code of its own."""
+    settings = _read_json(folder / "config.json") if folder else dict(shapes()[name])
+    family = settings.pop("model_type", None)
+    if family not in FAMILIES:
+        own = (
+            ", which brings code of its own (trust_remote_code), never run here"
+            if "auto_map" in settings
+            else ""
+        )
+        raise TpukitError(
+            f"{name} is a model of the type {family!r}{own}: tpukit trains {', '.join(FAMILIES)}"
+        )
+    if settings.pop("quantization_config", None):
+        raise TpukitError(
+            f"{name} is quantized, which cannot be trained: take the model that it was made from"
+        )
+    settings.pop("auto_map", None)
+    transformers = imported("transformers")
+    try:
+        config = transformers.AutoConfig.for_model(family, **settings)
+    except Exception as error:  # transformers raises many types
+        raise TpukitError(f"{name}: its config.json is damaged ({first_line(error)})") from error
+    for key in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout"):
+        if hasattr(config, key):
+            setattr(config, key, 0.0)  # a recomputed layer has to equal itself
+    return config
+
+
+def build(config: Any, folder: Path | None, *, lora: tuple[int, float] | None) -> Network:
+    """The `Network` of a config, on the CPU. folder: of the weights; None: random ones. lora: (rank, alpha):
+    low-rank adapters train, and all else is frozen, in bfloat16; None: all trains, in float32."""
+    transformers = imported("transformers")
+    transformers.AttentionInterface.register(ATTENTION, _attention)
+    kind, options = transformers.AutoModelForCausalLM, dict(attn_implementation=ATTENTION)
+    options |= dict(dtype=torch.bfloat16 if lora else torch.float32, trust_remote_code=False)
+    try:
+        if folder is None:
+            model, problems = kind.from_config(config, **options), {}
+        else:
+            weight_files(folder)
+            options |= dict(use_safetensors=True, local_files_only=True, output_loading_info=True)
+            model, problems = kind.from_pretrained(folder, config=config, **options)
+    except TpukitError:
+        raise
+    except Exception as error:  # transformers and safetensors raise many types
+        raise TpukitError(
+            f"the model of {folder or config.model_type} cannot be made: {first_line(error)}"
+        ) from error
+    if wrong := [
+        str(name) for key in ("missing_keys", "mismatched_keys") for name in problems.get(key) or ()
+    ]:
+        raise TpukitError(f"{folder}: the weights do not fit its config.json, {wrong[0]} first")
+    if lora:
+        peft, (rank, alpha) = imported("peft"), lora
+        settings = peft.LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=list(FAMILIES[config.model_type]),
+            task_type="CAUSAL_LM",
+            fan_in_fan_out=config.model_type == "gpt2",
+        )
+        model = peft.get_peft_model(model, settings)
+    return Network(model)
+
+
+class Seen(NamedTuple):
+    """What the tokens of a row see."""
+
+    mask: Tensor
+    """(B, 1, T, L) bool; L is T without a cache"""
+    places: Tensor
+    """(T,) of the tokens in the row"""
+    cache: Cache | None = None
+
+
+class Network(nn.Module):
+    """A causal language model with packed documents. `net` is of transformers, or of peft around it.
+
+    Its state is what trains: frozen weights come from their own files again."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.trained = [name for name, value in self.named_parameters() if value.requires_grad]
+
+    @property
+    def causal(self) -> Any:
+        """The model of transformers, with its adapters in it."""
+        return self.net.get_base_model() if hasattr(self.net, "get_base_model") else self.net
+
+    @property
+    def head(self) -> Tensor:
+        """(V, W)"""
+        return self.causal.get_output_embeddings().weight
+
+    def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        """(B, T, W), the hidden states before the head. tokens: (B, T). documents: (B, T) the number of each
+        token's document in its row; a token sees itself and what came before it in its own."""
+        is_same = documents[:, :, None] == documents[:, None, :]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = is_same & (places[:, None] >= places)  # (B, T, T)
+        return self.run(tokens, mask.sum(-1) - 1, Seen(mask[:, None], places))
+
+    def run(self, tokens: Tensor, positions: Tensor, seen: Seen) -> Tensor:
+        """(B, T, W). tokens: (B, T). positions: (B, T) of each in its document."""
+        causal = self.causal
+        embedded = causal.get_input_embeddings()(tokens)
+        if self.training and not embedded.requires_grad:
+            embedded.requires_grad_()  # else a layer that is computed twice has nothing to differentiate by
+        return causal.base_model(
+            inputs_embeds=embedded, position_ids=positions, use_cache=False, seen=seen
+        ).last_hidden_state
+
+    def recompute_layers(self) -> None:
+        """Keep only the input of each layer for the backward pass, which computes the layer once more."""
+        self.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_recomputed)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        state = super().state_dict(*arguments, **options)
+        return {name: state[name] for name in self.trained}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if strict and (different := state_dict.keys() ^ set(self.trained)):
+            raise RuntimeError(f"missing or unknown: {', '.join(sorted(different)[:3])}")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Network:
+        is_tied = self.head is self.causal.get_input_embeddings().weight
+        super()._apply(fn, recurse)
+        if is_tied:  # on XLA moving makes new parameters, here two of one
+            self.causal.get_output_embeddings().weight = self.causal.get_input_embeddings().weight
+        return self
+
+
+# Attention, and layers that are computed twice
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, seen: Seen, **options: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer. query: (B, H, T, D); key, value: (B, H / G, T, D). Returns
+    ((B, T, H, D), None)."""
+    if seen.cache is not None:
+        key, value = seen.cache.update(module.layer_idx, key, value)
+    allowed = seen.mask
+    if window := options.get("sliding_window"):
+        # A row's documents lie one after another, so that places differ as positions do.
+        there = torch.arange(key.shape[2], device=key.device)
+        allowed = allowed & (seen.places[:, None] - there < window)
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    if not is_on_xla(query):
+        group = query.shape[1] // key.shape[1]
+        key, value = (
+            part.repeat_interleave(group, 1) for part in (key, value)
+        )  # else no fast kernel takes it
+        out = nn.functional.scaled_dot_product_attention(query, key, value, allowed, scale=scale)
+        return out.transpose(1, 2), None
+    # Written out, because torch would multiply in float32 there, in six passes of a TPU.
+    grouped = query.unflatten(1, (key.shape[1], -1))  # (B, H / G, G, T, D)
+    logits = (grouped * scale) @ key[:, :, None].mT
+    weights = logits.float().masked_fill(~allowed[:, :, None], float("-inf")).softmax(-1)
+    out = weights.to(value.dtype) @ value[:, :, None]
+    return out.flatten(1, 2).transpose(1, 2), None
+
+
+def _recomputed(function: Callable, hidden: Tensor, *others: Any) -> Tensor:
+    """function(hidden, *others), of which nothing but `hidden` is kept for the backward pass. `others` get no
+    gradients."""
+    return _Recomputed.apply(hidden, function, others)  # pyright: ignore[reportReturnType]
+
+
+class _Recomputed(torch.autograd.Function):
+    """torch's own checkpoint would be optimised away by XLA, which sees the same computation twice."""
+
+    @staticmethod
+    def forward(ctx, hidden, function, others):
+        ctx.save_for_backward(hidden)
+        ctx.function, ctx.others = function, others
+        device = hidden.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        return function(hidden, *others)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        [hidden], [gradient] = ctx.saved_tensors, gradients
+        hidden = with_optimization_barrier(hidden.detach(), gradient).requires_grad_()
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            out = ctx.function(hidden, *ctx.others)
+        torch.autograd.backward(out, gradient)  # which adds to the gradients of the layer's weights
+        return hidden.grad, None, None
