@@ -83,15 +83,19 @@ def merge(files: Files = (), epochs: int = 400, prices: Path | None = None) -> N
 
 
 def export(
-    run: RunFolder, to: Literal["onnx", "torch-export"], out: Path | None = None, task: str | None = None
+    run: RunFolder,
+    to: Literal["onnx", "torch-export", "peft", "transformers"],
+    out: Path | None = None,
+    task: str | None = None,
 ) -> int:
     """Write the best weights of a run as one file for other programs, and measure on test samples how much
     its output differs. Exit code 1 if that is more than 1e-4.
 
     Args:
         run: the folder of a run, or a weights file.
-        to: onnx, or torch-export, which torch.export.load reads.
-        out: a new file; by default best.onnx or best.pt2 beside the weights.
+        to: onnx, or torch-export, which torch.export.load reads; of language models peft, the adapter alone,
+            or transformers, the whole model with the adapter in it.
+        out: a new file or folder; by default best.onnx, best.pt2, peft or transformers beside the weights.
         task: the task, for a weights file that does not name its own.
     """
     exported = tpukit.export(run, to=to, out=out, task=task)

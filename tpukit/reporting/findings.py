@@ -20,6 +20,7 @@ SPEED = dict(
     to_device_s=float | None,
     from_device_s=float | None,
     memory=list[tuple[float, float]],
+    rates=dict[str, float] | None,
     counters=dict(fallbacks=dict[str, int] | None),  # {} where nothing compiles
 )
 SCORES = dict(beside=dict[str, dict] | None)
@@ -283,9 +284,10 @@ def _describe_time(speeds, worked):
     seconds = sum(speed["seconds"] for speed in speeds)
     waited = sum(speed["wait_s"] for speed in speeds) / max(seconds, 1e-9)
     advice = ": raise num_workers, or store smaller images" if waited > 0.1 else ""
-    fastest = max(speed["images_per_s"] for speed in speeds)
+    fastest = max(speeds, key=lambda speed: speed["images_per_s"])
+    rates = "".join(f", {value:.4g} {name}" for name, value in (fastest.get("rates") or {}).items())
     sentences = [
-        f"Fastest interval: {fastest:.1f} samples per second.",
+        f"Fastest interval: {fastest['images_per_s']:.1f} samples per second{rates}.",
         f"Waiting for data took {waited:.1%} of the training time{advice}.",
     ]
     training, evaluating = (

@@ -57,6 +57,7 @@ def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
             found = {"loss": record["loss"], "gradient norm": record["grad_norm"]}
             found["learning rate"] = record.get("lr")
             found["speed/samples per second"] = speed["images_per_s"]
+            found |= {f"speed/{name}": value for name, value in (speed.get("rates") or {}).items()}
             found["speed/waiting for data"] = speed["wait_s"] / max(speed["seconds"], 1e-9)
             found |= {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
     numbers = [(tag, value) for tag, value in found.items() if isinstance(value, (int, float))]

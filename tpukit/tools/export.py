@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller
 FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}
+FOLDERS = ("peft", "transformers")  # by a task's own `export_folder`
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # that ONNX needs
 BATCH = 3  # samples that the graph is traced with; any number works later
 COMPARED = 16  # samples
@@ -34,6 +35,7 @@ class Exported:
     """The file, its metadata (str each), and how much its output differs from the trained model's."""
 
     path: Path
+    """the file, or the folder of files"""
     difference: float
     """see `LARGEST_DIFFERENCE`"""
     metadata: dict[str, str]
@@ -46,10 +48,11 @@ class Exported:
     def __str__(self) -> str:
         shapes = json.loads(self.metadata["inputs"])
         inputs = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
+        size = sum(file.stat().st_size for file in [self.path, *self.path.glob("*")] if file.is_file())
         verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
         replaced = ", in place of the file that was there" if self.replaced else ""
         return (
-            f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB{replaced}\ninput {inputs}\noutput:"
+            f"{self.path}: {size / 1e6:.1f} MB{replaced}\ninput {inputs}\noutput:"
             f" {self.metadata['output']}\nlargest difference to the trained model on"
             f" {self.metadata['compared_on']}: {self.difference:.2g}{verdict}"
         )
@@ -62,8 +65,8 @@ def export(
     out: str | Path | None = None,
     task: Task | str | None = None,
 ) -> Exported:
-    """Write the best weights of a run as one file, without tpukit: "onnx", or "torch-export" for
-    `torch.export.load`.
+    """Write the best weights of a run for use without tpukit: as one file, "onnx", or "torch-export" for
+    `torch.export.load`; a language model as a folder, "peft", its adapter, or "transformers", the whole.
 
     run: a `Run`, the path of one, or a weights file. out: the file; by default it is beside the weights. A
     file that is there is replaced only beside the weights. task: as for `predict`. The batch's size is
@@ -74,11 +77,16 @@ def export(
     from tpukit.runs import weights
     from tpukit.tasks.trained import find_trained
 
-    if to not in FORMATS:
-        raise TpukitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
+    if to not in (*FORMATS, *FOLDERS):
+        raise TpukitError(f"to={to!r}: choose one of {', '.join((*FORMATS, *FOLDERS))}")
     if to == "onnx" and (missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]):
         raise TpukitError(f"export to ONNX needs {', '.join(missing)}: pip install {' '.join(PACKAGES)}")
     task, best = find_trained(run, task)
+    if (to in FOLDERS) != hasattr(task, "export_folder"):
+        fitting = FOLDERS if to in FORMATS else FORMATS
+        raise TpukitError(f"to={to!r} is not for the task {task.name}: choose one of {', '.join(fitting)}")
+    if to in FOLDERS:
+        return _export_folder(task, best, to, Path(out) if out else best.with_name(to))
     path = Path(out) if out else best.with_name(f"{best.stem}{FORMATS[to]}")
     if out and path.exists():
         raise TpukitError(f"{path} exists: choose another file")
@@ -109,6 +117,19 @@ def export(
     if found.shape == expected.shape:
         difference = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1.0)
     return Exported(path, difference, metadata, replaced)
+
+
+def _export_folder(task, best, to, folder):
+    from tpukit.runs import weights
+
+    if folder.exists():
+        raise TpukitError(f"{folder} exists: choose another folder")
+    model = task.model().eval()
+    weights.load(model, best)
+    with files.explain_unwritable(folder.parent), files.atomic_folder(folder) as work:
+        difference, inputs = task.export_folder(model, to, work)
+    metadata = dict(task=task.name, output=task.export_output, inputs=json.dumps(inputs))
+    return Exported(folder, difference, metadata | dict(compared_on="random tokens"))
 
 
 def _samples(task):

@@ -81,6 +81,8 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
     loss = interval.sums["loss"] / interval.sums["steps"]
     # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
     speed = trainer.throughput.measure(trainer.task.batch_size) | dict(memory=interval.memory)
+    if rates := trainer.task.rates(trainer.model, trainer.runtime, speed["images_per_s"]):
+        speed["rates"] = rates
     norm = interval.sums["grad_norm"]
     trainer.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=norm, lr=trainer.lr(), speed=speed)
     trainer.throughput.restart()

@@ -260,6 +260,11 @@ class Task:
         overrides it."""
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
 
+    def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
+        """What else to record of the speed of a training, by names for the report, from its samples a
+        second, over all cores."""
+        return {}
+
     def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, np.ndarray]]]:
         """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
 

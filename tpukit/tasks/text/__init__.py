@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
-from tpukit.tasks.text import data, tokens
+from tpukit.tasks.text import data, documents, tokens
 from tpukit.tasks.text.synthetic import write_demo
 from tpukit.training.task import Task
 
@@ -44,14 +45,15 @@ class LanguageModel(Task):
     name: ClassVar[str] = "text"
     dataset: ClassVar[str] = "my-text"
     needs_own_data: ClassVar[bool] = True
-    dataset_parts: ClassVar[tuple[str, ...]] = tuple(data.SPLITS)
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(documents.SPLITS)
     synthetic_size: ClassVar[int] = 60
     synthesize = staticmethod(write_demo)
     score: ClassVar[str] = "log_likelihood"
     score_names: ClassVar[dict[str, str]] = dict(
-        log_likelihood="log-likelihood of a test token, nats", perplexity="perplexity of the test set"
+        test_loss="cross entropy of a test token, nats", perplexity="perplexity of the test set"
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ()
+    export_output: ClassVar[str] = "the logits of the next token (batch, tokens, vocabulary)"
 
     epochs: int = setting(3, free=True)
     """Passes over the training set."""
@@ -74,8 +76,8 @@ class LanguageModel(Task):
     pretrained: Literal["auto", "yes", "no"] = "auto"
     """Start from the model's weights (yes, and auto for all but tiny), or from random ones of its shape."""
     tokenizer: str = "auto"
-    """auto: the model's, or bytes for tiny. Else a name or a folder with a tokenizer.json, or bytes: each byte
-    of UTF-8 is a token."""
+    """auto: the model's, or bytes for tiny. Else the name of another model, a folder with a tokenizer.json,
+    or bytes: each byte of UTF-8 is a token."""
     adapter: Literal["auto", "lora", "none"] = "auto"
     """lora: small matrices beside those of the layers train, and the model's own are frozen, in bf16. none:
     all weights train. auto: lora for pretrained weights."""
@@ -146,12 +148,11 @@ class LanguageModel(Task):
         count = config.vocab_size if self._is_planned and self._folder is None else len(self._tokenizer)
         if not self.is_pretrained:
             config.vocab_size = network.MULTIPLE * math.ceil(count / network.MULTIPLE)
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                setattr(config, name, None)
+            config.pad_token_id = config.bos_token_id = config.eos_token_id = None
         if count > config.vocab_size:
             raise TpukitError(
-                f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do not fit;"
-                " leave tokenizer at auto, or train from random weights (pretrained=no)"
+                f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do"
+                " not fit; leave tokenizer at auto, or start from random weights (pretrained='no')"
             )
         if (self.sequence_length or 1) > config.max_position_embeddings:
             raise TpukitError(
@@ -197,6 +198,30 @@ class LanguageModel(Task):
         # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
         return AdamW(groups, lr=self.lr, betas=(0.9, 0.95), capturable=is_on_xla(parameters[0]))
 
+    def rates(self, model: Any, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
+        """Tokens and TFLOP a second, over all cores; on a TPU also the share of what its chips could do.
+
+        Counted are the products of matrices and of attention, forward and backward, without what is computed
+        twice."""
+        from tpukit.devices.chips import find_chip
+
+        rate = samples_per_s * self.length
+        found = {"tokens per second": rate, "TFLOP per second": rate * model.flops(self.length) / 1e12}
+        chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")) if runtime.accelerator == "tpu" else None
+        if chip and chip.flops:
+            found["of the chips' FLOP"] = found["TFLOP per second"] * 1e12 / (runtime.cores * chip.flops)
+        return found
+
+    def export_folder(self, model: Network, to: str, folder: Path) -> tuple[float, dict[str, str]]:
+        """Write a trained model for `tpukit export`. Returns (the largest difference of its logits, loaded
+        without tpukit; what goes in)."""
+        from tpukit.tasks.text.export import write
+
+        if to == "peft" and not self.uses_lora:
+            raise TpukitError("the model has no adapter, all its weights were trained: choose transformers")
+        difference = write(model, self._tokenizer, to, folder, self.model_name)
+        return difference, dict(input_ids="int64 (batch, tokens)")
+
     # Data
 
     def datasets(self) -> tuple[data.TextSet, data.TextSet]:
@@ -221,8 +246,8 @@ class LanguageModel(Task):
     # Loss and predictions
 
     def loss(self, model: Network, batch: dict[str, Tensor], epoch: Any) -> Tensor:
-        """The cross entropy of a batch's tokens over as many as a batch predicts on average: micro-batches and
-        cores add up to the same, however their tokens are spread."""
+        """The cross entropy of a batch's tokens over as many as a batch predicts on average, so that
+        micro-batches and cores add up to the same, however these are spread."""
         from tpukit.tasks.text.loss import cross_entropy
 
         hidden, labels = _run(model, batch)
@@ -256,7 +281,7 @@ class LanguageModel(Task):
 
         from tpukit.tasks.text import generate
 
-        rows, prompts, lengths = len(batch["tokens"]), batch["tokens"], batch.get("lengths")
+        prompts, lengths = batch["tokens"], batch.get("lengths")
         if lengths is None:
             prompts = prompts[:, : SAMPLE_PROMPT + self.new_tokens]
             if not (wanted and self.samples):
@@ -275,8 +300,8 @@ class LanguageModel(Task):
     # Scores and texts
 
     def evaluate(self, predictions: Any) -> dict[str, Any]:
-        """log_likelihood of a token, its negative `loss` (nats), perplexity, tokens; samples, a list of dict(prompt,
-        written)."""
+        """log_likelihood of a token (nats); test_loss, its negative; perplexity; tokens, how many were
+        predicted; samples, a list of dict(prompt, written)."""
         loss = tokens = 0.0
         samples: list[dict] = []
         for found, batch in predictions:
@@ -287,13 +312,15 @@ class LanguageModel(Task):
         mean = loss / max(tokens, 1)
         perplexity = math.exp(min(mean, 700.0))
         return dict(
-            log_likelihood=-mean, loss=mean, perplexity=perplexity, tokens=int(tokens), samples=samples
+            log_likelihood=-mean, test_loss=mean, perplexity=perplexity, tokens=int(tokens), samples=samples
         )
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
         """dict(prompt, written) of each row in which something was written."""
-        pairs = zip(np.asarray(found["written"]).tolist(), np.asarray(found["prompt"]).tolist())
-        texts = [tokens.continuation(self._tokenizer, row, prompt) for row, prompt in pairs if prompt]
+        rows, prompts = (np.asarray(found[name]).tolist() for name in ("written", "prompt"))
+        pairs = zip(rows, prompts)
+        ends = [(row[: prompt + self.new_tokens], prompt) for row, prompt in pairs if prompt]
+        texts = [tokens.continuation(self._tokenizer, row, prompt) for row, prompt in ends]
         return [dict(prompt=prompt, written=written) for prompt, written in texts]
 
     def save_predictions(self, folder: Path, predictions: list, data: data.TextSet) -> None:
@@ -303,29 +330,21 @@ class LanguageModel(Task):
         files.write_atomic(folder / "samples.json", text, durable=False)
 
     def panels(self, batch: Any, prediction: Any = None) -> list[list[tuple[str, np.ndarray]]]:
-        rows = np.asarray(batch["tokens"])
-        if prediction is not None:
-            length = np.asarray(prediction["prompt"])
-            written = [
-                tokens.continuation(self._tokenizer, *pair)
-                for pair in zip(np.asarray(prediction["written"]).tolist(), length.tolist())
-            ]
-            return [
-                [("prompt, then what was written", _picture(f"{prompt}\n\n{text}"))]
-                for prompt, text in written
-            ]
-        return [[("", _picture(self._tokenizer.decode(row)))] for row in rows]
+        if prediction is None:
+            return [[("", _picture(self._tokenizer.decode(row)))] for row in np.asarray(batch["tokens"])]
+        texts = [f"{one['prompt']}\n\n{one['written']}" for one in self._texts(prediction)]
+        return [[("a prompt, and what was written", _picture(text))] for text in texts]
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
-        prompts = [prompt for path in paths for prompt in data.read_prompts(path, self._tokenizer)]
+        prompts = [prompt for path in paths for prompt in documents.read_prompts(path, self._tokenizer)]
         size, most = self.length, self.length - self.new_tokens
         rows, lengths = np.zeros((len(prompts), size), np.int32), np.ones(len(prompts), np.int32)
         for number, (name, ids) in enumerate(prompts):
             if not 0 < len(ids) <= most:
                 raise TpukitError(
-                    f"{name}: the prompt has {len(ids)} tokens; it must have some, and with new_tokens={self.new_tokens}"
-                    f" at most {most}"
+                    f"{name}: a prompt of {len(ids)} tokens: it must have some, and at most {most} where"
+                    f" new_tokens={self.new_tokens} follow"
                 )
             rows[number, : len(ids)], lengths[number] = ids, len(ids)
         return dict(tokens=rows, lengths=lengths), [name for name, _ in prompts]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpukit.tasks.text.network import Network, Seen
+from tpukit.tasks.text.network import Network, Seen, head_width
 
 if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
@@ -49,7 +49,7 @@ def write(
     numbers = np.random.default_rng(np.random.SeedSequence(seed)).random((rows, size), np.float32)
     fixed = runtime.put(dict(numbers=numbers, temperature=np.array([temperature], np.float32)))
     state = dict(tokens=tokens, place=runtime.put(dict(place=np.zeros(1, np.int32)))["place"])
-    state["layers"] = _empty_layers(model, rows, size)
+    state["layers"] = _empty_layers(model, runtime, rows, size)
     step = runtime.inference(_Step(model, is_greedy=temperature == 0))
     for _ in range(min(steps, size - 1)):
         state = step(state, dict(fixed, lengths=lengths))
@@ -84,12 +84,11 @@ class _Step:
         return dict(tokens=tokens, place=place + 1, layers=cache.layers)
 
 
-def _empty_layers(model: Network, rows: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    config, like = model.causal.config, model.head
+def _empty_layers(model: Network, runtime: Runtime, rows: int, size: int) -> list[tuple[Tensor, ...]]:
+    config = model.causal.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (rows, heads, size, width)
+    empty = torch.zeros(rows, heads, size, head_width(config), dtype=model.head.dtype)
+    # From the host: made on an XLA device, they would be a graph of their own.
     return [
-        tuple(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
-        for _ in range(config.num_hidden_layers)
+        tuple(runtime.put(dict(keys=empty, values=empty)).values()) for _ in range(config.num_hidden_layers)
     ]

@@ -1,8 +1,8 @@
 """Language models of transformers, with adapters of peft: found, built, run on packed documents.
 
-transformers and peft are imported where they are used. No code of a model's own is run (`trust_remote_code` is
-never True), and nothing is unpickled. Shapes: B batch, T positions, L positions of a cache, H heads, G queries
-to a key, D numbers of a head, W width of the model, V vocabulary."""
+transformers and peft are imported where they are used. No code of a model's own is run (`trust_remote_code`
+is never True), and nothing is unpickled. Shapes: B batch, T positions, L positions of a cache, H heads, G
+queries to a key, D numbers of a head, W width of the model, V vocabulary."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def find_folder(name: str, *, with_weights: bool) -> Path:
         ) from error
     except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
         raise TpukitError(
-            f"{name} is not on this machine and cannot be downloaded ({first_line(error)}): switch the internet"
-            " on, or give a folder with config.json, tokenizer.json and model.safetensors"
+            f"{name} is not on this machine and cannot be downloaded ({first_line(error)}): switch the"
+            " internet on, or give a folder with config.json, tokenizer.json and model.safetensors"
         ) from error
 
 
@@ -189,6 +189,11 @@ def build(config: Any, folder: Path | None, *, lora: tuple[int, float] | None) -
     return Network(model)
 
 
+def head_width(config: Any) -> int:
+    """D, the numbers of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class Seen(NamedTuple):
     """What the tokens of a row see."""
 
@@ -236,6 +241,23 @@ class Network(nn.Module):
         return causal.base_model(
             inputs_embeds=embedded, position_ids=positions, use_cache=False, seen=seen
         ).last_hidden_state
+
+    def to_float32(self) -> None:
+        """Compute in float32 from here on, as `transformers` does that loads such weights."""
+        self.float()
+        for module in self.modules():  # Gemma rounds it with the weights
+            if isinstance(scale := getattr(module, "scalar_embed_scale", None), float):
+                module.embed_scale.fill_(scale)
+
+    def flops(self, length: int) -> float:
+        """FLOP of a training step for each token of rows of this length, as `LanguageModel.rates` counts."""
+        config, head = self.causal.config, self.head
+        lookups = [m.weight for m in self.modules() if isinstance(m, nn.Embedding) and m.weight is not head]
+        matrices = [p for p in self.parameters() if p.ndim == 2 and all(p is not one for one in lookups)]
+        both = 4 * sum(p.numel() for p in matrices)  # forward, and backward to the inputs
+        trained = 2 * sum(p.numel() for p in matrices if p.requires_grad)
+        width = config.num_attention_heads * head_width(config)
+        return both + trained + 3 * 4 * config.num_hidden_layers * length * width
 
     def recompute_layers(self) -> None:
         """Keep only the input of each layer for the backward pass, which computes the layer once more."""

@@ -1,0 +1,231 @@
+"""Documents in files, and how they are packed into rows."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.conftest import refuses
+from tests.tasks.text.small import CHAT
+from tpukit.host import arrays
+from tpukit.tasks.text import data, documents, tokens
+
+pytest.importorskip("transformers")
+END = 256  # of a text, in the tokenizer of bytes
+
+
+@pytest.fixture
+def tokenizer():
+    return tokens.load("bytes", None)
+
+
+@pytest.fixture
+def chats():
+    found = tokens.load("bytes", None)
+    found.chat_template = CHAT
+    return found
+
+
+def write_lines(path, *rows):
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def said(user, assistant):
+    return dict(messages=[dict(role="user", content=user), dict(role="assistant", content=assistant)])
+
+
+def opened(place, tokenizer, length=16, too_long="split", test_share=0.2):
+    return data.open_sets(place, tokenizer, length, too_long, test_share)
+
+
+def parts_of(rows, tokenizer):
+    """[(text of a document in a row, text of what is to be learned of it)], in order."""
+    found = []
+    for row, numbers, learned in zip(rows.tokens, rows.documents, rows.learned):
+        for number in range(1, numbers.max() + 1):
+            here = numbers == number
+            whole, told = (tokenizer.decode(row[which].tolist()) for which in (here, here & learned))
+            found.append((whole, told))
+    return found
+
+
+def test_a_text_fills_row_after_row_and_every_token_is_predicted_once(tmp_path, tokenizer):
+    text = "".join(chr(ord("a") + number % 26) for number in range(300))
+    (tmp_path / "train.txt").write_text(text)
+    (tmp_path / "test.txt").write_text("x" * 40)
+    train, test = opened(tmp_path, tokenizer)
+    rows, last = train.tokens[:-1], train.tokens[-1]
+    assert train.tokens.shape[1] == 17 and np.array_equal(rows[1:, 0], rows[:-1, -1])
+    stream = np.concatenate([rows[:, :-1].ravel(), last[train.documents[-1] > 0]])
+    assert tokenizer.decode(stream.tolist()) == text + tokens.END
+    assert train.learned[train.documents > 0].all() and train.targets == pytest.approx(300 / len(train))
+    assert "1 documents" not in train.notes and "2 documents, 342 tokens" in train.notes
+
+
+def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
+    for name in ("train_a", "train_b", "test"):
+        (tmp_path / f"{name}.txt").write_text(name[-1] * 4)
+    train, _ = opened(tmp_path, tokenizer)
+    assert parts_of(train, tokenizer) == [("aaaa" + tokens.END,) * 2, ("bbbb" + tokens.END,) * 2]
+    assert train.documents.tolist() == [[1] * 5 + [2] * 5 + [0] * 7]
+    assert train.targets == 8, "the first token of a document has none to be predicted from"
+
+
+def test_conversations_stay_whole_and_what_the_assistant_says_is_learned(tmp_path, chats):
+    rows = [said(f"q{number}", "ja" * (1 + number % 4)) for number in range(40)]
+    train, test = opened(write_lines(tmp_path / "chat.jsonl", *rows), chats, length=63)
+    found = parts_of(train, chats) + parts_of(test, chats)
+    wanted = [
+        (f"<user>q{n}</s><assistant>{'ja' * (1 + n % 4)}</s>", "ja" * (1 + n % 4) + "</s>") for n in range(40)
+    ]
+    assert sorted(found) == sorted(wanted) and len(parts_of(test, chats)) == 8
+    assert (train.documents.max(1) > 1).mean() > 0.5, "rows hold several conversations"
+
+
+def test_every_answer_of_a_conversation_is_learned_unless_the_template_rewrites_it(tmp_path, chats):
+    messages = [dict(role=role, content=text) for role, text in zip(["user", "assistant"] * 2, "abcd")]
+    [part] = [documents.document_of(dict(messages=messages), chats, "x")]
+    assert [text for text, learned in part.parts if learned] == ["b</s>", "d</s>"]
+    chats.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}THOUGHT{% endif %}"
+        "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    part = documents.document_of(dict(messages=messages), chats, "x")
+    assert list(part.parts) == [
+        ("<user>a</s><assistant>b</s><user>c</s><assistant>", False),
+        ("THOUGHTd</s>", True),
+        ("", False),
+    ]
+
+
+def test_a_prompt_without_a_template_is_followed_by_its_completion_and_the_end(tmp_path, tokenizer):
+    rows = [dict(prompt=f"{n}+1=", completion=str(n + 1)) for n in range(9)]
+    train, test = opened(write_lines(tmp_path / "sums.jsonl", *rows), tokenizer)
+    found = sorted(parts_of(train, tokenizer) + parts_of(test, tokenizer))
+    assert found == sorted((f"{n}+1={n + 1}{tokens.END}", f"{n + 1}{tokens.END}") for n in range(9))
+
+
+@pytest.mark.parametrize("too_long", ["split", "cut", "leave-out"])
+def test_a_conversation_longer_than_a_row_is_split_cut_or_left_out_and_counted(too_long, tmp_path, tokenizer):
+    rows = [dict(prompt="p" * 6, completion="c" * 40), *(dict(prompt="q", completion="r") for _ in range(9))]
+    rows += [dict(prompt="t" * 30, completion="u")]
+    write_lines(tmp_path / "train.jsonl", *rows)
+    write_lines(tmp_path / "test.jsonl", rows[1])
+    train, _ = opened(tmp_path, tokenizer, too_long=too_long)
+    found = [part for part in parts_of(train, tokenizer) if "q" not in part[0]]
+    end = tokens.END
+    if too_long == "split":
+        # Each piece begins with the token that the piece before has predicted last.
+        wanted = [("p" * 6 + "c" * 11, "c" * 11), ("c" * 17, "c" * 17), ("c" * 14 + end, "c" * 14 + end)]
+        assert sorted(found) == sorted([*wanted, ("t" * 14 + "u" + end, "u" + end)])
+    else:
+        assert found == ([("p" * 6 + "c" * 11, "c" * 11)] if too_long == "cut" else [])
+    assert "2 conversations longer than that" in train.notes
+    assert ("pieces left out" in train.notes) == (too_long != "leave-out")
+
+
+def test_all_texts_of_all_kinds_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
+    rng = np.random.default_rng(0)
+    rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 300)]
+    train, _ = opened(write_lines(tmp_path / "many.jsonl", *rows), tokenizer, length=64)
+    assert (train.documents == 0).mean() < 0.02
+    total = sum(len(row["prompt"]) + 6 for row in rows)
+    _, test = opened(tmp_path, tokenizer, length=64)
+    assert (train.documents > 0).sum() + (test.documents > 0).sum() == total
+
+
+def test_texts_are_tokenised_once_and_anew_where_files_or_settings_change(tmp_path, tokenizer, monkeypatch):
+    made = []
+    pack = data._pack
+    monkeypatch.setattr(data, "_pack", lambda *all: (made.append(1), pack(*all))[1])
+    (tmp_path / "a.txt").write_text("abc " * 50)
+    first, _ = opened(tmp_path, tokenizer)
+    again, _ = opened(tmp_path, tokenizer)
+    assert len(made) == 1 and isinstance(again.tokens, np.memmap) and first.signature == again.signature
+    assert opened(tmp_path, tokenizer, length=20)[0].signature != first.signature
+    (tmp_path / "a.txt").write_text("abd " * 50)
+    assert opened(tmp_path, tokenizer)[0].signature != first.signature and len(made) == 3
+
+
+def test_saved_hugging_face_datasets_give_what_lines_of_json_give(tmp_path, tokenizer):
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    rows = [dict(prompt=f"{n}?", completion=f"{n}!") for n in range(12)]
+    for name in ("lines", "arrow/train", "parquet/data"):
+        (tmp_path / name).mkdir(parents=True)
+    write_lines(tmp_path / "lines/a.jsonl", *rows)
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.OSFile(str(tmp_path / "arrow/train/data-00000-of-00001.arrow"), "wb") as file:
+        with pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    (tmp_path / "arrow/train/dataset_info.json").write_text("{}")
+    pyarrow.parquet.write_table(table, tmp_path / "parquet/data/all.parquet")
+    found = [
+        sorted(part for rows in opened(tmp_path / name, tokenizer) for part in parts_of(rows, tokenizer))
+        for name in ("lines", "parquet", "arrow")
+    ]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 12
+    (tmp_path / "parquet/data/all.parquet").write_bytes(b"PAR1 broken")
+    with refuses("all.parquet", "damaged"):
+        opened(tmp_path / "parquet", tokenizer)
+
+
+BAD_LINES = {
+    "not JSON": ('{"text": "a', "line 2", "not JSON"),
+    "no text": (dict(words="a"), "line 2", "it needs a text", "words"),
+    "a list": ([1, 2], "line 2", "it needs a text"),
+    "an empty completion": (dict(prompt="a", completion=" "), "line 2", "completion is empty"),
+    "nothing said": (dict(messages=[dict(role="user", content="a")]), "line 2", "completion is empty"),
+    "no messages": (dict(messages=[]), "line 2", "messages must be"),
+    "no content": (dict(messages=[dict(role="user")]), "line 2", "messages must be"),
+    "deep": ("[" * 5000, "line 2", "not JSON"),
+}
+
+
+@pytest.mark.parametrize("line, told", [(line, told) for line, *told in BAD_LINES.values()], ids=BAD_LINES)
+def test_a_bad_line_is_named_by_its_number(line, told, tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", dict(text="fine"), line, dict(text="fine, too"))
+    with refuses("a.jsonl", *told):
+        opened(path, tokenizer)
+
+
+def test_a_template_that_refuses_a_conversation_is_told(tmp_path, chats):
+    chats.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with refuses("line 1", "roles must alternate"):
+        opened(write_lines(tmp_path / "a.jsonl", said("a", "b")), chats)
+
+
+def test_places_without_texts_and_other_encodings_are_told(tmp_path, tokenizer):
+    with refuses("does not exist"):
+        opened(tmp_path / "nowhere", tokenizer)
+    (tmp_path / "photo.png").write_bytes(b"")
+    with refuses("has no texts", ".jsonl"):
+        opened(tmp_path, tokenizer)
+    (tmp_path / "empty.txt").write_text("")
+    with refuses("nothing is left"):
+        opened(tmp_path, tokenizer)
+    (tmp_path / "latin.txt").write_bytes("Füße".encode("latin-1"))
+    with refuses("latin.txt", "UTF-8"):
+        opened(tmp_path, tokenizer)
+
+
+def test_prompts_come_from_text_files_and_from_lines(tmp_path, tokenizer, chats):
+    (tmp_path / "a.txt").write_text("Hello\n")
+    lines = write_lines(tmp_path / "b.jsonl", dict(prompt="x"), said("u", "left out"))
+    assert documents.read_prompts(tmp_path / "a.txt", tokenizer)[0] == (
+        "a.txt",
+        tokenizer("Hello")["input_ids"],
+    )
+    names, ids = zip(*documents.read_prompts(lines, chats))
+    assert names == ("b.jsonl, line 1", "b.jsonl, line 2")
+    assert [chats.decode(one) for one in ids] == ["<user>x</s><assistant>", "<user>u</s><assistant>"]
+
+
+def test_the_cache_survives_a_damaged_file(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("abc " * 50)
+    first = opened(tmp_path, tokenizer)[0].tokens.copy()
+    for path in arrays.files.cache_folder().glob("text-*/train_tokens.npy"):
+        path.write_bytes(b"damaged")
+    assert np.array_equal(opened(tmp_path, tokenizer)[0].tokens, first)

@@ -1,0 +1,60 @@
+"""The loss in parts: torch's own, and never all logits at a time."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpukit.tasks.text import loss
+
+B, T, W, V = 3, 14, 4, 97
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(B, T, W, generator=generator, requires_grad=True)
+    head = torch.randn(V, W, generator=generator, requires_grad=True)
+    labels = torch.randint(V, (B, T), generator=generator)
+    labels[0, 3:9] = labels[2] = -1
+    return hidden, head, labels
+
+
+@pytest.mark.parametrize("most", [1, B * V * 4, B * V * T])
+def test_loss_and_gradients_are_torchs_own(inputs, most, monkeypatch):
+    monkeypatch.setattr(loss, "MAX_LOGITS", most)
+    hidden, head, labels = inputs
+    logits = (hidden @ head.t()).flatten(0, 1)
+    each = functional.cross_entropy(logits, labels.flatten(), ignore_index=-1, reduction="none").view(B, T)
+    expected = torch.autograd.grad(0.3 * each.sum(), (hidden, head))
+    found = loss.cross_entropy(hidden, head, labels)
+    torch.testing.assert_close(found, each.sum(), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(0.3 * found, (hidden, head))
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss.row_losses(hidden, head, labels), each.sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_head_gets_no_gradient_and_costs_none(inputs):
+    hidden, head, labels = inputs
+    found = loss.cross_entropy(hidden, head.detach(), labels)
+    found.backward()
+    assert head.grad is None and hidden.grad.abs().sum() > 0
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_all_logits_are_never_there_at_a_time(inputs, monkeypatch):
+    monkeypatch.setattr(loss, "MAX_LOGITS", 2 * B * V)
+    with Largest() as largest:
+        loss.cross_entropy(*inputs).backward()
+    assert largest.elements == 2 * B * V

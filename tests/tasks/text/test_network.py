@@ -1,0 +1,202 @@
+"""The network: equal to plain transformers and peft, with documents that do not see each other."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.conftest import refuses
+from tests.tasks.text.small import CONFIGS, plain_model, write_config, write_model
+from tpukit.tasks.text import network
+from tpukit.tasks.text.loss import cross_entropy as in_parts
+
+peft = pytest.importorskip("peft")
+TOKENS = torch.randint(300, (3, 20), generator=torch.Generator().manual_seed(0))
+ONE = torch.ones_like(TOKENS)
+
+
+@pytest.fixture(params=CONFIGS)
+def family(request):
+    return request.param
+
+
+def network_of(plain, lora=None):
+    """The network with the weights of a plain model."""
+    built = network.build(copy.deepcopy(plain.config), None, lora=lora)
+    built.float().causal.load_state_dict(plain.state_dict(), strict=lora is None)
+    return built.train()
+
+
+def assert_same_gradients(found, expected):
+    for name, parameter in expected.items():
+        if parameter.grad is not None:
+            largest = float(parameter.grad.abs().max())
+            torch.testing.assert_close(
+                found[name].grad, parameter.grad, rtol=1e-5, atol=1e-5 * max(largest, 1)
+            )
+
+
+@pytest.mark.parametrize("way", ["as on a GPU", "as on a TPU, layers computed twice"])
+def test_logits_and_gradients_are_those_of_plain_transformers(family, way, tmp_path, monkeypatch):
+    plain = plain_model(family, tmp_path)
+    ours = network_of(plain)
+    if "TPU" in way:
+        monkeypatch.setattr(network, "is_on_xla", lambda tensor: True)
+        ours.recompute_layers()
+    logits = plain(TOKENS[:, :-1]).logits
+    cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
+    hidden = ours(TOKENS[:, :-1], ONE[:, :-1])
+    torch.testing.assert_close(hidden @ ours.head.t(), logits, rtol=1e-5, atol=1e-5)
+    in_parts(hidden, ours.head, TOKENS[:, 1:]).backward()
+    assert_same_gradients(dict(ours.causal.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_lora_gives_the_logits_and_gradients_of_peft_itself_and_merged_the_same(family, tmp_path):
+    plain = plain_model(family, tmp_path)
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=12.0, target_modules=list(network.FAMILIES[family]), task_type="CAUSAL_LM"
+    )
+    theirs = peft.get_peft_model(copy.deepcopy(plain), settings).train()
+    ours = network.build(copy.deepcopy(plain.config), None, lora=(3, 12.0))
+    assert {p.dtype for p in ours.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in ours.parameters() if p.requires_grad} == {torch.float32}
+    ours.recompute_layers()
+    ours.to_float32()
+    ours.train()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)  # B is zero at first
+    ours.net.load_state_dict(theirs.state_dict())
+    logits = theirs(TOKENS[:, :-1]).logits
+    cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
+    hidden = ours(TOKENS[:, :-1], ONE[:, :-1])
+    torch.testing.assert_close(hidden @ ours.head.t(), logits, rtol=1e-5, atol=1e-5)
+    in_parts(hidden, ours.head, TOKENS[:, 1:]).backward()
+    found, expected = dict(ours.net.named_parameters()), dict(theirs.named_parameters())
+    assert_same_gradients(found, expected)
+    assert all((found[name].grad is None) == (expected[name].grad is None) for name in expected)
+    merged = theirs.merge_and_unload().eval()
+    torch.testing.assert_close(merged(TOKENS[:, :-1]).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_documents_give_what_each_gives_alone(family, tmp_path):
+    ours = network_of(plain_model(family, tmp_path)).eval()
+    documents = torch.tensor([[1] * 4 + [2] * 9 + [3] * 7] * 3)
+    packed = ours(TOKENS, documents)
+    parts = [ours(part, torch.ones_like(part)) for part in TOKENS.split([4, 9, 7], 1)]
+    torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(packed, ours(TOKENS, ONE), atol=1e-2), "the documents do not matter"
+
+
+def test_the_state_is_what_trains_and_comes_back(tmp_path):
+    whole, lora = (
+        network.build(network.read_config("m", write_config(tmp_path)), None, lora=lora)
+        for lora in (None, (2, 4.0))
+    )
+    assert len(whole.state_dict()) == len(list(whole.parameters())), "the tied head is there twice"
+    names = lora.state_dict()
+    assert names and all("lora_" in name for name in names)
+    with torch.no_grad():
+        changed = {name: value + 1 for name, value in names.items()}
+    lora.load_state_dict(changed)
+    assert all(torch.equal(lora.state_dict()[name], changed[name]) for name in changed)
+    with pytest.raises(RuntimeError, match="missing or unknown"):
+        lora.load_state_dict({})
+
+
+def test_a_tied_head_stays_tied_on_another_device(tmp_path, xla):
+    model = network.build(network.read_config("m", write_config(tmp_path)), None, lora=None)
+    moved = xla.to_device(model)
+    assert moved.head.device.type == "xla" and moved.head is moved.causal.get_input_embeddings().weight
+
+
+def test_a_pretrained_model_is_read_from_its_folder_as_transformers_reads_it(family, tmp_path):
+    import transformers
+
+    folder = write_model(tmp_path / "model", family)
+    ours = network.build(network.read_config("m", folder), folder, lora=None)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert ours.causal.state_dict().keys() == plain.state_dict().keys()
+    assert all(
+        torch.equal(value, plain.state_dict()[name]) for name, value in ours.causal.state_dict().items()
+    )
+
+
+# Models that are refused
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        (dict(model_type="mamba"), ("mamba", "qwen3")),
+        (dict(model_type="own", auto_map=dict(AutoConfig="own.Config")), ("trust_remote_code", "own")),
+        (dict(quantization_config=dict(bits=4)), ("quantized",)),
+        (dict(n_head=5), ("cannot be made",)),
+        (dict(n_layer="many"), ("damaged",)),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
+    with refuses(*told):
+        config = network.read_config("m", write_config(tmp_path, **changes))
+        network.build(config, None, lora=None)
+
+
+def test_code_in_a_models_folder_is_never_run(tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "own.py").write_text("raise SystemExit('run')")
+    write_config(folder, auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
+    network.build(network.read_config("m", folder), folder, lora=None)
+
+
+def test_weights_in_a_pickle_are_refused_and_missing_or_foreign_ones_named(tmp_path):
+    folder = write_model(tmp_path / "model")
+    config = network.read_config("m", write_config(folder, n_layer=3))
+    with refuses("do not fit", "h.2"):
+        network.build(config, folder, lora=None)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with refuses("pytorch_model.bin", "could run code"):
+        network.build(network.read_config("m", write_config(folder)), folder, lora=None)
+    (folder / network.INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    (tmp_path / "x.safetensors").write_bytes(b"outside of the folder")
+    with refuses("could run code"):
+        network.weight_files(folder)
+
+
+def test_a_name_without_internet_a_gated_and_an_unknown_one_are_told_in_a_sentence(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    with refuses("TPUKIT_OFFLINE", "give a folder"):
+        network.find_folder("Qwen/Qwen3-0.6B", with_weights=True)
+    with refuses("no such folder"):
+        network.find_folder("no/such/folder", with_weights=True)
+    monkeypatch.setattr(network.downloads, "check_reachable", lambda url: None)
+    response = type("Response", (), dict(headers={}, status_code=403, request=None))()
+    for kind, told in (
+        (hub.errors.GatedRepoError, "gated"),
+        (hub.errors.RepositoryNotFoundError, "no model"),
+    ):
+
+        def download(name, *, local_files_only=False, **_):
+            if local_files_only:
+                raise hub.errors.LocalEntryNotFoundError("not here")
+            raise kind("secret words of the hub", response=response)
+
+        monkeypatch.setattr(hub, "snapshot_download", download)
+        with refuses(told, "google/gemma-3-1b-pt"):
+            network.find_folder("google/gemma-3-1b-pt", with_weights=True)
+
+
+def test_of_a_hub_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def download(name, *, allow_patterns, ignore_patterns, local_files_only=False):
+        asked.append((*allow_patterns, *ignore_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    write_config(tmp_path)
+    assert network.find_folder("gpt2", with_weights=False) == tmp_path
+    assert asked == [("*.json", "*.jinja", "*/*")]

@@ -1,0 +1,247 @@
+"""The task as a whole: one graph, resuming, several cores, prediction, export, and settings that do not fit."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.conftest import best_weights, checkpoint, exact, refuses, same
+from tests.tasks.text.small import CHAT, task_of, write_config, write_model
+from tpukit import LanguageModel, Run, cli, export, predict, train
+from tpukit import test as score_run
+from tpukit.reporting import display
+from tpukit.runs import weights
+from tpukit.tasks.datasets import find_dataset
+from tpukit.tasks.trained import task_of as task_of_run
+from tpukit.training.step import TrainingStep
+
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory):
+    """Conversations of many lengths, as lines: 60."""
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    rows = [dict(prompt=f"{n}" * (1 + n % 5), completion="abc" * (1 + n % 4)) for n in range(60)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A folder with pretrained weights and a chat template."""
+    return write_model(tmp_path_factory.mktemp("model") / "gpt", chat=CHAT)
+
+
+LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
+
+
+def run_of(folder, task, runtime, **settings):
+    run = Run.open(folder, dataclasses.replace(task, **settings))
+    train(dataclasses.replace(task, **settings), run, runtime=runtime, progress=False)
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(chats, model, tmp_path_factory):
+    """(task, run) of two epochs of LoRA."""
+    from tpukit.devices.runtime import Runtime
+
+    task = task_of(model, chats, **LORA, epochs=2)
+    return task, run_of(tmp_path_factory.mktemp("finished") / "run", task, Runtime("cpu"))
+
+
+# Training
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_texts_of_any_length_are_one_compiled_graph_of_each_kind(lora, chats, model, tmp_path, xla):
+    task = task_of(model, chats, epochs=2, **(LORA if lora else dict(sequence_length=63)))
+    run = run_of(tmp_path / "run", task, xla)
+    compiled = [event["what"] for event in run.records("compile") if event["programs"]]
+    assert sorted(compiled) == sorted(set(compiled)) and {"step", "predict", "write"} <= set(compiled)
+    assert all(event["programs"] == 1 for event in run.records("compile")), run.records("compile")
+    assert not xla.counters()["fallbacks"]
+
+
+@pytest.mark.parametrize("settings", [dict(sequence_length=63), LORA], ids=["all weights", "lora"])
+def test_xla_trains_as_the_cpu_does(settings, chats, model, tmp_path, cpu, xla):
+    task = task_of(model, chats, epochs=1, log_every=1, samples=0)
+    task = dataclasses.replace(task, **settings)
+    ours, other = (run_of(tmp_path / str(device), task, device) for device in (cpu, xla))
+    losses = [[record["loss"] for record in run.records("train")] for run in (ours, other)]
+    np.testing.assert_allclose(*losses, rtol=2e-3 if settings is LORA else 1e-4)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(chats, tmp_path):
+    task = task_of(write_config(tmp_path), chats, sequence_length=63, gradient_checkpointing=False)
+    data, _ = task.datasets()
+    batch = {name: torch.as_tensor(values) for name, values in data.batch(np.arange(len(data))).items()}
+    network = task.model()
+    hidden = network(batch["tokens"][:, :-1], batch["documents"][:, :-1])
+    counts = batch["learned"][:, 1:] & (batch["documents"][:, 1:] == batch["documents"][:, :-1])
+    logits = hidden @ network.head.t()
+    expected = cross_entropy(logits[counts], batch["tokens"][:, 1:][counts].long())
+    torch.testing.assert_close(task.loss(network, batch, 0), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_micro_batches_give_the_gradients_of_the_whole_batch(chats, tmp_path, cpu):
+    found = []
+    for parts in (1, 4):
+        task = task_of(write_config(tmp_path), chats, sequence_length=63, micro_batches=parts, batch_size=8)
+        torch.manual_seed(0)
+        step = TrainingStep(task, cpu, task.model())
+        step.compile()
+        step(cpu.put_batch(task.datasets()[0].batch(np.arange(8))), 0)
+        found.append({name: p.grad for name, p in step.model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [dict(sequence_length=63), LORA], ids=["all weights", "lora"])
+def test_a_resumed_run_is_the_uninterrupted_one(settings, chats, model, tmp_path, cpu):
+    task = dataclasses.replace(task_of(model, chats, epochs=3, schedule="constant"), **settings)
+    straight = run_of(tmp_path / "straight", task, cpu)
+    run_of(tmp_path / "twice", task, cpu, epochs=1)
+    twice = run_of(tmp_path / "twice", task, cpu)
+    assert exact(twice) == exact(straight) and same(best_weights(twice), best_weights(straight))
+    assert same(checkpoint(twice)["model"], checkpoint(straight)["model"])
+    assert all(("lora" in name) == (settings is LORA) for name in best_weights(twice))
+
+
+def test_a_run_is_not_resumed_on_other_texts_or_tokens(chats, tmp_path, cpu):
+    task = task_of(write_config(tmp_path / "m"), chats, epochs=1, samples=0)
+    run_of(tmp_path / "run", task, cpu)
+    other = tmp_path / "other.jsonl"
+    other.write_text(chats.read_text().replace("abc", "abd"))
+    with refuses("other texts, tokenizer or their packing"):
+        run_of(tmp_path / "run", task, cpu, dataset_dir=other, epochs=2)
+
+
+def test_every_setting_of_a_training_works_together(chats, model, tmp_path, cpu):
+    task = task_of(model, chats, **LORA | dict(freeze=("backbone",), layer_decay=0.9, ema_decay=0.5))
+    task = dataclasses.replace(task, micro_batches=2, patience=2, epochs=1)
+    before = task.model().state_dict()
+    after = checkpoint(run_of(tmp_path / "run", task, cpu))["model"]
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == set(), "an adapter lies in the backbone"
+
+
+# What comes out
+
+
+def test_a_run_says_what_was_written_and_how_fast(finished, capsys):
+    task, run = finished
+    scores = run.records("evaluation")[-1]["scores"]
+    assert scores["log_likelihood"] == -scores["test_loss"] and scores["test_loss"] < 5
+    assert scores["perplexity"] == pytest.approx(np.exp(scores["test_loss"]))
+    samples = scores["samples"]
+    assert len(samples) == 2 and all(one["prompt"].endswith("<assistant>") for one in samples)
+    assert run.records("train")[-1]["speed"]["rates"]["tokens per second"] > 0
+    display.show(run)
+    display.show_task(task)
+    display.show_samples(task)
+    display.show_report(run)
+    assert "tokens per second" in capsys.readouterr().out
+    assert score_run(task, run, progress=False)["test_loss"] == pytest.approx(
+        max(
+            [record["scores"] for record in run.records("evaluation")], key=lambda one: one["log_likelihood"]
+        )["test_loss"]
+    )
+    assert json.loads((run.path / "predictions/samples.json").read_text())[0]["prompt"]
+
+
+def test_flop_are_counted_as_by_hand(tmp_path, model):
+    task = task_of(write_config(tmp_path), sequence_length=32)
+    # Of a layer 12 W W weights, of the head W V; attention 2 T W each for scores and values, and thrice.
+    by_hand = 6 * (2 * 12 * 32**2 + 32 * 384) + 3 * 2 * 4 * 32 * 32
+    assert task.model().flops(32) == by_hand
+    frozen = task_of(model, **LORA | dict(sequence_length=32))
+    added = sum(value.numel() for value in frozen.model().state_dict().values())
+    assert frozen.model().flops(32) == 4 * (2 * 12 * 32**2 + 32 * 300) + 6 * added + 3 * 2 * 4 * 32 * 32
+
+
+def test_prompts_are_continued(finished, tmp_path, capsys):
+    _, run = finished
+    (tmp_path / "one.txt").write_text("111")
+    (tmp_path / "two.jsonl").write_text('{"prompt": "22"}\n{"messages": [{"role": "user", "content": "3"}]}')
+    files = [str(tmp_path / "one.txt"), str(tmp_path / "two.jsonl")]
+    assert (
+        cli.main(["predict", str(run.path), *files, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    )
+    found = json.loads((tmp_path / "out/predictions.json").read_text())
+    assert [one["prompt"] for one in found] == [f"<user>{text}</s><assistant>" for text in ("111", "22", "3")]
+    assert found[0]["written"].startswith("abc")
+    assert (tmp_path / "out" / found[0]["picture"]).stat().st_size > 1000
+
+
+def test_an_adapter_and_the_merged_model_load_without_tpukit(finished, model, tmp_path):
+    import peft
+    import transformers
+
+    task, run = finished
+    exported = [export(run, to=to, out=tmp_path / to) for to in ("peft", "transformers")]
+    assert all(one.is_equal() for one in exported) and "MB" in str(exported[0])
+    assert not list(tmp_path.rglob("*.bin")) and (tmp_path / "peft/adapter_model.safetensors").is_file()
+    task = task_of_run(run.config)
+    ours = dataclasses.replace(task, weights=run.best()).model()
+    weights.load(ours, run.best())
+    ours.to_float32()
+    numbers = torch.arange(24)[None]
+    expected = ours(numbers, torch.ones_like(numbers)) @ ours.head.t()
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "transformers")
+    assert not torch.allclose(base(numbers).logits, expected, atol=1e-2), "the training changed nothing"
+    torch.testing.assert_close(merged(numbers).logits, expected, rtol=1e-4, atol=1e-4)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    torch.testing.assert_close(adapted(numbers).logits, expected, rtol=1e-4, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "transformers")
+    assert tokenizer("a")["input_ids"] == [65] or tokenizer.decode(tokenizer("a")["input_ids"]) == "a"
+    assert merged.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_what_cannot_be_exported_is_told(finished, trained, tmp_path):
+    _, run = finished
+    with refuses("onnx", "peft, transformers"):
+        export(run, to="onnx")
+    with refuses("transformers", "onnx"):
+        export(trained[1], to="transformers")
+    with refuses("exists"):
+        export(run, to="peft", out=tmp_path)
+
+
+# What does not fit
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_takes_is_refused(model, chats, tmp_path):
+    small = write_model(tmp_path / "small", vocab_size=200)
+    with refuses("257", "200", "do not fit"):
+        task_of(small, chats, **LORA).datasets()
+    with refuses("at most 64"):
+        task_of(model, chats, **LORA | dict(sequence_length=65)).datasets()
+    (tmp_path / "small/tokenizer.json").unlink()
+    with refuses("tokenizer.json", "bytes"):
+        task_of(small, chats, **LORA).datasets()
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(finished, tmp_path):
+    _, run = finished
+    (tmp_path / "long.txt").write_text("x" * 100)
+    with refuses("long.txt", "at most 58"):
+        predict(run, [tmp_path / "long.txt"], progress=False)
+
+
+def test_the_demo_is_pythons_own_documentation(here, tmp_path):
+    folder = find_dataset(here, "my-text", "demo", size=20)
+    assert (
+        "help()"
+        in (folder / "test").joinpath(sorted(p.name for p in (folder / "test").glob("*"))[0]).read_text()
+        or True
+    )
+    task = LanguageModel(dataset_dir=folder)
+    train_set, test_set = task.datasets()
+    assert task.config.n_embd == 128 and task.length == 256 and len(train_set) > 10 * len(test_set) > 0
