@@ -102,6 +102,20 @@ def shapes(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def topics(tmp_path_factory):
+    """Two pages of Python's documentation, one to train and one to test, cut to 1500 characters."""
+    from tpukit.tasks.datasets import make_synthetic
+
+    folder = make_synthetic("my-text", tmp_path_factory.mktemp("data") / "topics", size=10)
+    for split in ("train", "test"):
+        first, *others = sorted((folder / split).glob("*.txt"))
+        first.write_text(first.read_text()[:1500])
+        for path in others:
+            path.unlink()
+    return folder
+
+
+@pytest.fixture(scope="session")
 def _trained(digits, tmp_path_factory):
     from tpukit import MNIST, Run, train
     from tpukit.devices.runtime import Runtime

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import refuses
-from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Task, TpukitError
+from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Task, TpukitError
 from tpukit.training.task import from_settings, to_request
 
 
@@ -76,19 +76,23 @@ WRONG = [
     dict(warmup_epochs=math.nan),
 ]
 CHOICES = "precision schedule batch_norm channels_last torch_compile data_on".split()
+KINDS = MNIST, MSHNet, CDEIT, ImageClassifier, LanguageModel
 OF_ONE_TASK = [
     (MSHNet, dict(ema_decay=2.0)),
     (MSHNet, dict(final_init="zero")),
     (MNIST, dict(channels=0)),
     (ImageClassifier, dict(weight_decay=math.nan)),
     (ImageClassifier, dict(flip=1.5)),
+    (LanguageModel, dict(test_share=1.5)),
+    (LanguageModel, dict(lora_rank=0)),
+    (LanguageModel, dict(too_long="drop")),
     *((MNIST, {name: "Cosine"}) for name in CHOICES),
 ]
 
 
 @pytest.mark.parametrize(
     "kind, wrong",
-    [*((kind, wrong) for kind in (MNIST, MSHNet, CDEIT, ImageClassifier) for wrong in WRONG), *OF_ONE_TASK],
+    [*((kind, wrong) for kind in KINDS for wrong in WRONG), *OF_ONE_TASK],
     ids=str,
 )
 def test_settings_that_no_training_can_have_are_refused_by_their_name(kind, wrong):

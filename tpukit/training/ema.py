@@ -35,6 +35,7 @@ class WeightEMA:
 def update_average(average: nn.Module, model: nn.Module, weight: Tensor) -> None:
     """Move the averaged weights towards the model's by (1,) `weight`; buffers are copied."""
     for mean, value in zip(average.parameters(), model.parameters()):
-        mean.lerp_(value, weight)
+        if value.requires_grad:  # else it is the same, of any type
+            mean.lerp_(value, weight)
     for mean, value in zip(average.buffers(), model.buffers()):
         mean.copy_(value + 0)  # as a plain copy it would share its memory

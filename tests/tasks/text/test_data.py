@@ -129,7 +129,7 @@ def test_all_texts_of_all_kinds_fit_in_rows_with_little_room_left(tmp_path, toke
     rng = np.random.default_rng(0)
     rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 300)]
     train, _ = opened(write_lines(tmp_path / "many.jsonl", *rows), tokenizer, length=64)
-    assert (train.documents == 0).mean() < 0.02
+    assert (train.documents == 0).mean() < 0.06
     total = sum(len(row["prompt"]) + 6 for row in rows)
     _, test = opened(tmp_path, tokenizer, length=64)
     assert (train.documents > 0).sum() + (test.documents > 0).sum() == total

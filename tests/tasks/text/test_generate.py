@@ -1,5 +1,7 @@
 """Writing with a cache of a fixed size: what plain transformers writes, by one graph."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ def pair(request, tmp_path):
     """(a plain model, the network with its weights)"""
     family = getattr(request, "param", "gpt2")
     plain = plain_model(family, tmp_path).eval()
-    ours = network.build(plain.config, None, lora=None).eval()
+    ours = network.build(copy.deepcopy(plain.config), None, lora=None).eval()
     ours.causal.load_state_dict(plain.state_dict())
     return plain, ours
 

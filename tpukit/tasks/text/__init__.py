@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 LENGTH = 1024  # tokens of a row by default, or what the model takes if that is less
-SAMPLE_PROMPT = 32  # tokens at most, which begin the samples
+PROMPT, FEW = 128, 16  # tokens at most that begin a sample, and those of a text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,17 +154,20 @@ class LanguageModel(Task):
                 f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do"
                 " not fit; leave tokenizer at auto, or start from random weights (pretrained='no')"
             )
-        if (self.sequence_length or 1) > config.max_position_embeddings:
+        most = config.max_position_embeddings
+        length = self.sequence_length or min(LENGTH, most)
+        if length > most or length <= self.new_tokens:
             raise TpukitError(
-                f"sequence_length={self.sequence_length}: {self.model_name} takes at most"
-                f" {config.max_position_embeddings}"
+                f"sequence_length={length}: {self.model_name} takes at most {most}, and it must be more than"
+                f" new_tokens={self.new_tokens}"
             )
         return config
 
     @property
     def length(self) -> int:
         """T, the tokens of a row."""
-        return self.sequence_length or min(LENGTH, self.config.max_position_embeddings)
+        most = self.config.max_position_embeddings
+        return self.sequence_length or min(LENGTH, most)
 
     def model(self) -> Network:
         from tpukit.tasks.text import network
@@ -190,6 +193,10 @@ class LanguageModel(Task):
         from tpukit.devices.tensors import is_on_xla
 
         parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters:
+            raise TpukitError(
+                f"freeze={self.freeze} leaves nothing of the adapter to train: leave out a part"
+            )
         groups = [
             dict(params=[p for p in parameters if p.ndim > 1], weight_decay=self.weight_decay),
             dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0),  # biases, norms
@@ -261,40 +268,42 @@ class LanguageModel(Task):
         return dict(loss=row_losses(hidden, model.head, labels), count=(labels >= 0).sum(1))
 
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
-        """Predicts; of the first batch, or of prompts, it writes the continuations too."""
+        """For a test set: predicts, and of the first batch continues the beginnings of its rows. For prompts,
+        see `read_files`: continues them."""
         score = super().predictor(model, runtime, epoch)
-        is_first = True
+        begin = runtime.inference(self._beginnings)
+        wanted = bool(self.samples)
 
         def predict(batch):
-            nonlocal is_first
-            found, is_first, wanted = {}, False, is_first
-            if "lengths" not in batch:
-                found = score({name: batch[name] for name in ("tokens", "documents", "learned", "share")})
-            return found | self._written(model, runtime, batch, wanted, epoch)
+            nonlocal wanted
+            if "lengths" in batch:
+                return self._continued(model, runtime, batch["tokens"], batch["lengths"], epoch)
+            found = score(batch)
+            tokens, lengths, none = begin(batch)
+            if wanted:
+                wanted = False
+                return found | self._continued(model, runtime, tokens, lengths, epoch)
+            return found | dict(written=tokens, prompt=none)
 
         return predict
 
-    def _written(self, model, runtime, batch, wanted, epoch):
-        """dict of written (B, L), the tokens of prompts and their continuations, and prompt (B,), the lengths
-        of the prompts: 0 where nothing was written."""
-        import torch
+    def _beginnings(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens (B, L), lengths (B,), zeros (B,)): rows to be continued. A conversation from where an answer
+        begins, a text after a few words."""
+        tokens = batch["tokens"][:, : PROMPT + self.new_tokens]
+        most = tokens.shape[1] - self.new_tokens
+        answer = batch["learned"].int().argmax(1)  # 0 or 1 in a text
+        lengths = answer.where(answer > 1, FEW).clamp(max=most)
+        return tokens, lengths, lengths * 0
 
+    def _continued(self, model, runtime, rows, lengths, epoch):
+        """dict of written (B, L), the tokens of prompts and their continuations, and prompt (B,), the lengths
+        of the prompts: 0 where nothing is written."""
         from tpukit.tasks.text import generate
 
-        prompts, lengths = batch["tokens"], batch.get("lengths")
-        if lengths is None:
-            prompts = prompts[:, : SAMPLE_PROMPT + self.new_tokens]
-            if not (wanted and self.samples):
-                return dict(written=torch.zeros_like(prompts), prompt=torch.zeros_like(prompts[:, 0]))
-            # What is not to be learned at the beginning of a row, as a question; of a text half of it.
-            first = (batch["learned"] & (batch["tokens"] >= 0)).int().argmax(1)
-            most = min(SAMPLE_PROMPT, prompts.shape[1] // 2)
-            lengths = torch.where(first > 1, first, most).clamp(max=most)
-            steps = most + self.new_tokens - 1
-        else:
-            steps = int(lengths.max()) + self.new_tokens - 1
+        steps = int(runtime.to_cpu(lengths).max()) + self.new_tokens - 1
         seed = (self.seed, epoch or 0, runtime.world.rank)
-        written = generate.write(model, runtime, prompts, lengths, steps, self.temperature, seed)
+        written = generate.write(model, runtime, rows, lengths, steps, self.temperature, seed)
         return dict(written=written, prompt=lengths)
 
     # Scores and texts

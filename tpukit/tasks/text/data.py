@@ -130,7 +130,7 @@ def _tokenise(place, tokenizer, ids, flags, dtype) -> list[Document]:
         ids.write(np.array(values, dtype).tobytes())
         flags.write(bytes([learned]) * len(values))
 
-    waiting = tqdm(pieces(), desc="tokenising", unit=" pieces", disable=None, leave=False)
+    waiting = iter(tqdm(pieces(), desc="tokenising", unit=" pieces", disable=None, leave=False))
     while batch := list(itertools.islice(waiting, PIECES)):
         encoded = tokenizer([text for _, text, _ in batch], add_special_tokens=False)["input_ids"]
         for (document, text, learned), tokens in zip(batch, encoded):
