@@ -67,7 +67,7 @@ GROUPS = (
             "任务的字段就是它的全部配置，也就是 `tpukit train` 的选项。`Task` 的设置属于每个任务；"
             "各任务下面只列出它自己的设置。",
         ),
-        ("Task", "MNIST", "MSHNet", "CDEIT", "ImageClassifier"),
+        ("Task", "MNIST", "MSHNet", "CDEIT", "ImageClassifier", "LanguageModel"),
     ),
 )
 TOPS = (

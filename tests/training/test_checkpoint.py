@@ -22,6 +22,7 @@ from tpukit.devices.runtime import Runtime
 from tpukit.runs.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.training.loop import Trainer
+from tpukit.training.task import to_request
 
 SMALL_MSHNET = SMALL | dict(base_size=32, crop_size=32, warm_epoch=1, batch_size=4)
 RESUMED = {  # device, task, its settings, the epochs of each session
@@ -227,17 +228,18 @@ KILLED = """
 import json, os, sys, time
 from pathlib import Path
 
-from tpukit import MNIST, Run, train
+from tpukit import Run, train
 from tpukit.devices.runtime import Runtime
 from tpukit.training import saver
 from tpukit.training.loop import Trainer
+from tpukit.training.task import from_request
 
-folder, data, device = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-recipe, runs = map(json.loads, sys.argv[4:])
+folder, device = Path(sys.argv[1]), sys.argv[2]
+request, runs = map(json.loads, sys.argv[3:])
 if device == "xla":
     from tpukit.devices.xla import XLARuntime as Runtime
 saver.MAX_SHARE = float("inf")  # a checkpoint whenever the one before is on the disk
-task = MNIST(dataset_dir=data, log_every=3, save_every_s=0.0, num_workers=1, seed=5, **recipe)
+task = from_request(request)
 
 def killed(whole, at):
     calls = []
@@ -257,8 +259,8 @@ def train_in_a_process(name, place="", at=0):
     elif place == "while the disk is written":  # by the thread of the saver, among others
         os.fsync, os.replace = killed(os.fsync, at), killed(os.replace, at)
     elif place == "while an epoch is scored":
-        score = killed(MNIST.evaluate, at)
-        MNIST.evaluate = lambda self, predictions: (time.sleep(0.2), score(self, predictions))[1]
+        score = killed(type(task).evaluate, at)
+        type(task).evaluate = lambda self, predictions: (time.sleep(0.2), score(self, predictions))[1]
     train(task, Run.open(folder / name, task), runtime=Runtime(device), progress=False)
     sys.stdout.flush()
     os._exit(0)
@@ -296,6 +298,24 @@ KILLS = {  # device, recipe, the kills of each run: each before that step, or th
 }
 
 
+def assert_that_kills_change_nothing(task, runs, folder, device="cpu"):
+    """Train straight, and once for each of the runs with its kills. Returns (the straight run, its state)."""
+    command = [sys.executable, "-c", KILLED, str(folder), device, json.dumps(to_request(task))]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run([*command, json.dumps(runs)], capture_output=True, text=True, env=environ)
+    assert f"KILLED {sum(map(len, runs))}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+    assert "resuming at step" in ran.stdout, "no checkpoint was found by any session"
+    straight = Run.find(folder / "straight")
+    wanted = checkpoint(straight)
+    for number in range(len(runs)):
+        killed = Run.find(folder / f"killed-{number}")
+        assert exact(killed) == exact(straight) and same(best_weights(killed), best_weights(straight))
+        state = checkpoint(killed)
+        assert wanted["state"] == state["state"] and same(wanted["model"], state["model"])
+        assert task.ema_decay is None or same(wanted["averaged"], state["averaged"])
+    return straight, wanted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device, recipe, runs", KILLS.values(), ids=KILLS)
 def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(
@@ -303,20 +323,8 @@ def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(
 ):
     """Every setting: a schedule, micro-batches, patience, frozen and averaged weights."""
     request.getfixturevalue(device)  # skips where there is none
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(digits), device]
-    command += [json.dumps(recipe), json.dumps(runs)]
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environ)
-    assert f"KILLED {sum(map(len, runs))}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
-    assert "resuming at step" in ran.stdout, "no checkpoint was found by any session"
-    straight = Run.find(tmp_path / "straight")
-    wanted = checkpoint(straight)
-    for number in range(len(runs)):
-        killed = Run.find(tmp_path / f"killed-{number}")
-        assert exact(killed) == exact(straight) and same(best_weights(killed), best_weights(straight))
-        state = checkpoint(killed)
-        assert wanted["state"] == state["state"] and same(wanted["model"], state["model"])
-        assert recipe is PLAIN or same(wanted["averaged"], state["averaged"])
+    task = MNIST(dataset_dir=digits, log_every=3, save_every_s=0.0, num_workers=1, seed=5, **recipe)
+    straight, wanted = assert_that_kills_change_nothing(task, runs, tmp_path, device)
     if recipe is EVERYTHING:
         assert straight.records("stopped") and wanted["state"]["step"] < 400, "it did not stop early"
         assert len({record["lr"] for record in straight.records("train")}) > 50

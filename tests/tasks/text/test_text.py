@@ -2,21 +2,28 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.conftest import best_weights, checkpoint, exact, refuses, same
+from benchmarks.text import BELOW_BIGRAM, bigram_loss
+from tests.conftest import ROOT, best_weights, checkpoint, exact, refuses, same
+from tests.launching.conftest import CPU, losses
 from tests.tasks.text.small import CHAT, task_of, write_config, write_model
+from tests.training.test_checkpoint import assert_that_kills_change_nothing, chosen
 from tpukit import LanguageModel, Run, cli, export, predict, train
 from tpukit import test as score_run
 from tpukit.reporting import display
 from tpukit.runs import weights
-from tpukit.tasks.datasets import find_dataset
+from tpukit.tasks.datasets import find_dataset, make_synthetic
 from tpukit.tasks.trained import task_of as task_of_run
 from tpukit.training.step import TrainingStep
+from tpukit.training.task import to_request
 
 pytest.importorskip("peft")
 
@@ -36,6 +43,15 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "gpt", chat=CHAT)
 
 
+TWO = """
+import json, sys
+from tpukit import Run, launch, train
+from tpukit.training.task import from_request
+
+if __name__ == "__main__":
+    task = from_request(json.loads(sys.argv[1]))
+    launch(train, task, Run.open(sys.argv[2], task), cores=2)
+"""
 LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 
 
@@ -111,6 +127,38 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings, chats, model, tmp_path
     assert exact(twice) == exact(straight) and same(best_weights(twice), best_weights(straight))
     assert same(checkpoint(twice)["model"], checkpoint(straight)["model"])
     assert all(("lora" in name) == (settings is LORA) for name in best_weights(twice))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.nightly)])
+def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(count, chats, model, tmp_path):
+    task = task_of(model, chats, **LORA | dict(epochs=40, save_every_s=0.0, seed=5, log_every=3))
+    task = dataclasses.replace(task, ema_decay=0.5, micro_batches=2, epochs=40 if count == 50 else 3)
+    assert_that_kills_change_nothing(task, [chosen(count)], tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(chats, model, tmp_path, cpu):
+    task = task_of(model, chats, epochs=1, log_every=1, sequence_length=63, samples=1)
+    one = run_of(tmp_path / "one", task, cpu)
+    own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], TPUKIT_OFFLINE="1", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-c", TWO, json.dumps(to_request(task)), str(tmp_path / "two")]
+    ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    two = Run(tmp_path / "two")
+    assert two.records("start")[0]["cores"] == 2
+    np.testing.assert_allclose(losses(one), losses(two), rtol=1e-4)
+    scores = [run.records("evaluation")[-1]["scores"] for run in (one, two)]
+    assert scores[0]["tokens"] == scores[1]["tokens"]
+    assert scores[0]["test_loss"] == pytest.approx(scores[1]["test_loss"], rel=1e-4)
+
+
+@pytest.mark.nightly
+def test_a_small_gpt_learns_more_of_pythons_documentation_than_a_bigram_knows(tmp_path, cpu):
+    task = LanguageModel(dataset_dir=make_synthetic("my-text", tmp_path / "topics", size=60), **BELOW_BIGRAM)
+    run = Run.open(tmp_path / "run", task)
+    scores = train(task, run, runtime=cpu, progress=False)
+    assert scores["test_loss"] < bigram_loss(*task.datasets()) - 0.1
 
 
 def test_a_run_is_not_resumed_on_other_texts_or_tokens(chats, tmp_path, cpu):

@@ -288,8 +288,8 @@ class LanguageModel(Task):
         return predict
 
     def _beginnings(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens (B, L), lengths (B,), zeros (B,)): rows to be continued. A conversation from where an answer
-        begins, a text after a few words."""
+        """(tokens (B, L), lengths (B,), zeros (B,)): rows to be continued. A conversation from where an
+        answer begins, a text after a few words."""
         tokens = batch["tokens"][:, : PROMPT + self.new_tokens]
         most = tokens.shape[1] - self.new_tokens
         answer = batch["learned"].int().argmax(1)  # 0 or 1 in a text

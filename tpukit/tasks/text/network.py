@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import tomllib
 from collections.abc import Callable
@@ -107,6 +108,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def imported(name: str) -> Any:
     """A package of the extra `text`."""
+    # Else they import torch_xla, which sets PJRT_DEVICE, and from then on this would be a machine with XLA.
+    os.environ.setdefault("USE_TORCH_XLA", "0")
     try:
         package = __import__(name)
     except Exception as error:  # not installed, or made for another torch

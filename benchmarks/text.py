@@ -1,0 +1,102 @@
+"""`LanguageModel` on Python's own documentation: beside a bigram model of its bytes, and next to a plain loop
+over the same network of transformers.
+
+`python -m benchmarks.text [ROUNDS [STEPS]]`. The texts are those of `--dataset-dir demo`: the topics of
+`help()`, which are parts of the Python Language Reference. The plain loop is what one would write by hand:
+the rows as one tensor, transformers' own attention and loss, no checkpoints, no records. It lets the documents
+of a row see each other. Each round times both, in turn, on one thread; seconds are of STEPS steps."""
+
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tpukit import LanguageModel, Run, train
+from tpukit.devices.runtime import Runtime, keep_freed_memory
+from tpukit.tasks.datasets import make_synthetic
+from tpukit.tasks.text.data import TextSet
+
+# What falls below the bigram model within minutes on a CPU.
+BELOW_BIGRAM = dict(epochs=4, batch_size=8, lr=2e-3, samples=1, gradient_checkpointing=False)
+
+
+def bigram_loss(train_set: TextSet, test_set: TextSet) -> float:
+    """Cross entropy of a test token, in nats, by how often it follows the one before in the training set;
+    each pair counted 0.01 times more."""
+    (first, second), tests = _pairs(train_set), _pairs(test_set)
+    size = 1 + max(int(tokens.max()) for tokens in (first, second, *tests))
+    counts = np.full((size, size), 0.01)
+    np.add.at(counts, (first, second), 1)
+    shares = counts / counts.sum(1, keepdims=True)
+    return float(-np.log(shares[tests]).mean())
+
+
+def _pairs(data):
+    """(tokens, the tokens that follow them and are predicted)"""
+    tokens, documents = np.asarray(data.tokens, np.int64), np.asarray(data.documents)
+    counts = data.learned[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+    return tokens[:, :-1][counts], tokens[:, 1:][counts]
+
+
+def plain(task: LanguageModel, data: TextSet, steps: int) -> tuple[float, float]:
+    """(seconds, last loss) of a loop written by hand."""
+    import transformers
+
+    keep_freed_memory()  # as tpukit does, or the system would clear each step's memory anew
+    torch.manual_seed(task.seed)
+    network = transformers.AutoModelForCausalLM.from_config(task.config, attn_implementation="sdpa")
+    decayed = [p for p in network.parameters() if p.ndim > 1]
+    others = [p for p in network.parameters() if p.ndim <= 1]
+    groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.95))
+    rows = torch.from_numpy(np.array(data.tokens, np.int64))
+    order, started, loss = torch.randperm(len(rows)), time.perf_counter(), torch.zeros(())
+    for step in range(steps):
+        chosen = rows[order[torch.arange(step * task.batch_size, (step + 1) * task.batch_size) % len(rows)]]
+        optimizer.zero_grad(set_to_none=True)
+        logits = network(chosen[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), chosen[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+    return time.perf_counter() - started, float(loss.detach())
+
+
+def ours(task: LanguageModel, data: TextSet, steps: int) -> tuple[float, float]:
+    """The same by tpukit, the intervals of its steps alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run.open(folder, task)
+        train(task, run, runtime=Runtime("cpu"), progress=False)
+        records = run.records("train")
+    seconds = sum(record["speed"]["seconds"] for record in records)
+    taken = records[-1]["step"]
+    return seconds * steps / taken, records[-1]["loss"]
+
+
+def main(rounds: int = 3, steps: int = 60) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        place = make_synthetic("my-text", Path(folder) / "topics", size=60)
+        task = LanguageModel(dataset_dir=place, schedule="constant", warmup_epochs=0, **BELOW_BIGRAM)
+        data, test_set = task.datasets()
+        one_epoch = dataclasses.replace(task, epochs=1, eval_every=2, samples=0, log_every=20)
+        found: dict[str, list[float]] = dict(plain=[], tpukit=[])
+        for _ in range(rounds):
+            found["plain"].append(plain(task, data, steps)[0])
+            found["tpukit"].append(ours(one_epoch, data, steps)[0])
+        ratios = [ours / by_hand for by_hand, ours in zip(found["plain"], found["tpukit"])]
+        rate = steps * task.batch_size * task.length / statistics.median(found["tpukit"])
+        result = dict(found, ratio=statistics.median(ratios), tokens_per_s=rate)
+        print(
+            json.dumps(result | dict(bigram=bigram_loss(data, test_set), torch=torch.__version__), indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
