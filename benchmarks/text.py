@@ -3,8 +3,9 @@ over the same network of transformers.
 
 `python -m benchmarks.text [ROUNDS [STEPS]]`. The texts are those of `--dataset-dir demo`: the topics of
 `help()`, which are parts of the Python Language Reference. The plain loop is what one would write by hand:
-the rows as one tensor, transformers' own attention and loss, no checkpoints, no records. It lets the documents
-of a row see each other. Each round times both, in turn, on one thread; seconds are of STEPS steps."""
+the rows as one tensor, transformers' own attention and loss, no checkpoints, no records. It lets the
+documents of a row see each other. Each round times both, in turn, on one thread; seconds are of STEPS
+steps."""
 
 import dataclasses
 import json

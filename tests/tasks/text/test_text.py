@@ -15,7 +15,7 @@ from benchmarks.text import BELOW_BIGRAM, bigram_loss
 from tests.conftest import ROOT, best_weights, checkpoint, exact, refuses, same
 from tests.launching.conftest import CPU, losses
 from tests.tasks.text.small import CHAT, task_of, write_config, write_model
-from tests.training.test_checkpoint import assert_that_kills_change_nothing, chosen
+from tests.training.test_checkpoint import BETWEEN, SCORING, WRITING, assert_that_kills_change_nothing, chosen
 from tpukit import LanguageModel, Run, cli, export, predict, train
 from tpukit import test as score_run
 from tpukit.reporting import display
@@ -52,6 +52,7 @@ if __name__ == "__main__":
     task = from_request(json.loads(sys.argv[1]))
     launch(train, task, Run.open(sys.argv[2], task), cores=2)
 """
+FOUR = [(BETWEEN, 14), (WRITING, 20), (SCORING, 1), (BETWEEN, 9)]
 LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 
 
@@ -130,11 +131,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings, chats, model, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.nightly)])
-def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(count, chats, model, tmp_path):
+@pytest.mark.parametrize("kills", [FOUR, pytest.param(chosen(50), marks=pytest.mark.nightly)], ids=len)
+def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(kills, chats, model, tmp_path):
     task = task_of(model, chats, **LORA | dict(epochs=40, save_every_s=0.0, seed=5, log_every=3))
-    task = dataclasses.replace(task, ema_decay=0.5, micro_batches=2, epochs=40 if count == 50 else 3)
-    assert_that_kills_change_nothing(task, [chosen(count)], tmp_path)
+    task = dataclasses.replace(task, ema_decay=0.5, micro_batches=2, epochs=40 if len(kills) == 50 else 4)
+    assert_that_kills_change_nothing(task, [kills], tmp_path)
 
 
 @pytest.mark.slow
