@@ -80,7 +80,7 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
     trainer.step.sums = metrics.new_sums(trainer.runtime)
     loss = interval.sums["loss"] / interval.sums["steps"]
     # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
-    speed = trainer.throughput.measure(trainer.task.batch_size) | dict(memory=interval.memory)
+    speed: dict = trainer.throughput.measure(trainer.task.batch_size) | dict(memory=interval.memory)
     if rates := trainer.task.rates(trainer.model, trainer.runtime, speed["images_per_s"]):
         speed["rates"] = rates
     norm = interval.sums["grad_norm"]

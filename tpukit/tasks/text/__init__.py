@@ -270,7 +270,7 @@ class LanguageModel(Task):
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
         """For a test set: predicts, and of the first batch continues the beginnings of its rows. For prompts,
         see `read_files`: continues them."""
-        score = super().predictor(model, runtime, epoch)
+        score: Any = super().predictor(model, runtime, epoch)
         begin = runtime.inference(self._beginnings)
         wanted = bool(self.samples)
 

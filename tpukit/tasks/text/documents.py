@@ -190,14 +190,14 @@ def read_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
     prompts = []
     for name, row in rows:
         row = row if isinstance(row, dict) else {}
-        text, messages = row.get("prompt"), row.get("messages")
+        text, messages, begins = row.get("prompt"), row.get("messages"), []
         if isinstance(text, str) and not tokenizer.chat_template:
             begins = beginning(tokenizer)
         else:
-            messages = [dict(role="user", content=text)] if isinstance(text, str) else messages
-            _check_messages(messages, name)
-            answered = messages[-1]["role"] == "assistant" and len(messages) > 1
-            text, begins = _render(messages[: len(messages) - answered], tokenizer, name, prompt=True), []
+            said = [dict(role="user", content=text)] if isinstance(text, str) else messages or []
+            _check_messages(said, name)
+            is_answered = said[-1]["role"] == "assistant" and len(said) > 1
+            text = _render(said[: len(said) - is_answered], tokenizer, name, prompt=True)
         prompts.append((name, begins + tokenizer(text, add_special_tokens=False)["input_ids"]))
     return prompts
 

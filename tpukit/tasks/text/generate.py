@@ -26,9 +26,12 @@ class Cache:
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values with those of a layer at the new place, (B, H, 1, D) each."""
-        pairs = zip(self.layers[layer], (key, value))
-        self.layers[layer] = tuple(torch.where(self.is_new, new.to(old.dtype), old) for old, new in pairs)
-        return self.layers[layer]
+        keys, values = (
+            torch.where(self.is_new, new.to(old.dtype), old)
+            for old, new in zip(self.layers[layer], (key, value))
+        )
+        self.layers[layer] = keys, values
+        return keys, values
 
 
 def write(
@@ -48,7 +51,7 @@ def write(
     rows, size = tokens.shape
     numbers = np.random.default_rng(np.random.SeedSequence(seed)).random((rows, size), np.float32)
     fixed = runtime.put(dict(numbers=numbers, temperature=np.array([temperature], np.float32)))
-    state = dict(tokens=tokens, place=runtime.put(dict(place=np.zeros(1, np.int32)))["place"])
+    state: dict[str, Any] = dict(tokens=tokens, place=runtime.put(dict(place=np.zeros(1, np.int32)))["place"])
     state["layers"] = _empty_layers(model, runtime, rows, size)
     step = runtime.inference(_Step(model, is_greedy=temperature == 0))
     for _ in range(min(steps, size - 1)):
@@ -84,11 +87,10 @@ class _Step:
         return dict(tokens=tokens, place=place + 1, layers=cache.layers)
 
 
-def _empty_layers(model: Network, runtime: Runtime, rows: int, size: int) -> list[tuple[Tensor, ...]]:
+def _empty_layers(model: Network, runtime: Runtime, rows: int, size: int) -> list[tuple[Tensor, Tensor]]:
     config = model.causal.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     empty = torch.zeros(rows, heads, size, head_width(config), dtype=model.head.dtype)
     # From the host: made on an XLA device, they would be a graph of their own.
-    return [
-        tuple(runtime.put(dict(keys=empty, values=empty)).values()) for _ in range(config.num_hidden_layers)
-    ]
+    made = [runtime.put(dict(keys=empty, values=empty)) for _ in range(config.num_hidden_layers)]
+    return [(layer["keys"], layer["values"]) for layer in made]

@@ -248,9 +248,9 @@ class Network(nn.Module):
     def to_float32(self) -> None:
         """Compute in float32 from here on, as `transformers` does that loads such weights."""
         self.float()
-        for module in self.modules():  # Gemma rounds it with the weights
-            if isinstance(scale := getattr(module, "scalar_embed_scale", None), float):
-                module.embed_scale.fill_(scale)
+        embedding: Any = self.causal.get_input_embeddings()
+        if hasattr(embedding, "scalar_embed_scale"):  # which Gemma rounds with the weights
+            embedding.embed_scale.fill_(embedding.scalar_embed_scale)
 
     def flops(self, length: int) -> float:
         """FLOP of a training step for each token of rows of this length, as `LanguageModel.rates` counts."""
