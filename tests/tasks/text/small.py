@@ -5,7 +5,7 @@ import json
 import torch
 
 from tpukit import LanguageModel
-from tpukit.tasks.text import network, tokens
+from tpukit.tasks.text import hub, tokens
 
 LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -48,7 +48,7 @@ def plain_model(family, folder, **changes):
     """A model of transformers, with its own attention."""
     import transformers
 
-    config = network.read_config(family, write_config(folder, family, **changes))
+    config = hub.read_config(family, write_config(folder, family, **changes))
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():

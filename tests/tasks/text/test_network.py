@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.conftest import refuses
 from tests.tasks.text.small import CONFIGS, plain_model, write_config, write_model
-from tpukit.tasks.text import network
+from tpukit.tasks.text import hub, network
 from tpukit.tasks.text.loss import cross_entropy as in_parts
 
 peft = pytest.importorskip("peft")
@@ -55,7 +55,7 @@ def test_logits_and_gradients_are_those_of_plain_transformers(family, way, tmp_p
 def test_lora_gives_the_logits_and_gradients_of_peft_itself_and_merged_the_same(family, tmp_path):
     plain = plain_model(family, tmp_path)
     settings = peft.LoraConfig(
-        r=3, lora_alpha=12.0, target_modules=list(network.FAMILIES[family]), task_type="CAUSAL_LM"
+        r=3, lora_alpha=12.0, target_modules=list(hub.FAMILIES[family]), task_type="CAUSAL_LM"
     )
     theirs = peft.get_peft_model(copy.deepcopy(plain), settings).train()
     ours = network.build(copy.deepcopy(plain.config), None, lora=(3, 12.0))
@@ -92,7 +92,7 @@ def test_packed_documents_give_what_each_gives_alone(family, tmp_path):
 
 def test_the_state_is_what_trains_and_comes_back(tmp_path):
     whole, lora = (
-        network.build(network.read_config("m", write_config(tmp_path)), None, lora=lora)
+        network.build(hub.read_config("m", write_config(tmp_path)), None, lora=lora)
         for lora in (None, (2, 4.0))
     )
     assert len(whole.state_dict()) == len(list(whole.parameters())), "the tied head is there twice"
@@ -107,7 +107,7 @@ def test_the_state_is_what_trains_and_comes_back(tmp_path):
 
 
 def test_a_tied_head_stays_tied_on_another_device(tmp_path, xla):
-    model = network.build(network.read_config("m", write_config(tmp_path)), None, lora=None)
+    model = network.build(hub.read_config("m", write_config(tmp_path)), None, lora=None)
     moved = xla.to_device(model)
     assert moved.head.device.type == "xla" and moved.head is moved.causal.get_input_embeddings().weight
 
@@ -116,7 +116,7 @@ def test_a_pretrained_model_is_read_from_its_folder_as_transformers_reads_it(fam
     import transformers
 
     folder = write_model(tmp_path / "model", family)
-    ours = network.build(network.read_config("m", folder), folder, lora=None)
+    ours = network.build(hub.read_config("m", folder), folder, lora=None)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert ours.causal.state_dict().keys() == plain.state_dict().keys()
     assert all(
@@ -140,7 +140,7 @@ def test_a_pretrained_model_is_read_from_its_folder_as_transformers_reads_it(fam
 )
 def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
     with refuses(*told):
-        config = network.read_config("m", write_config(tmp_path, **changes))
+        config = hub.read_config("m", write_config(tmp_path, **changes))
         network.build(config, None, lora=None)
 
 
@@ -148,55 +148,55 @@ def test_code_in_a_models_folder_is_never_run(tmp_path):
     folder = write_model(tmp_path / "model")
     (folder / "own.py").write_text("raise SystemExit('run')")
     write_config(folder, auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
-    network.build(network.read_config("m", folder), folder, lora=None)
+    network.build(hub.read_config("m", folder), folder, lora=None)
 
 
 def test_weights_in_a_pickle_are_refused_and_missing_or_foreign_ones_named(tmp_path):
     folder = write_model(tmp_path / "model")
-    config = network.read_config("m", write_config(folder, n_layer=3))
+    config = hub.read_config("m", write_config(folder, n_layer=3))
     with refuses("do not fit", "h.2"):
         network.build(config, folder, lora=None)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with refuses("pytorch_model.bin", "could run code"):
-        network.build(network.read_config("m", write_config(folder)), folder, lora=None)
-    (folder / network.INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}')
+        network.build(hub.read_config("m", write_config(folder)), folder, lora=None)
+    (folder / hub.INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}')
     (tmp_path / "x.safetensors").write_bytes(b"outside of the folder")
     with refuses("could run code"):
-        network.weight_files(folder)
+        hub.weight_files(folder)
 
 
 def test_a_name_without_internet_a_gated_and_an_unknown_one_are_told_in_a_sentence(monkeypatch):
-    hub = pytest.importorskip("huggingface_hub")
+    library = pytest.importorskip("huggingface_hub")
     with refuses("TPUKIT_OFFLINE", "give a folder"):
-        network.find_folder("Qwen/Qwen3-0.6B", with_weights=True)
+        hub.find_folder("Qwen/Qwen3-0.6B", with_weights=True)
     with refuses("no such folder"):
-        network.find_folder("no/such/folder", with_weights=True)
-    monkeypatch.setattr(network.downloads, "check_reachable", lambda url: None)
+        hub.find_folder("no/such/folder", with_weights=True)
+    monkeypatch.setattr(hub.downloads, "check_reachable", lambda url: None)
     response = type("Response", (), dict(headers={}, status_code=403, request=None))()
     for kind, told in (
-        (hub.errors.GatedRepoError, "gated"),
-        (hub.errors.RepositoryNotFoundError, "no model"),
+        (library.errors.GatedRepoError, "gated"),
+        (library.errors.RepositoryNotFoundError, "no model"),
     ):
 
         def download(name, *, local_files_only=False, **_):
             if local_files_only:
-                raise hub.errors.LocalEntryNotFoundError("not here")
+                raise library.errors.LocalEntryNotFoundError("not here")
             raise kind("secret words of the hub", response=response)
 
-        monkeypatch.setattr(hub, "snapshot_download", download)
+        monkeypatch.setattr(library, "snapshot_download", download)
         with refuses(told, "google/gemma-3-1b-pt"):
-            network.find_folder("google/gemma-3-1b-pt", with_weights=True)
+            hub.find_folder("google/gemma-3-1b-pt", with_weights=True)
 
 
 def test_of_a_hub_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path):
-    hub = pytest.importorskip("huggingface_hub")
+    library = pytest.importorskip("huggingface_hub")
     asked = []
 
     def download(name, *, allow_patterns, ignore_patterns, local_files_only=False):
         asked.append((*allow_patterns, *ignore_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(library, "snapshot_download", download)
     write_config(tmp_path)
-    assert network.find_folder("gpt2", with_weights=False) == tmp_path
+    assert hub.find_folder("gpt2", with_weights=False) == tmp_path
     assert asked == [("*.json", "*.jinja", "*/*")]

@@ -20,7 +20,7 @@ import numpy as np
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
-from tpukit.tasks.text import data, documents, tokens
+from tpukit.tasks.text import data, documents, hub, tokens
 from tpukit.tasks.text.synthetic import write_demo
 from tpukit.training.task import Task
 
@@ -126,14 +126,12 @@ class LanguageModel(Task):
     @functools.cached_property
     def _folder(self) -> Path | None:
         """Of the model's files; None where none are needed: a plan, or random weights of a known shape."""
-        from tpukit.tasks.text import network
-
-        known = self.model_name in network.shapes() and not Path(self.model_name).is_dir()
+        known = self.model_name in hub.shapes() and not Path(self.model_name).is_dir()
         if known and (self._is_planned or (not self.is_pretrained and self.tokenizer != "auto")):
             return None
         if self.model_name == TINY and known:
             return None
-        return network.find_folder(self.model_name, with_weights=self.is_pretrained and not self._is_planned)
+        return hub.find_folder(self.model_name, with_weights=self.is_pretrained and not self._is_planned)
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -142,12 +140,10 @@ class LanguageModel(Task):
     @functools.cached_property
     def config(self) -> Any:
         """The model's config, of transformers."""
-        from tpukit.tasks.text import network
-
-        config = network.read_config(self.model_name, self._folder)
+        config = hub.read_config(self.model_name, self._folder)
         count = config.vocab_size if self._is_planned and self._folder is None else len(self._tokenizer)
         if not self.is_pretrained:
-            config.vocab_size = network.MULTIPLE * math.ceil(count / network.MULTIPLE)
+            config.vocab_size = hub.MULTIPLE * math.ceil(count / hub.MULTIPLE)
             config.pad_token_id = config.bos_token_id = config.eos_token_id = None
         if count > config.vocab_size:
             raise TpukitError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpukit.tasks.text import network
+from tpukit.tasks.text import hub
 from tpukit.tasks.text.network import Network
 
 TOKENS = 32  # of the rows that are compared
@@ -18,7 +18,7 @@ def write(model: Network, tokenizer: Any, to: str, folder: Path, base: str) -> f
     whole model with the adapter merged into it, in float32. base: the name of the model that the adapter is
     for. Returns the largest difference of the logits once it is loaded from there, relative to the largest
     logit, or to 1 if that is smaller."""
-    transformers, net = network.imported("transformers"), model.net
+    transformers, net = hub.imported("transformers"), model.net
     model.to_float32()
     config = model.causal.config
     numbers = torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % config.vocab_size
@@ -29,7 +29,7 @@ def write(model: Network, tokenizer: Any, to: str, folder: Path, base: str) -> f
     if to == "peft":
         net.peft_config["default"].base_model_name_or_path = base  # not a folder of this machine
         net.save_pretrained(folder)
-        plain = network.imported("peft").PeftModel.from_pretrained(net.unload(), folder)
+        plain = hub.imported("peft").PeftModel.from_pretrained(net.unload(), folder)
     else:
         whole = net.merge_and_unload() if hasattr(net, "merge_and_unload") else net
         whole.save_pretrained(folder)

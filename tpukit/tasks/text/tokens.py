@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.tasks.text import network
+from tpukit.tasks.text import hub
 
 BYTES = "bytes"
 END = "<|endoftext|>"
@@ -16,10 +16,10 @@ END = "<|endoftext|>"
 def load(name: str, folder: Path | None) -> Any:
     """A tokenizer of transformers. name: auto, for that in the model's folder, or bytes where there is none;
     bytes; else a folder or a name on the Hugging Face hub. Raises TpukitError where it cannot be had."""
-    transformers = network.imported("transformers")
+    transformers = hub.imported("transformers")
     if name == BYTES or (name == "auto" and folder is None):
         return _bytes_tokenizer(transformers)
-    folder = network.find_folder(name, with_weights=False) if name != "auto" else folder
+    folder = hub.find_folder(name, with_weights=False) if name != "auto" else folder
     assert folder is not None
     if not (folder / "tokenizer.json").is_file():
         raise TpukitError(f"{folder} has no tokenizer.json: name another tokenizer, or tokenizer='{BYTES}'")
