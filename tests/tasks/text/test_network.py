@@ -124,6 +124,23 @@ def test_a_pretrained_model_is_read_from_its_folder_as_transformers_reads_it(fam
     )
 
 
+PUBLISHED = {  # parameters
+    "gpt2": 124_439_808,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b-pt": 999_885_952,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_shapes_that_travel_with_tpukit_have_the_published_numbers_of_parameters(name):
+    assert hub.shapes().keys() == {"tiny", *PUBLISHED}
+    with torch.device("meta"):
+        model = network.build(hub.read_config(name, None), None, lora=None)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+
+
 # Models that are refused
 
 
