@@ -164,8 +164,11 @@ def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
 def test_code_in_a_models_folder_is_never_run(tmp_path):
     folder = write_model(tmp_path / "model")
     (folder / "own.py").write_text("raise SystemExit('run')")
-    write_config(folder, auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
-    network.build(hub.read_config("m", folder), folder, lora=None)
+    settings = dict(auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
+    settings |= dict(attn_implementation="someone/kernels", _attn_implementation="someone/kernels")
+    write_config(folder, **settings)
+    built = network.build(hub.read_config("m", folder), folder, lora=None)
+    assert built.causal.config._attn_implementation == network.ATTENTION
 
 
 def test_weights_in_a_pickle_are_refused_and_missing_or_foreign_ones_named(tmp_path):

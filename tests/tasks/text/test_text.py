@@ -228,8 +228,8 @@ def test_prompts_are_continued(finished, tmp_path, capsys):
     )
     found = json.loads((tmp_path / "out/predictions.json").read_text())
     assert [one["prompt"] for one in found] == [f"<user>{text}</s><assistant>" for text in ("111", "22", "3")]
-    again = predict(run, files, progress=False, batch_size=1)
-    assert all(one["written"] for one in again) and again[0]["written"] == found[0]["written"]
+    again = predict(run.best(), files, progress=False, batch_size=1)  # the file alone
+    assert again[0]["written"].startswith(found[0]["written"]) and len(again) == 3
     assert (tmp_path / "out" / found[0]["picture"]).stat().st_size > 1000
 
 

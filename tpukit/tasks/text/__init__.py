@@ -98,7 +98,7 @@ class LanguageModel(Task):
     samples: int = setting(4, free=True)
     """Texts that are written at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)
-    """Tokens of each text that is written."""
+    """Tokens of each text that is written, at most half of `sequence_length`."""
     temperature: float = setting(0.8, free=True)
     """Of what is written. 0: always the most probable token; 1: drawn by the model's probabilities."""
 
@@ -150,12 +150,9 @@ class LanguageModel(Task):
                 f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do"
                 " not fit; leave tokenizer at auto, or start from random weights (pretrained='no')"
             )
-        most = config.max_position_embeddings
-        length = self.sequence_length or min(LENGTH, most)
-        if length > most or length <= self.new_tokens:
+        if (self.sequence_length or 1) > (most := config.max_position_embeddings):
             raise TpukitError(
-                f"sequence_length={length}: {self.model_name} takes at most {most}, and it must be more than"
-                f" new_tokens={self.new_tokens}"
+                f"sequence_length={self.sequence_length}: {self.model_name} takes at most {most}"
             )
         return config
 
@@ -164,6 +161,11 @@ class LanguageModel(Task):
         """T, the tokens of a row."""
         most = self.config.max_position_embeddings
         return self.sequence_length or min(LENGTH, most)
+
+    @property
+    def _new(self) -> int:
+        """Tokens that are written, at most half a row."""
+        return min(self.new_tokens, max(1, self.length // 2))
 
     def model(self) -> Network:
         from tpukit.tasks.text import network
@@ -286,8 +288,8 @@ class LanguageModel(Task):
     def _beginnings(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens (B, L), lengths (B,), zeros (B,)): rows to be continued. A conversation from where an
         answer begins, a text after a few words."""
-        tokens = batch["tokens"][:, : PROMPT + self.new_tokens]
-        most = tokens.shape[1] - self.new_tokens
+        tokens = batch["tokens"][:, : PROMPT + self._new]
+        most = tokens.shape[1] - self._new
         answer = batch["learned"].int().argmax(1)  # 0 or 1 in a text
         lengths = answer.where(answer > 1, FEW).clamp(max=most)
         return tokens, lengths, lengths * 0
@@ -297,7 +299,7 @@ class LanguageModel(Task):
         of the prompts: 0 where nothing is written."""
         from tpukit.tasks.text import generate
 
-        steps = int(runtime.to_cpu(lengths).max()) + self.new_tokens - 1
+        steps = int(runtime.to_cpu(lengths).max()) + self._new - 1
         seed = (self.seed, epoch or 0, runtime.world.rank)
         written = generate.write(model, runtime, rows, lengths, steps, self.temperature, seed)
         return dict(written=written, prompt=lengths)
@@ -324,7 +326,7 @@ class LanguageModel(Task):
         """dict(prompt, written) of each row in which something was written."""
         rows, prompts = (np.asarray(found[name]).tolist() for name in ("written", "prompt"))
         pairs = zip(rows, prompts)
-        ends = [(row[: prompt + self.new_tokens], prompt) for row, prompt in pairs if prompt]
+        ends = [(row[: prompt + self._new], prompt) for row, prompt in pairs if prompt]
         texts = [tokens.continuation(self._tokenizer, row, prompt) for row, prompt in ends]
         return [dict(prompt=prompt, written=written) for prompt, written in texts]
 
@@ -343,13 +345,13 @@ class LanguageModel(Task):
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
         prompts = [prompt for path in paths for prompt in documents.read_prompts(path, self._tokenizer)]
-        size, most = self.length, self.length - self.new_tokens
+        size, most = self.length, self.length - self._new
         rows, lengths = np.zeros((len(prompts), size), np.int32), np.ones(len(prompts), np.int32)
         for number, (name, ids) in enumerate(prompts):
             if not 0 < len(ids) <= most:
                 raise TpukitError(
                     f"{name}: a prompt of {len(ids)} tokens: it must have some, and at most {most} where"
-                    f" new_tokens={self.new_tokens} follow"
+                    f" {self._new} follow"
                 )
             rows[number, : len(ids)], lengths[number] = ids, len(ids)
         return dict(tokens=rows, lengths=lengths), [name for name, _ in prompts]
