@@ -94,8 +94,13 @@ def test_xla_trains_as_the_cpu_does(settings, chats, model, tmp_path, cpu, xla):
     assert losses[0][-1] < losses[0][0]
 
 
-def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(chats, tmp_path):
-    task = task_of(write_config(tmp_path), chats, sequence_length=63, gradient_checkpointing=False)
+@pytest.mark.parametrize("kind", ["conversations", "texts"])
+def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(kind, chats, tmp_path):
+    for number in range(9):  # several in a row, of which the first tokens are not predicted
+        (tmp_path / f"train-{number}.txt").write_text("abc" * number)
+    (tmp_path / "test.txt").write_text("abc")
+    place = chats if kind == "conversations" else tmp_path
+    task = task_of(write_config(tmp_path / "m"), place, sequence_length=63, gradient_checkpointing=False)
     data, _ = task.datasets()
     batch = {name: torch.as_tensor(values) for name, values in data.batch(np.arange(len(data))).items()}
     network = task.model()
