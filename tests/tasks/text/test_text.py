@@ -164,7 +164,7 @@ def test_a_small_gpt_learns_more_of_pythons_documentation_than_a_bigram_knows(tm
     task = LanguageModel(dataset_dir=make_synthetic("my-text", tmp_path / "topics", size=60), **BELOW_BIGRAM)
     run = Run.open(tmp_path / "run", task)
     scores = train(task, run, runtime=cpu, progress=False)
-    assert scores["test_loss"] < bigram_loss(*task.datasets()) - 0.1
+    assert scores["test_loss"] < bigram_loss(*task.datasets()) - 0.03
 
 
 def test_a_run_is_not_resumed_on_other_texts_or_tokens(chats, tmp_path, cpu):
