@@ -40,7 +40,7 @@ REMOVED = {
     "compare --out": "each machine's file has a name of its own, in outputs/comparison: copy it from there",
     "compare --deadline-h": "the column calendar says how long each place takes",
     "compare --budget-usd": "the column cost says what each place costs, and the cheapest comes first",
-    "compare --prices-out": "copy tpukit/tools/prices.csv, and edit the copy",
+    "compare --prices-out": "copy tpukit/tools/measure/prices.csv, and edit the copy",
     "plan --find-batch": "`--batch-sizes 16 32 64` says of each batch whether it fits",
     "report --hlo": "`--trace` keeps step.hlo by itself",
     "doctor --weights": "`tpukit test TASK --weights FILE --precision bf16` scores a file",
