@@ -32,6 +32,7 @@ GPU = {
 }
 PYEIT_PARTS = ("pyeit/__init__.py", "pyeit/eit/", "pyeit/mesh/")
 
+
 def main():
     parser = argparse.ArgumentParser(
         prog="python -m release.notebooks", description=__doc__.partition("\n")[0]
