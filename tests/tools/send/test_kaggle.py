@@ -22,7 +22,7 @@ import pytest
 from tests.conftest import ROOT, best_weights, checkpoint, exact, flip, same
 from tests.tools.send import kaggle_server as loopback
 from tests.tools.send.kaggle_server import KEY, TOKEN, USER, needs_sessions
-from tpukit import MNIST, Run, cli, train
+from tpukit import MNIST, Run, TpukitError, cli, train
 from tpukit.host import files
 
 pytest.importorskip("kaggle", reason="kaggle is not installed: pip install kaggle")
@@ -339,15 +339,19 @@ def test_a_follow_that_is_killed_goes_on_and_sends_nothing_twice(
 
 
 @pytest.mark.parametrize("json_body", [False, True])
-@pytest.mark.parametrize(
-    "call", ["SaveKernel", "GetKernelSessionStatus", "ListKernelSessionOutput", "log", "file"]
-)
-def test_what_may_pass_is_tried_again(server, send, here, stages, call, json_body):
+def test_what_may_pass_is_tried_again(server, send, here, stages, json_body):
     server.errors_are_json = json_body
     plays(server, leaves(stages[0], "stopped"), leaves(stages[1]))
     send("kaggle", "mnist", *SMALL, "--epochs", 2, "--sessions", 2)
-    for what in (429, 503, "lost", "half" if call == "file" else "lost after"):
-        server.fail(call, what)
+    for call, *faults in (
+        ("SaveKernel", 429, "lost after"),
+        ("GetKernelSessionStatus", 503, "lost"),
+        ("ListKernelSessionOutput", 500, "garbage"),
+        ("log", 503),
+        ("file", "half", "lost"),
+    ):
+        for what in faults:
+            server.fail(call, what)
     ran = send("follow", "mnist")
     assert ran.code == 0 and server.pushed() == ["tpukit-mnist-1", "tpukit-mnist-2"], ran
     assert epochs_of(here / "outputs/sent/mnist/runs/mnist") == 2
@@ -515,82 +519,89 @@ def test_hostile_words_of_a_log_and_a_failure_reach_no_terminal(server, send, he
         json.dumps(dict(ending="failed", error=HOSTILE * 1000, repeats=True)),
     ],
 )
-def test_a_hostile_session_json_is_no_end_of_a_chain(server, send, here, text):
-    server.script = lambda session: (session.working / "session.json").write_text(text)
-    send("kaggle", "mnist", *SMALL)
-    server.wait()
-    ran = send("fetch", "mnist")
-    assert ran.code == 0 and not set("\x1b\u202e\r") & set(ran.out + ran.err)
-    assert sent(here)[0]["ending"] in ("lost", "failed") and len(sent(here)[0]["error"]) <= 500
+def test_a_hostile_session_json_says_nothing(tmp_path, text):
+    from tpukit.tools.send import State, follow
+
+    (tmp_path / "session.json").write_text(text)
+    ending, error, _ = follow._ending(tmp_path / "session.json", State("error"))
+    assert ending in ("lost", "failed") and len(error) <= 500 and not set("\x1b\u202e\r") & set(error)
 
 
-@pytest.mark.parametrize(
-    "name", ["../../../chain.json", "/tmp/tpukit-outside", "outputs/../../../chain.json"]
-)
-def test_a_file_name_that_leads_outside_is_refused_and_nothing_is_lost(server, send, here, stages, name):
-    def script(session):
-        leaves(stages[0])(session)
-        session.hostile[name] = b"hostile"
-
-    server.script = script
+def test_a_file_name_that_leads_outside_is_refused_and_nothing_is_lost(server, send, here, stages, tmp_path):
+    server.script = leaves(stages[0])
     send("kaggle", "mnist", *SMALL)
     server.wait()
     before = (here / "outputs/sent/mnist/chain.json").read_bytes()
-    ran = send("follow", "mnist")
-    assert ran.code == 1 and (here / "outputs/sent/mnist/chain.json").read_bytes() == before, ran
-    assert not Path("/tmp/tpukit-outside").exists()
+    for name in ("../../chain.json", str(tmp_path / "outside"), "outputs/../../../chain.json"):
+        server.sessions[0].hostile = {name: b"hostile"}
+        ran = send("follow", "mnist")
+        assert ran.code == 1 and (here / "outputs/sent/mnist/chain.json").read_bytes() == before, ran
+    assert not (tmp_path / "outside").exists()
+    server.sessions[0].hostile = {}
+    assert send("follow", "mnist").code == 0
 
 
-@pytest.mark.parametrize("harm", ["checkpoint", "config", "another run", "earlier", "no run"])
-def test_an_output_that_is_broken_does_not_replace_the_good_one(server, send, here, stages, tmp_path, harm):
-    bad = shutil.copytree(stages[0 if harm == "earlier" else 2], tmp_path / "bad")
+def harmed(stages, folder, harm):
+    """The run after 3 epochs, or, for "earlier", after 1, with something wrong."""
+    bad = shutil.copytree(stages[0 if harm == "earlier" else 2], folder / harm)
     if harm == "checkpoint":
         for path in (bad / "checkpoints").glob("*.pt"):
             flip(path)
     elif harm == "config":
         (bad / "config.json").write_text('{"task": "mnist"')
-    elif harm == "another run":
+    elif harm == "another":
         config = files.parse_with_crc32((bad / "config.json").read_bytes()) | dict(id="0" * 32)
         (bad / "config.json").write_text(json.dumps(files.with_crc32(config)))
-    elif harm == "no run":
+    elif harm == "empty":
         shutil.rmtree(bad / "checkpoints")
+    return bad
+
+
+@pytest.mark.parametrize("harm", ["config", "another", "earlier", "empty", "checkpoint"])
+def test_a_run_that_is_broken_takes_no_ones_place(stages, tmp_path, harm):
+    from tpukit.tools.send import follow
+
+    good = shutil.copytree(stages[1], tmp_path / "runs/mnist")
+    before = {path: path.read_bytes() for path in good.rglob("*") if path.is_file()}
+    with pytest.raises(TpukitError):
+        follow._take_over(harmed(stages, tmp_path, harm), good, "mnist")
+    assert {path: path.read_bytes() for path in good.rglob("*") if path.is_file()} == before
+
+
+def test_an_output_that_is_broken_is_not_resumed(server, send, here, stages, tmp_path):
+    bad = harmed(stages, tmp_path, "checkpoint")
     plays(server, leaves(stages[1], "stopped"), leaves(bad, "stopped"), leaves(stages[3]))
     send("kaggle", "mnist", *SMALL, "--epochs", 4, "--sessions", 3)
     ran = send("follow", "mnist")
-    assert "is not taken" in ran.out or harm == "config", ran
-    run = here / "outputs/sent/mnist/runs/mnist"
-    # Without a good output of the second, the third resumes the first's.
+    assert "is not taken" in ran.out, ran
     assert server.sessions[2].request["kernelDataSources"] == [f"{USER}/tpukit-mnist-1"]
-    assert ran.code == 0 and epochs_of(run) == 4
+    assert ran.code == 0 and epochs_of(here / "outputs/sent/mnist/runs/mnist") == 4
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_a_hostile_chain_json_is_refused_before_anything_is_run(server, send, here):
+    server.script = leaves(None)
+    send("kaggle", "mnist", *SMALL)
+    path, asked = here / "outputs/sent/mnist/chain.json", len(server.requests)
+    text = path.read_bytes()
+    for changes in (
         dict(name="../../x"),
         dict(accelerator="--help"),
         dict(hours="8.5"),
+        dict(hours=float("nan")),
         dict(datasets=["--path=/etc"]),
-        dict(kernel="tester/../../x"),
-        dict(kernel="--help"),
         dict(surprise=1),
         dict(sent=5),
-    ],
-)
-def test_a_hostile_chain_json_is_refused_before_anything_is_run(server, send, here, changes):
-    server.script = leaves(None)
-    send("kaggle", "mnist", *SMALL)
-    path = here / "outputs/sent/mnist/chain.json"
-    values = files.parse_with_crc32(path.read_bytes())
-    if "kernel" in changes:
-        values["sent"][0] |= changes
-    else:
-        values |= changes
-    path.write_text(json.dumps(files.with_crc32(values)))
-    asked = len(server.requests)
-    for words in (["follow", "mnist"], ["fetch", "mnist"], ["stop", "mnist"], ["status", "mnist"]):
-        ran = send(*words)
-        assert ran.code == 1 and "chain.json" in ran.err, ran
+        dict(kernel="tester/../../x"),
+        dict(kernel="--help"),
+    ):
+        values = files.parse_with_crc32(text)
+        (values["sent"][0] if "kernel" in changes else values).update(changes)
+        path.write_text(json.dumps(files.with_crc32(values)))
+        for words in (["follow", "mnist"], ["fetch", "mnist"], ["stop", "mnist"], ["status", "mnist"]):
+            ran = send(*words)
+            assert ran.code == 1 and "chain.json" in ran.err, (changes, ran)
+    path.write_bytes(text.replace(b'"mnist', b'"mnisT', 1))  # its checksum is of another text
+    assert send("follow", "mnist").code == 1
     assert len(server.requests) == asked
 
 
