@@ -1,0 +1,101 @@
+"""What runs in a session: asks for the accelerator, ends the session before its limit does, and writes how it
+ended, in session.json beside the outputs."""
+
+import json
+import os
+import signal
+import threading
+from typing import Any
+
+from tpukit.host import environment, files
+from tpukit.host.errors import TpukitError, first_line
+
+REQUIRED = dict(tpu="tpu", gpu="cuda", none="cpu")
+MARGIN_S = 600.0  # for the last checkpoint, and for what Kaggle does with the outputs
+TERMINATED = 128 + signal.SIGTERM  # a training's exit code, after this signal
+PASSING = (ConnectionError, TimeoutError)
+
+
+def watch(shell: Any, *, accelerator: str, hours: float) -> None:
+    """The first cell of a session. Raises TpukitError where the accelerator is not here.
+
+    shell: IPython's. hours: the session's limit; some minutes before it, the training is told to stop."""
+    stopping = threading.Event()
+    show_traceback = shell.showtraceback
+
+    def stop():
+        stopping.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # on which a training saves
+
+    def ends_cell(result):
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None and (stopping.is_set() or getattr(error, "code", None) == TERMINATED):
+            write(ending="stopped")
+            # The session ends well, without the cells that are left.
+            result.error_before_exec = result.error_in_exec = None
+            shell.input_transformers_cleanup.append(lambda lines: [])
+        elif error is not None:
+            reason = first_line(error)
+            if not isinstance(error, TpukitError):
+                reason = f"{type(error).__name__}: {reason}"
+            write(ending="failed", error=reason, repeats=not isinstance(error, PASSING))
+
+    try:
+        environment.detect().require(REQUIRED[accelerator])
+    except TpukitError as error:
+        write(ending="no accelerator", error=first_line(error))
+        raise
+    shell.events.register("post_run_cell", ends_cell)
+    shell.showtraceback = lambda *a, **k: None if stopping.is_set() else show_traceback(*a, **k)
+    signal.signal(signal.SIGTERM, _leave)  # what nothing else handles
+    limit_s = 3600 * hours
+    timer = threading.Timer(limit_s - min(MARGIN_S, limit_s / 10), stop)
+    timer.daemon = True
+    timer.start()
+
+
+def _leave(number, frame):
+    raise SystemExit(TERMINATED)
+
+
+def finish() -> None:
+    """The last cell of a session."""
+    write(ending="done")
+
+
+def write(*, ending: str, error: str = "", repeats: bool = False) -> None:
+    """Write how the session ended."""
+    path = environment.detect().outputs.parent / "session.json"
+    files.write_atomic(path, json.dumps(dict(ending=ending, error=error[:500], repeats=repeats)))
+
+
+def train_task(*, task: str, settings: dict[str, Any], name: str) -> None:
+    """Train a task, or resume its run `name` from the input.
+
+    settings: as `runs.run.settings_dict` gives them; what is missing keeps its default."""
+    import dataclasses
+
+    from tpukit import Run, find_dataset, find_run, launch, tasks, train
+    from tpukit.training.task import from_settings
+
+    env = environment.detect()
+    chosen = from_settings(tasks.find(task), settings)
+    data = find_dataset(
+        env,
+        chosen.dataset,
+        chosen.dataset_dir,
+        fallback=getattr(chosen, "fallback", None),
+        demo=not chosen.needs_own_data,
+    )
+    chosen = dataclasses.replace(chosen, dataset_dir=data)
+    run = Run.open(env.outputs / name, chosen, earlier=find_run(env, name))
+    launch(train, chosen, run)
+
+
+def check_hardware(*, rehearse: bool) -> None:
+    """`tpukit doctor --hardware`, with its report in the outputs. rehearse: there is no accelerator."""
+    from tpukit.tools.doctor import hardware
+
+    env = environment.detect()
+    report = hardware.check_hardware(env, path=env.outputs / hardware.REPORT, rehearse=rehearse)
+    print(hardware.table(report))
