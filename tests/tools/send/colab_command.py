@@ -10,7 +10,7 @@ The folder COLAB_COMMAND holds what it knows: `calls.jsonl` (the arguments of ev
 (`machine.json`, `root/content`), and what a test tells it to do:
 
     refuse.txt     `new` ends with 1 and prints this, as for an accelerator that the account may not use
-    take.json      {"NAME": "words"}: the machine of that name is taken away when its notebook prints the words
+    take.json      {"NAME": "words"}: a machine is taken away when its notebook prints the words
     logged_out     every command asks for a login, and ends, as nobody answers
 """
 
@@ -101,7 +101,7 @@ class Machine:
         command += [sys.executable, "-m", "ipykernel_launcher", "-f", connection]
         home = self.folder / "home"
         home.mkdir()
-        kept = {name: os.environ[name] for name in ("PATH", "XLA_FLAGS", "OMP_NUM_THREADS") if name in os.environ}
+        kept = {name: os.environ.get(name, "") for name in ("PATH", "XLA_FLAGS", "OMP_NUM_THREADS")}
         environ = {**kept, **image["environ"], "HOME": str(home), "LANG": "C.UTF-8", "TPUKIT_OFFLINE": "1"}
         with open(self.folder / "kernel.log", "ab") as log:
             process = subprocess.Popen(
@@ -275,7 +275,7 @@ def run_exec(asked):
         machine.run(IN_CONTENT, show, PATIENCE_S)
         for number, cell in enumerate(cells, 1):
             if book:
-                print(f"[colab] Executing cell {number}/{len(cells)} - {cell.id}...", flush=True)
+                print(f"[colab] Executing cell {number}/{len(cells)} - {cell.get('id', secrets.token_hex(4))}...", flush=True)
             cell.outputs = machine.run(cell.source, show, timeout_s)
     finally:
         if book:

@@ -51,7 +51,7 @@ class Chain:
 def check(chain: Chain) -> None:
     """Raise TpukitError for a value that is not of its type or not one of those that it can be."""
     for part, kind in ((chain, Chain), *((session, Session) for session in chain.sent)):
-        types = get_type_hints(kind) | (dict(sent=list) if kind is Chain else {})
+        types = get_type_hints(kind) | (dict(sent=list, settings=list[dict]) if kind is Chain else {})
         wrong = [name for name, value in vars(part).items() if not has_type(value, types[name])]
         if wrong:
             raise TpukitError(f"{wrong[0]} is {getattr(part, wrong[0])!r}")

@@ -2,8 +2,8 @@
 
 The command logs in by itself and keeps its token in its own files. A session needs the command that started
 it: `push` starts `colab exec`, which sends the notebook cell by cell, and `log` prints what comes. Without it
-the cell that runs goes on, those after it do not run, and `fetch` brings what there is. Colab keeps nothing of
-a machine that it takes away."""
+the cell that runs goes on, those after it do not run, and `fetch` brings what there is. Of a machine that
+Colab takes away, nothing is left."""
 
 import inspect
 import shutil
@@ -55,13 +55,14 @@ class Colab:
     def push(self, folder: Path, session: Session) -> None:
         """Raises TpukitError with Colab's reason. The machine is given back then."""
         chain = chains.read(folder.parent)
-        kernel, limit_s = session.kernel, round(session.hours * 3600 + LATE_S)
+        kernel = session.kernel
         self._run("new", "-s", kernel, *HARDWARE[chain.accelerator])
         try:
             if runs := _runs(folder.parent / "runs", chain, session):
                 self._bring(kernel, runs)
+            limit = ("--timeout", str(round(session.hours * 3600 + LATE_S)))
             self._running[kernel] = subprocess.Popen(
-                [self.command, "exec", "-s", kernel, "-f", folder / "session.ipynb", "--timeout", str(limit_s)],
+                [self.command, "exec", "-s", kernel, "-f", folder / "session.ipynb", *limit],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -148,7 +149,7 @@ class Colab:
 
 
 def pack(archive, folders):
-    """Write a .zip of folders, name in it -> path, without links and datasets. Colab's machine runs it too."""
+    """Write a .zip of folders, name in it -> path, without links and datasets. Runs there, too."""
     import pathlib
     import zipfile
 

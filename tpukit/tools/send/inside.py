@@ -27,23 +27,28 @@ def watch(shell: Any, *, accelerator: str, hours: float) -> None:
         stopping.set()
         os.kill(os.getpid(), signal.SIGTERM)  # on which a training saves
 
+    def skip_rest():  # Colab's command runs the cells after one that failed, too
+        shell.input_transformers_cleanup.append(lambda lines: [])
+
     def ends_cell(result):
         error = result.error_before_exec or result.error_in_exec
         if error is not None and (stopping.is_set() or getattr(error, "code", None) == TERMINATED):
             write(ending="stopped")
             # The session ends well, without the cells that are left.
             result.error_before_exec = result.error_in_exec = None
-            shell.input_transformers_cleanup.append(lambda lines: [])
+            skip_rest()
         elif error is not None:
             reason = first_line(error)
             if not isinstance(error, TpukitError):
                 reason = f"{type(error).__name__}: {reason}"
             write(ending="failed", error=reason, repeats=not isinstance(error, PASSING))
+            skip_rest()
 
     try:
         environment.detect().require(REQUIRED[accelerator])
     except TpukitError as error:
         write(ending="no accelerator", error=first_line(error))
+        skip_rest()
         raise
     shell.events.register("post_run_cell", ends_cell)
     shell.showtraceback = lambda *a, **k: None if stopping.is_set() else show_traceback(*a, **k)
