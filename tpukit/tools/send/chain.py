@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
@@ -29,7 +29,7 @@ class Chain:
     accelerator: str
     kind: str  # what is sent: a task, a notebook, or the hardware check
     task: str = ""
-    settings: list[dict[str, Any]]  # of a task or a notebook; a sweep has several, one after the other
+    settings: list[dict]  # of a task or a notebook; a sweep has several, one after the other
     sessions: int = 1  # at most so many for each of them
     until_epochs: int | None = None
     hours: float = 8.5  # of a session

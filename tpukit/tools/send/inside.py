@@ -44,8 +44,9 @@ def watch(shell: Any, *, accelerator: str, hours: float) -> None:
             write(ending="failed", error=reason, repeats=not isinstance(error, PASSING))
             skip_rest()
 
+    os.environ.pop("FORCE_COLOR", None)  # a kernel has it, and its escapes would be in the log
     try:
-        environment.detect().require(REQUIRED[accelerator])
+        print(environment.detect().require(REQUIRED[accelerator]))
     except TpukitError as error:
         write(ending="no accelerator", error=first_line(error))
         skip_rest()

@@ -36,7 +36,9 @@ def write(folder: Path, chain: Chain, session: Session) -> None:
     if not any(pack.TAG in _tags(cell) for cell in cells):
         cells.insert(0, pack.cell(pack.library()))
     cells.append(_call("finish"))
-    notebook = dict(cells=cells, metadata=dict(kernelspec=KERNEL), nbformat=4, nbformat_minor=4)
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell-{number}"
+    notebook = dict(cells=cells, metadata=dict(kernelspec=KERNEL), nbformat=4, nbformat_minor=5)
     metadata = dict(
         id=session.kernel,
         title=session.kernel.rpartition("/")[2],  # of which Kaggle makes the name in the address
@@ -85,7 +87,6 @@ def read_cells(path: Path) -> list[Cell]:
         for cell in cells:
             cell["source"] = "".join(cell["source"])
             cell |= dict(outputs=[], execution_count=None) if cell["cell_type"] == "code" else {}
-            cell.pop("id", None)
         return cells
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise TpukitError(f"{path} cannot be read as a notebook ({error}): name an .ipynb file") from error
