@@ -11,6 +11,7 @@ The folder COLAB_COMMAND holds what it knows: `calls.jsonl` (the arguments of ev
 
     refuse.txt     `new` ends with 1 and prints this, as for an accelerator that the account may not use
     take.json      {"NAME": "words"}: a machine is taken away when its notebook prints the words
+    end.json       the same, but the notebook's process gets SIGTERM, as from a session's own timer
     logged_out     every command asks for a login, and ends, as nobody answers
 """
 
@@ -123,6 +124,10 @@ class Machine:
         (self.folder / "machine.json").unlink()
         self._kill(pid)
         shutil.rmtree(self.folder)
+
+    def terminate(self):
+        """SIGTERM for the kernel, the process that answers; unshare became it."""
+        os.kill(self.facts["pid"], signal.SIGTERM)
 
     def _kill(self, pid):
         with contextlib.suppress(ProcessLookupError):
@@ -247,6 +252,12 @@ def run_download(asked):
     print(f"[colab] Downloaded '{asked.remote}' to '{asked.local}'")
 
 
+def told(file, name):
+    """The words of a test's file for a machine, or some that nobody prints."""
+    words = json.loads((HOME / file).read_text()) if (HOME / file).exists() else {}
+    return words.get(name, "\0")
+
+
 def run_exec(asked):
     import nbformat
 
@@ -258,14 +269,16 @@ def run_exec(asked):
         cells = [cell for cell in book.cells if cell.cell_type == "code"]
     else:
         cells = [nbformat.v4.new_code_cell(Path(asked.f).read_text() if asked.f else sys.stdin.read())]
-    taken = json.loads((HOME / "take.json").read_text()) if (HOME / "take.json").exists() else {}
+    taken, ended = told("take.json", machine.name), told("end.json", machine.name)
 
     def show(output):
         if output.output_type == "stream":
             file = sys.stderr if output.name == "stderr" else sys.stdout
             print(output.text, end="", file=file, flush=True)
-            if book and machine.name in taken and taken[machine.name] in output.text:
+            if book and taken in output.text:
                 machine.take()
+            elif book and ended in output.text:
+                machine.terminate()
         elif output.output_type == "error":
             print("".join(output.traceback), file=sys.stderr, flush=True)
         elif "text/plain" in output.data:
@@ -275,7 +288,8 @@ def run_exec(asked):
         machine.run(IN_CONTENT, show, PATIENCE_S)
         for number, cell in enumerate(cells, 1):
             if book:
-                print(f"[colab] Executing cell {number}/{len(cells)} - {cell.get('id', secrets.token_hex(4))}...", flush=True)
+                name = cell.get("id", secrets.token_hex(4))
+                print(f"[colab] Executing cell {number}/{len(cells)} - {name}...", flush=True)
             cell.outputs = machine.run(cell.source, show, timeout_s)
     finally:
         if book:

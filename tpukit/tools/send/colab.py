@@ -58,7 +58,7 @@ class Colab:
         kernel = session.kernel
         self._run("new", "-s", kernel, *HARDWARE[chain.accelerator])
         try:
-            if runs := _runs(folder.parent / "runs", chain, session):
+            if runs := chains.runs(folder.parent, session):
                 self._bring(kernel, runs)
             limit = ("--timeout", str(round(session.hours * 3600 + LATE_S)))
             self._running[kernel] = subprocess.Popen(
@@ -158,14 +158,6 @@ def pack(archive, folders):
             for path in [pathlib.Path(start), *sorted(pathlib.Path(start).rglob("*"))]:
                 if path.is_file() and not path.is_symlink() and "/outputs/datasets/" not in str(path):
                     packed.write(path, pathlib.PurePosixPath(name, path.relative_to(start).as_posix()))
-
-
-def _runs(folder: Path, chain: chains.Chain, session: Session) -> dict[str, Path]:
-    """The runs that a session goes on with: name there -> its folder here."""
-    several = f"-{session.setting + 1}" if len(chain.settings) > 1 else ""
-    there = "" if chain.kind == "task" else several  # a notebook's run gets its number here
-    found = [path for path in folder.glob("*") if path.name.endswith(several) and path.name[0] != "."]
-    return {path.name.removesuffix(there): path for path in sorted(found)}
 
 
 def _last(said: str) -> str:
