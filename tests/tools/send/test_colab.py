@@ -177,8 +177,8 @@ def test_a_missing_command_is_one_sentence_that_says_how_to_install_it(tmp_path,
     ],
 )
 def test_what_fails_there_is_said_in_one_line(printed, kind, words, tmp_path, monkeypatch):
-    says = f"echo \"{printed}\"; printf '\033[2J' >&2; exit 1" if printed else "exit 1"
-    service = command(tmp_path, monkeypatch, says)
+    says = f"printf '\\033[2J'; echo \"{printed}\"" if printed else ""
+    service = command(tmp_path, monkeypatch, f"{says}\nexit 1")
     with pytest.raises(TpukitError, match=words) as caught:
         service.state("tpukit-a-1")
     assert type(caught.value) is kind
