@@ -13,6 +13,7 @@ from tpukit.host.tables import printable
 from tpukit.tools.send import Session, State
 from tpukit.tools.send import chain as chains
 
+EPOCH = re.compile(r"epoch \d+: ")  # of a line that a training prints
 # Runs the cells of a notebook up to the first error.
 RUN = """
 import json, sys
@@ -76,10 +77,8 @@ class Local:
             for line in process.stdout:
                 lines.append(printable(line.rstrip("\n")))
                 yield lines[-1]
-                if (
-                    self.epochs
-                    and sum(re.match(r"epoch \d+: ", line) is not None for line in lines) == self.epochs
-                ):
+                ended = [line for line in lines if EPOCH.match(line)]
+                if EPOCH.match(lines[-1]) and len(ended) == self.epochs:
                     process.terminate()  # on which a training saves
             process.wait()
 
