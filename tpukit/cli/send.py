@@ -1,7 +1,9 @@
 """Train in sessions on Kaggle or Colab, from here: send a task, a notebook or the hardware check, and follow
 them until the training is done."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import re
 from collections.abc import Callable, Iterable
@@ -139,11 +141,11 @@ def stop(name: ChainName) -> None:
         name: of a chain.
     """
     from tpukit.tools.send import chain as chains
+    from tpukit.tools.send import follow
 
     folder = _folder(name)
     chain = chains.read(folder)
-    chain.stopped = True
-    chains.write(folder, chain)
+    (folder / follow.STOPPED).touch()
     print(f"{name}: no more sessions are sent")
     if chain.sent and chain.sent[-1].phase != "ended":
         page = _service(chain.service).url(chain.sent[-1].kernel)
@@ -258,7 +260,8 @@ def _parsed(types: dict[str, Any], name: str, text: str) -> Any:
     if name not in types:
         raise TpukitError(f"--vary {name}: the task has no such setting")
     try:
-        return tyro.cli(types[name], args=[text], console_outputs=False)
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(types[name], args=[text])
     except SystemExit as error:
         raise TpukitError(f"--vary {name} {text}: {text!r} is no value of this setting") from error
 
@@ -294,16 +297,18 @@ def _start(
 def _words(chain: Any) -> tuple[str, str, str]:
     """(service, state, page) of a chain."""
     from tpukit.tools.send import chain as chains
+    from tpukit.tools.send.follow import STOPPED
 
     service, last = _service(chain.service), chain.sent[-1] if chain.sent else None
     if last is None or last.phase == "intended":
         return chain.service, "about to be sent: `follow`", ""
-    following = chains.decide(chain)
+    is_stopped = (_folder(chain.name) / STOPPED).exists()
+    following = chains.decide(chain, stopped=is_stopped)
     text = following.text or "between two sessions: `follow`"
     if last.phase == "sent":
         word = service.state(last.kernel).word
         text = word if word in ("queued", "running") else f"ended there ({word}): `follow` brings it"
-        text += ", no more after it" if chain.stopped else ""
+        text += ", no more after it" if is_stopped else ""
     return chain.service, f"{text}; {chains.where(chain)}", service.url(last.kernel)
 
 

@@ -17,6 +17,10 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 LONGEST = 36  # of a name: a kernel's, with tpukit- and a number, has at most 50 characters
 ACCELERATORS = ("tpu", "gpu", "none")
 KINDS = ("task", "notebook", "check")
+NEEDED = dict(  # for an accelerator
+    kaggle="Kaggle gives one to an account with a verified phone number and hours left, when one is free",
+    colab="Colab gives one when one is free, to some accounts only",
+)
 PHASES = ("intended", "sent", "ended")
 ENDINGS = ("", "done", "stopped", "failed", "no accelerator", "cancelled", "lost")
 PATTERNS = dict(kernel=r"([\w-]+/)?[a-z0-9-]+", dataset=r"[\w-]+/[\w.-]+")
@@ -35,7 +39,6 @@ class Chain:
     hours: float = 8.5  # of a session
     internet: bool = False
     datasets: list[str] = field(default_factory=list)
-    stopped: bool = False
     sent: list[Session] = field(default_factory=list)
 
     def run_name(self, setting: int) -> str:
@@ -135,26 +138,31 @@ class Next:
     is_done: bool = False
 
 
-def decide(chain: Chain, *, again: bool = False) -> Next:
-    """What follows in a chain. again: the user asks to go on after what may be better the next time."""
+def decide(chain: Chain, *, again: bool = False, stopped: bool = False) -> Next:
+    """What follows in a chain. again: the user asks to go on after what may be better the next time. stopped:
+    the user wants no more sessions."""
+    following = _following(chain, again)
+    return Next("end", "stopped by you") if stopped and following.act == "push" else following
+
+
+def _following(chain: Chain, again: bool) -> Next:
     last = chain.sent[-1] if chain.sent else None
     if last is None:
-        return _push(chain, 0)
+        return Next("push")
     if last.phase != "ended":
         return Next("watch")
     following = last.setting + 1 if last.setting + 1 < len(chain.settings) else None
     if is_finished(chain, last):
         if following is not None:
-            return _push(chain, following)
+            return Next("push", setting=following)
         return Next("end", "done", is_done=True)
     if last.ending == "failed" and last.repeats:
         if following is not None:  # a sweep goes on without it
-            return _push(chain, following)
+            return Next("push", setting=following)
         return _needs_you(last, "it would fail again: correct it, and send it with another --name")
     if not again:
         if last.ending == "no accelerator":
-            advice = "Kaggle wants a phone number verified, hours left, and a free one; `follow` tries again"
-            return _needs_you(last, advice)
+            return _needs_you(last, f"{NEEDED[chain.service]}; `follow` tries again")
         if last.ending == "cancelled":
             return _needs_you(last, "somebody cancelled it there; `follow` goes on")
         if _is_stuck(chain.of_setting(last.setting)):
@@ -162,9 +170,9 @@ def decide(chain: Chain, *, again: bool = False) -> Next:
     used = len(chain.of_setting(last.setting))
     if used >= chain.sessions:
         if following is not None:
-            return _push(chain, following)
+            return Next("push", setting=following)
         return Next("end", _used_up(chain, last, used))
-    return _push(chain, last.setting)
+    return Next("push", setting=last.setting)
 
 
 def is_finished(chain: Chain, session: Session) -> bool:
@@ -173,12 +181,6 @@ def is_finished(chain: Chain, session: Session) -> bool:
         return True
     # A notebook may train a part of the epochs; a task that ends before them has stopped early.
     return session.ending == "done" and not (chain.kind == "notebook" and chain.until_epochs)
-
-
-def _push(chain: Chain, setting: int) -> Next:
-    if chain.stopped:
-        return Next("end", "stopped by you")
-    return Next("push", setting=setting)
 
 
 def _needs_you(last: Session, advice: str) -> Next:

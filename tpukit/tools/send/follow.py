@@ -32,6 +32,7 @@ from tpukit.tools.send.chain import Chain, Next
 
 PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a service that did not answer is asked again
 LONGEST_POLL_S = 60.0
+STOPPED = "stopped"  # a file of a chain's folder, which `tpukit send stop` makes while another follows
 LEAST_HOURS = 0.5  # of quota that are worth a session
 
 T = TypeVar("T")
@@ -60,14 +61,14 @@ def follow(folder: Path, service: Service, say: Say, *, push: bool = True) -> Ne
     while True:
         last = chain.sent[-1] if chain.sent else None
         if last and last.phase == "intended" and push:
-            _deliver(folder, chain, service, say)
+            _deliver(folder, chain, service, say, is_new=False)
         if last and last.phase == "sent":
             state, printed = _watch(service, last, say, wait=push)
             if state.word in ("queued", "running"):
                 return Next("end", state.word)
             _collect(folder, chain, service, state, printed, say)
             again = False
-        following = chains.decide(chain, again=again)
+        following = chains.decide(chain, again=again, stopped=(folder / STOPPED).exists())
         if following.act != "push" or not push:
             return following
         if waits := _push(folder, chain, service, following.setting, say):
@@ -120,17 +121,19 @@ def _push(folder: Path, chain: Chain, service: Service, setting: int, say: Say) 
     source = next((s.kernel for s in reversed(chain.of_setting(setting)) if s.brought), None)
     chain.sent.append(Session(kernel, hours, setting, source))
     chains.write(folder, chain)
-    _deliver(folder, chain, service, say)
+    _deliver(folder, chain, service, say, is_new=True)
     return None
 
 
-def _deliver(folder: Path, chain: Chain, service: Service, say: Say) -> None:
-    """Push the session that chain.json says is to be pushed, unless it is there."""
+def _deliver(folder: Path, chain: Chain, service: Service, say: Say, *, is_new: bool) -> None:
+    """Push the session that chain.json says is to be pushed. is_new: it was not tried yet; else it may be
+    there although nobody heard so."""
     last = chain.sent[-1]
     notebooks.write(folder / "push", chain, last)
+    tries = itertools.count(0 if is_new else 1)
 
     def push():
-        if service.state(last.kernel).word == "unknown":
+        if next(tries) == 0 or service.state(last.kernel).word == "unknown":
             service.push(folder / "push", last)
 
     _patiently(push, say)

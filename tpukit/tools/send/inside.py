@@ -11,7 +11,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, first_line
 
 REQUIRED = dict(tpu="tpu", gpu="cuda", none="cpu")
-MARGIN_S = 600.0  # for the last checkpoint, and for what Kaggle does with the outputs
+MARGIN_S = 600.0  # at most: for the session's start, the last checkpoint, and the upload of the outputs
 TERMINATED = 128 + signal.SIGTERM  # a training's exit code, after this signal
 PASSING = (ConnectionError, TimeoutError)
 
@@ -55,7 +55,7 @@ def watch(shell: Any, *, accelerator: str, hours: float) -> None:
     shell.showtraceback = lambda *a, **k: None if stopping.is_set() else show_traceback(*a, **k)
     signal.signal(signal.SIGTERM, _leave)  # what nothing else handles
     limit_s = 3600 * hours
-    timer = threading.Timer(limit_s - min(MARGIN_S, limit_s / 10), stop)
+    timer = threading.Timer(limit_s - min(MARGIN_S, limit_s / 2), stop)
     timer.daemon = True
     timer.start()
 
