@@ -80,6 +80,7 @@ def train_task(*, task: str, settings: dict[str, Any], name: str) -> None:
 
     settings: as `runs.run.settings_dict` gives them; what is missing keeps its default."""
     import dataclasses
+    import functools
 
     from tpukit import Run, find_dataset, find_run, launch, tasks, train
     from tpukit.training.task import from_settings
@@ -95,7 +96,7 @@ def train_task(*, task: str, settings: dict[str, Any], name: str) -> None:
     )
     chosen = dataclasses.replace(chosen, dataset_dir=data)
     run = Run.open(env.outputs / name, chosen, earlier=find_run(env, name))
-    launch(train, chosen, run)
+    launch(functools.partial(train, progress=False), chosen, run)
 
 
 def check_hardware(*, rehearse: bool) -> None:
