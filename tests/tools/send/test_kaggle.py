@@ -139,7 +139,7 @@ def killed_after(rng):
     if rng.random() < 0.125:
         limit_s = rng.uniform(0, 5)
         return lambda session, passed_s: passed_s > limit_s
-    growth, pause_s = rng.uniform(200, 7000), rng.uniform(0, 0.2)
+    growth, pause_s = rng.uniform(200, 3500), rng.uniform(0, 0.2)  # bytes: up to three epochs
 
     def size(folder):
         return sum(path.stat().st_size for path in folder.glob("**/parts/records.jsonl"))
@@ -157,11 +157,8 @@ def killed_after(rng):
 def assert_equal_runs(parts, whole):
     assert exact(parts) == exact(whole)
     assert same(best_weights(parts), best_weights(whole))
-    assert all(
-        same(checkpoint(parts)[part], checkpoint(whole)[part])
-        for part in ("model", "ema")
-        if isinstance(checkpoint(whole).get(part), dict)
-    )
+    ours, theirs = checkpoint(parts), checkpoint(whole)
+    assert same(ours["model"], theirs["model"]) and ours["state"]["step"] == theirs["state"]["step"]
     starts = [record for record in parts.records() if record["kind"] == "start"]
     assert len(starts) > 1  # it was resumed
 
@@ -170,7 +167,7 @@ def assert_equal_runs(parts, whole):
 @pytest.mark.timeout(900)
 def test_a_chain_whose_sessions_are_killed_ends_as_the_run_that_was_not(server, send, here, digits):
     lives = [killed_after(random.Random(seed)) for seed in (3, 4)]
-    parts, whole = chain_and_reference(server, send, here, digits, epochs=16, lives=lives, sessions=9)
+    parts, whole = chain_and_reference(server, send, here, digits, epochs=8, lives=lives, sessions=9)
     assert_equal_runs(parts, whole)
     assert [s.status for s in server.sessions[1:3]] == ["ERROR"] * 2
     # What the sessions could hold, and what the user has, knows no token of either.
@@ -187,7 +184,7 @@ def test_a_chain_whose_sessions_are_killed_ends_as_the_run_that_was_not(server, 
 def test_a_chain_of_20_killed_sessions_ends_as_the_run_that_was_not(server, send, here, digits):
     rng = random.Random(36)
     lives = [killed_after(rng) for _ in range(20)]
-    parts, whole = chain_and_reference(server, send, here, digits, epochs=150, lives=lives, sessions=60)
+    parts, whole = chain_and_reference(server, send, here, digits, epochs=60, lives=lives, sessions=60)
     assert_equal_runs(parts, whole)
     assert len(sent(here, "parts")) > 20
 
