@@ -72,8 +72,8 @@ SMALL |= {
     "--workers": "1",
 }
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), and
-# a model of 110 million parameters (tests/tasks/cdeit).
-ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit")
+# a model of 110 million parameters (tests/tasks/cdeit), and what needs an account (tests/tools/send).
+ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit", "tpukit send")
 
 
 def name(path):

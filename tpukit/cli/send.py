@@ -286,7 +286,10 @@ def _start(
             f"a chain {name} was sent already: `tpukit send follow {name}` goes on with it, another --name"
             " starts another"
         )
-    waits = follow.send(folder, chain, _service(service), files or {}, print)
+    there = _service(service)
+    waits = follow.send(folder, chain, there, files or {}, print)
+    if there.attached and not waits:
+        return _advance(name, push=True, there=there)
     print(f"{name}: {waits.text}" if waits else f"{name} is sent.", f"Next: tpukit send follow {name}")
     return 0
 
@@ -309,7 +312,7 @@ def _words(chain: Any) -> tuple[str, str, str]:
     return chain.service, f"{text}; {chains.where(chain)}", service.url(last.kernel)
 
 
-def _advance(name: str, *, push: bool, sessions: int | None = None) -> int:
+def _advance(name: str, *, push: bool, sessions: int | None = None, there: Any = None) -> int:
     from tpukit.tools.send import chain as chains
     from tpukit.tools.send import follow
 
@@ -321,7 +324,7 @@ def _advance(name: str, *, push: bool, sessions: int | None = None) -> int:
             chains.check(chain)
             chains.write(folder, chain)
         try:
-            ended = follow.follow(folder, _service(chain.service), _say, push=push)
+            ended = follow.follow(folder, there or _service(chain.service), _say, push=push)
         except KeyboardInterrupt:
             print(f"\nThe session goes on. `tpukit send follow {name}` waits for it again")
             raise

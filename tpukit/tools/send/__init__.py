@@ -49,6 +49,8 @@ class Quota:
 class Service(Protocol):
     """Kaggle or Colab. A method raises `Unreachable`, or another TpukitError for what does not pass."""
 
+    attached: bool  # whether a session needs the command that sent it, which then follows at once
+
     def kernel(self, slug: str) -> str:
         """The full name of a kernel of this user."""
         ...

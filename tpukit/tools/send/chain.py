@@ -23,7 +23,7 @@ NEEDED = dict(  # for an accelerator
 )
 PHASES = ("intended", "sent", "ended")
 ENDINGS = ("", "done", "stopped", "failed", "no accelerator", "cancelled", "lost")
-PATTERNS = dict(kernel=r"([\w-]+/)?[a-z0-9-]+", dataset=r"[\w-]+/[\w.-]+")
+PATTERNS = dict(kernel=r"(\w[\w-]*/)?[a-z0-9][a-z0-9-]*", dataset=r"\w[\w-]*/\w[\w.-]*")
 
 
 @dataclass(kw_only=True)
@@ -54,11 +54,15 @@ class Chain:
 def check(chain: Chain) -> None:
     """Raise TpukitError for a value that is not of its type or not one of those that it can be."""
     for part, kind in ((chain, Chain), *((session, Session) for session in chain.sent)):
-        types = get_type_hints(kind) | (dict(sent=list) if kind is Chain else {})
+        types = get_type_hints(kind) | (dict(sent=list, settings=list[dict]) if kind is Chain else {})
         wrong = [name for name, value in vars(part).items() if not has_type(value, types[name])]
         if wrong:
             raise TpukitError(f"{wrong[0]} is {getattr(part, wrong[0])!r}")
-    chosen = [(chain.service, ("kaggle", "colab")), (chain.accelerator, ACCELERATORS), (chain.kind, KINDS)]
+    chosen = [
+        (chain.service, ("kaggle", "colab", "local")),
+        (chain.accelerator, ACCELERATORS),
+        (chain.kind, KINDS),
+    ]
     for session in chain.sent:
         chosen += [(session.phase, PHASES), (session.ending, ENDINGS)]
         chosen += [(session.setting, range(len(chain.settings)))]
@@ -75,8 +79,8 @@ def check(chain: Chain) -> None:
             f"a chain cannot be named {chain.name!r}: at most {LONGEST} of a-z, 0-9 and single -, which does"
             " not begin or end it (--name)"
         )
-    for name, value in dict(sessions=chain.sessions, until_epochs=chain.until_epochs or 1).items():
-        if value < 1:
+    for name, value in dict(sessions=chain.sessions, until_epochs=chain.until_epochs).items():
+        if value is not None and value < 1:
             raise TpukitError(f"--{name.replace('_', '-')} {value}: it must be 1 or more")
     if not 0 < chain.hours <= 24:
         raise TpukitError(
@@ -112,6 +116,15 @@ def read(folder: Path) -> Chain:
             f"{folder / FILE} is damaged ({error}): take it from a copy, or send again with another --name"
         ) from error
     return chain
+
+
+def runs(folder: Path, session: Session) -> dict[str, Path]:
+    """The runs that a session goes on with: their names there -> their folders here."""
+    chain = read(folder)
+    several = f"-{session.setting + 1}" if len(chain.settings) > 1 else ""
+    there = "" if chain.kind == "task" else several  # a notebook's run gets its number here
+    found = (folder / "runs").glob(f"[!.]*{several}")
+    return {path.name.removesuffix(there): path for path in sorted(found)}
 
 
 # What follows

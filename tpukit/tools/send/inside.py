@@ -27,24 +27,29 @@ def watch(shell: Any, *, accelerator: str, hours: float) -> None:
         stopping.set()
         os.kill(os.getpid(), signal.SIGTERM)  # on which a training saves
 
+    def skip_rest():  # Colab's command runs the cells after one that failed, too
+        shell.input_transformers_cleanup.append(lambda lines: [])
+
     def ends_cell(result):
         error = result.error_before_exec or result.error_in_exec
         if error is not None and (stopping.is_set() or getattr(error, "code", None) == TERMINATED):
             write(ending="stopped")
             # The session ends well, without the cells that are left.
             result.error_before_exec = result.error_in_exec = None
-            shell.input_transformers_cleanup.append(lambda lines: [])
+            skip_rest()
         elif error is not None:
             reason = first_line(error)
             if not isinstance(error, TpukitError):
                 reason = f"{type(error).__name__}: {reason}"
             write(ending="failed", error=reason, repeats=not isinstance(error, PASSING))
+            skip_rest()
 
     os.environ.pop("FORCE_COLOR", None)  # a kernel has it, and its escapes would be in the log
     try:
         print(environment.detect().require(REQUIRED[accelerator]))
     except TpukitError as error:
         write(ending="no accelerator", error=first_line(error))
+        skip_rest()
         raise
     shell.events.register("post_run_cell", ends_cell)
     shell.showtraceback = lambda *a, **k: None if stopping.is_set() else show_traceback(*a, **k)
@@ -76,6 +81,7 @@ def train_task(*, task: str, settings: dict[str, Any], name: str, resumes: bool)
 
     settings: as `runs.run.settings_dict` gives them; what is missing keeps its default."""
     import dataclasses
+    import functools
 
     from tpukit import Run, find_dataset, find_run, launch, tasks, train
     from tpukit.training.task import from_settings
@@ -90,11 +96,11 @@ def train_task(*, task: str, settings: dict[str, Any], name: str, resumes: bool)
         demo=not chosen.needs_own_data,
     )
     chosen = dataclasses.replace(chosen, dataset_dir=data)
-    earlier = find_run(env, name)
-    if resumes and earlier is None:
+    path, earlier = env.outputs / name, find_run(env, name)
+    if resumes and earlier is None and not (path / "config.json").is_file():
         raise TpukitError(f"the run {name}, which this session is to resume, is not among its inputs")
-    run = Run.open(env.outputs / name, chosen, earlier=earlier)
-    launch(train, chosen, run)
+    run = Run.open(path, chosen, earlier=earlier)
+    launch(functools.partial(train, progress=False), chosen, run)
 
 
 def check_hardware(*, rehearse: bool) -> None:

@@ -37,6 +37,8 @@ WANTED = r"^(?!outputs/datasets/)"
 class Kaggle:
     """Kaggle as `tpukit.tools.send.Service` has it."""
 
+    attached = False
+
     def __init__(self):
         if importlib.util.find_spec("kaggle") is None:
             raise TpukitError("Kaggle's own command is missing: pip install 'tpukit[send]'")
