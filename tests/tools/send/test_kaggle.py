@@ -455,11 +455,11 @@ def test_a_sweep_trains_one_setting_after_the_other_and_ends_in_a_table(server, 
             leaves(stages[number], name=f"mnist-{number + 1}")(session)
             records = session.working / f"outputs/mnist-{number + 1}/records.jsonl"
             score = [0.5, 0.75][number]  # of the second one more
-            lines = [json.loads(line) for line in records.read_text().splitlines()]
+            lines = [files.parse_with_crc32(line) for line in records.read_text().splitlines()]
             for line in lines:
                 if line["kind"] == "evaluation":
                     line["scores"]["accuracy"] = score
-            records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            records.write_text("".join(json.dumps(files.with_crc32(line)) + "\n" for line in lines))
 
         return script
 
