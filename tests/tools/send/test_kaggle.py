@@ -205,6 +205,19 @@ def test_a_session_without_its_accelerator_ends_at_once_and_is_not_sent_again(se
 
 @needs_sessions
 @pytest.mark.timeout(900)
+def test_a_session_with_the_variables_of_a_tpu_trains_there(server, send, here, digits, xla):
+    server.datasets["tester/mnist"] = digits
+    options = ["--epochs", 1, "--batch-size", 16, "--channels", 4, "--dataset", "tester/mnist"]
+    assert send("kaggle", "mnist", *options).code == 0
+    ran = send("follow", "mnist")
+    assert ran.code == 0 and server.sessions[0].shape == "TpuV5E8", ran
+    run = Run.find(here / "outputs/sent/mnist/runs/mnist")
+    assert epochs_of(run.path) == 1 and run.records("compile")  # by XLA, whose CPU stands in for the chips
+    assert server.sessions[0].request["enableTpu"] and not server.sessions[0].request.get("enableInternet")
+
+
+@needs_sessions
+@pytest.mark.timeout(900)
 def test_errors_of_the_users_code_are_not_sent_again_and_values_are_no_code(server, send, here):
     cells = ["KIND = ''\nTEXT = ''\nNUMBER = 0", "import os; print(repr((KIND, TEXT, NUMBER)))"]
     cells += ["if KIND == 'code': 1 / 0\nif KIND == 'memory': bytearray(10**15)"]
@@ -291,6 +304,8 @@ def background(here, server, tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # Tests that run in the background of a shell ignore Ctrl-C, and so would this.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process
