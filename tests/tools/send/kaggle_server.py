@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
@@ -92,8 +93,8 @@ needs_sessions = pytest.mark.skipif(
 
 @dataclasses.dataclass
 class Fault:
-    """What the server does instead of answering: an HTTP status, or "lost" (the connection, before anything is
-    done), "lost after" (it is done), "hang", "half" (of the file), "garbage" (no JSON)."""
+    """What the server does instead of answering: an HTTP status; "lost" (the connection, before anything is
+    done) or "lost after" (it is done); "hang" or "hang after"; "half" (of the file); "garbage" (no JSON)."""
 
     call: str
     what: int | str
@@ -214,13 +215,15 @@ class Session:
         """Wait for the process; end it at the time limit, or when its life is over."""
         start = None
         limit_s = self.request.get("sessionTimeoutSeconds", 43200)
-        life_s = next(self.server.lives, None) or limit_s
+        is_over = next(self.server.lives, None)
         while process.poll() is None:
             if start is None and any(self.working.glob(self.server.alive_from)):
                 start = time.monotonic()
-            if start is not None and time.monotonic() - start > min(life_s, limit_s):
-                self.kill(*(self.server.end_of_killed if life_s < limit_s else self.server.end_of_timeout))
-                return
+            passed_s = 0.0 if start is None else time.monotonic() - start
+            if passed_s > limit_s:
+                return self.kill(*self.server.end_of_timeout)
+            if is_over and start is not None and is_over(self, passed_s):
+                return self.kill(*self.server.end_of_killed)
             time.sleep(0.02)
 
     def kill(self, status: str = "ERROR", message: str = "") -> None:
@@ -246,12 +249,14 @@ class Server:
         self.queue_s = 0.05
         self.page_size = 1000  # at most so many files in an answer, whatever was asked for
         self.has_accelerator = True
-        self.lives = iter(())  # seconds after which sessions are killed, in order; None lets one live
+        # For each session a function of it and of the seconds that have passed: whether it is killed now.
+        self.lives: Iterator[Callable[[Session, float], bool]] = iter(())
         self.alive_from = "*"  # the clock of a session starts when this finds something in its working folder
-        self.script = None  # runs in place of a session's notebook: a function of the session
+        self.script: Callable[[Session], None] | None = None  # what a session does in place of its notebook
         self.environ: dict[str, str] = {}  # of the sessions, besides Kaggle's
         self.secret = "session-secret-5ecbea7f00d"  # Kaggle's images hold such a token
         self.unknown = 403  # the status for a kernel that there is not
+        self.errors_are_json = False
         self.error_is_source = True  # whether the output of a failed session can be an input
         self.words_of_error = ""
         self.end_of_killed = ("ERROR", "")
@@ -464,7 +469,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         kaggle.requests.append(Request(call, self.host, self.path, dict(self.headers), body))
         fault = kaggle.take_fault(call)
         try:
-            if fault == "lost":
+            if fault == "hang":
+                kaggle.closing.wait(600)
+            if fault in ("lost", "hang"):
                 return self._hang_up()
             if isinstance(fault, int):
                 raise Refused(fault, f"the server was told to answer {fault}")
@@ -475,13 +482,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if call == "log":
                 return self._send_log(kaggle.session_of(body), fault)
             answer = getattr(kaggle, call)(body)
-            if fault == "hang":
+            if fault == "hang after":
                 kaggle.closing.wait(600)
-            if fault in ("lost after", "hang"):
+            if fault in ("lost after", "hang after"):
                 return self._hang_up()
             self._send(200, b"<html>" if fault == "garbage" else json.dumps(answer).encode())
         except Refused as error:
-            self._send(error.status, json.dumps(dict(code=error.status, message=str(error))).encode())
+            # Either is possible: with the first, the command prints "500 Server Error: ... for url: ...".
+            kind = "application/json" if kaggle.errors_are_json else "text/html"
+            body = json.dumps(dict(code=error.status, message=str(error)))
+            self._send(error.status, body.encode(), **{"Content-Type": kind})
         except (BrokenPipeError, ConnectionResetError, ssl.SSLError):
             self._hang_up()  # the client has gone
 

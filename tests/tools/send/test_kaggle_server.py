@@ -88,7 +88,7 @@ def test_a_session_ends_at_its_time_limit_or_when_it_is_killed_and_what_it_wrote
     server, kaggle, folder
 ):
     cell = "import time; open('a', 'w').write('kept')\nwhile True: time.sleep(0.1)"
-    server.lives, server.alive_from = iter([0.5]), "a"
+    server.lives, server.alive_from = iter([lambda _, passed_s: passed_s > 0.5]), "a"
     kaggle("kernels", "push", "-p", folder(cell, slug="killed-one"))
     server.wait()
     kaggle("kernels", "push", "-p", folder(cell, slug="timed-out"), "--timeout", "2")
@@ -150,10 +150,10 @@ def test_both_ways_to_log_in_are_known_and_no_other(server, kaggle, login, heade
     [
         (401, "Cannot access kernel"),
         (403, "Cannot access kernel"),
-        (404, "told to answer 404"),
-        (429, "told to answer 429"),
-        (500, "told to answer 500"),
-        (503, "told to answer 503"),
+        (404, "404 Client Error"),
+        (429, "429 Client Error"),
+        (500, "500 Server Error"),
+        (503, "503 Server Error"),
         ("lost", "RemoteDisconnected"),
         ("lost after", "RemoteDisconnected"),
         ("garbage", "Expecting value"),

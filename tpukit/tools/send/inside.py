@@ -75,8 +75,9 @@ def write(*, ending: str, error: str = "", repeats: bool = False) -> None:
     files.write_atomic(path, json.dumps(dict(ending=ending, error=error[:500], repeats=repeats)))
 
 
-def train_task(*, task: str, settings: dict[str, Any], name: str) -> None:
-    """Train a task, or resume its run `name` from the input.
+def train_task(*, task: str, settings: dict[str, Any], name: str, resumes: bool) -> None:
+    """Train a task, or resume its run `name` from the input. Raises TpukitError where `resumes` is true and
+    the input has no such run: training from the start would use up the session and help nobody.
 
     settings: as `runs.run.settings_dict` gives them; what is missing keeps its default."""
     import dataclasses
@@ -95,7 +96,10 @@ def train_task(*, task: str, settings: dict[str, Any], name: str) -> None:
         demo=not chosen.needs_own_data,
     )
     chosen = dataclasses.replace(chosen, dataset_dir=data)
-    run = Run.open(env.outputs / name, chosen, earlier=find_run(env, name))
+    path, earlier = env.outputs / name, find_run(env, name)
+    if resumes and earlier is None and not (path / "config.json").is_file():
+        raise TpukitError(f"the run {name}, which this session is to resume, is not among its inputs")
+    run = Run.open(path, chosen, earlier=earlier)
     launch(functools.partial(train, progress=False), chosen, run)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +22,14 @@ WORDS |= dict(CANCEL_REQUESTED="cancelled", CANCEL_ACKNOWLEDGED="cancelled")
 # How the words of an error show that it may pass.
 PASSES = re.compile(
     r"\b(429|5\d\d) (Client|Server) Error|\w*(Connection|Timeout|Protocol|Encoding|SSL)Error|Max retries"
-    r"|Read timed out|IncompleteRead|rate limited",
+    r"|Read timed out|IncompleteRead|rate limited|problem on Kaggle's side",
     re.I,
 )
 NO_TOKEN = (
     "Kaggle does not know who you are: run `kaggle auth login`, or put kaggle.json, from kaggle.com/settings,"
     " into ~/.kaggle"
 )
+LOG_LIMIT_S = 900.0  # of one connection; the next one begins with the first line again
 # An unpacked or synthetic dataset lies among the outputs too, and is made again where it is missing.
 WANTED = r"^(?!outputs/datasets/)"
 
@@ -69,6 +71,7 @@ class Kaggle:
         try:
             said = _run("kernels", "status", kernel)
         except _NoKernel:
+            _run("quota")  # the command words a token that is not valid in the same way; this one says it
             return State("unknown")
         word = re.search(r'has status "(?:KernelWorkerStatus\.)?(\w+)"', said)
         message = re.search(r'^Failure message: "(.*)"\s*$', said, re.M | re.S)
@@ -82,10 +85,14 @@ class Kaggle:
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
         ) as process:
+            # A connection on which nothing comes any more is not noticed there.
+            limit = threading.Timer(LOG_LIMIT_S, process.kill)
+            limit.start()
             try:
                 for line in process.stdout or ():
                     yield printable(line.rstrip("\n"))
             finally:
+                limit.cancel()
                 process.kill()
 
     def fetch(self, kernel: str, folder: Path) -> None:
@@ -120,7 +127,7 @@ def _run(*words: object, timeout_s: float = 300) -> str:
         lines = [line for line in said.splitlines() if line.strip()]
         reason = next((line for line in lines if "Error" in line or "Cannot" in line), (lines or ["?"])[0])
         kind = Unreachable if PASSES.search(said) else TpukitError
-        if re.search(r"Cannot access kernel|\b40[34] Client Error", said):
+        if re.search(r"Cannot access kernel|\b40[34] Client Error|resource was not found", said):
             kind = _NoKernel
         raise kind(f"`kaggle {words[0]}` failed: {reason}")
     return printable(ran.stdout)

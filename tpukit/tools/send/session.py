@@ -30,7 +30,8 @@ def write(folder: Path, chain: Chain, session: Session) -> None:
         cells.insert(place, first)
     elif chain.kind == "task":
         name = chain.run_name(session.setting)
-        cells = [first, _call("train_task", task=chain.task, settings=settings, name=name)]
+        given = dict(task=chain.task, settings=settings, name=name, resumes=session.source is not None)
+        cells = [first, _call("train_task", **given)]
     else:
         cells = [first, _call("check_hardware", rehearse=chain.accelerator == "none")]
     if not any(pack.TAG in _tags(cell) for cell in cells):
