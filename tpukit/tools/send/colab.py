@@ -47,7 +47,7 @@ class Colab:
         return slug
 
     def url(self, kernel: str) -> str:
-        return f"https://colab.research.google.com ({kernel})"
+        return f"machine {kernel} of `colab sessions`"
 
     def quota(self, accelerator: str) -> None:
         """None: Colab does not say what is left."""
@@ -109,8 +109,8 @@ class Colab:
 
     def stop(self, kernel: str) -> None:
         """Give a machine back. What was not brought is lost."""
-        self._run("stop", "-s", kernel)
         self._running.pop(kernel, None)
+        self._run("stop", "-s", kernel)
 
     def _bring(self, kernel: str, runs: dict[str, Path]) -> None:
         with tempfile.TemporaryDirectory() as work:
