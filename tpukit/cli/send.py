@@ -280,7 +280,7 @@ def _start(
 
     if service == "colab" and options.dataset:
         raise TpukitError(
-            "--dataset names a dataset of Kaggle: on Colab a task downloads its data, or a notebook of yours does"
+            "--dataset names a dataset of Kaggle: on Colab the task, or your notebook, downloads its data"
         )
     chosen = dataclasses.asdict(options)
     name = chosen.pop("name") or re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[: chains.LONGEST].strip(
