@@ -19,7 +19,7 @@ RUN = """
 import json, sys
 from IPython.core.interactiveshell import InteractiveShell
 
-shell = InteractiveShell.instance()
+shell = InteractiveShell.instance(colors="nocolor")
 for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
     if cell["cell_type"] == "code":
         shell.run_cell("".join(cell["source"])).raise_error()
