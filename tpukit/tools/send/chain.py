@@ -23,7 +23,7 @@ NEEDED = dict(  # for an accelerator
 )
 PHASES = ("intended", "sent", "ended")
 ENDINGS = ("", "done", "stopped", "failed", "no accelerator", "cancelled", "lost")
-PATTERNS = dict(kernel=r"([\w-]+/)?[a-z0-9-]+", dataset=r"[\w-]+/[\w.-]+")
+PATTERNS = dict(kernel=r"(\w[\w-]*/)?[a-z0-9][a-z0-9-]*", dataset=r"\w[\w-]*/\w[\w.-]*")
 
 
 @dataclass(kw_only=True)
@@ -79,8 +79,8 @@ def check(chain: Chain) -> None:
             f"a chain cannot be named {chain.name!r}: at most {LONGEST} of a-z, 0-9 and single -, which does"
             " not begin or end it (--name)"
         )
-    for name, value in dict(sessions=chain.sessions, until_epochs=chain.until_epochs or 1).items():
-        if value < 1:
+    for name, value in dict(sessions=chain.sessions, until_epochs=chain.until_epochs).items():
+        if value is not None and value < 1:
             raise TpukitError(f"--{name.replace('_', '-')} {value}: it must be 1 or more")
     if not 0 < chain.hours <= 24:
         raise TpukitError(
