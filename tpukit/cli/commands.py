@@ -128,7 +128,7 @@ def _subcommand(name: str) -> Any:
 def _service(name: str) -> Any:
     """The subcommand of `tpukit send` for a service."""
     others = [_called(word, commands[name]) for word, commands in send.OTHERS.items()]
-    return _one_of(name, send.SERVICES[name].__doc__, [*_by_task(send.SERVICES[name]), *others])
+    return _one_of(name, inspect.getdoc(send.SERVICES[name]), [*_by_task(send.SERVICES[name]), *others])
 
 
 def _called(name: str, function: Callable) -> Any:

@@ -61,7 +61,10 @@ def kaggle(task: Task, options: ChainOptions) -> int:
 
 
 def colab(task: Task, options: ChainOptions) -> int:
-    """Train a task in sessions on Colab."""
+    """Train a task on Colab, one machine after another, by Google's own command `colab` (pip install
+    google-colab-cli). It follows at once, and the terminal has to stay open. A machine that Colab takes away
+    leaves nothing: take short --hours. Colab's FAQ restricts remote control of machines that are not paid
+    for (docs/SEND.md, section 6)."""
     return _send_task("colab", task, options)
 
 
@@ -76,7 +79,7 @@ def kaggle_notebook(notebook: Notebook, parameter: Parameters = (), options: Opt
 
 
 def colab_notebook(notebook: Notebook, parameter: Parameters = (), options: Options = ChainOptions()) -> int:
-    """Run a notebook in sessions on Colab.
+    """Run a notebook on Colab, one machine after another: see `tpukit send colab TASK`.
 
     Args:
         notebook: it gets the library into a cell of its own, if it has none.
@@ -91,7 +94,7 @@ def kaggle_check(options: Options = ChainOptions()) -> int:
 
 
 def colab_check(options: Options = ChainOptions()) -> int:
-    """Check the hardware of a session on Colab, and bring the report."""
+    """Check the hardware of a machine on Colab, and bring the report."""
     return _start("colab", "hardware-check", options, kind="check", settings=[{}])
 
 
@@ -148,8 +151,10 @@ def stop(name: ChainName) -> None:
     (folder / follow.STOPPED).touch()
     print(f"{name}: no more sessions are sent")
     if chain.sent and chain.sent[-1].phase != "ended":
-        page = _service(chain.service).url(chain.sent[-1].kernel)
-        print(f"the last one may still run, and can be stopped only on its page: {page}")
+        kernel = chain.sent[-1].kernel
+        page = _service(chain.service).url(kernel)
+        how = dict(colab=f"`colab stop -s {kernel}` gives its machine back, and what it holds is lost")
+        print("the last one may still run:", how.get(chain.service, f"only its page can stop it, {page}"))
         print(f"`tpukit send fetch {name}` then brings what it left")
 
 
@@ -224,7 +229,8 @@ def _send_task(service: str, task: Task, options: ChainOptions) -> int:
         settings.append({name: value for name, value in chosen if name in values or value != defaults[name]})
     if len({each.epochs for each in tasks}) > 1:
         epochs = None
-    if task.dataset and not (options.dataset or task.dataset_dir or options.internet):
+    alone = service == "kaggle" and not options.internet
+    if task.dataset and alone and not (options.dataset or task.dataset_dir):
         to_stderr(f"no --dataset is given: the sessions make a synthetic {task.dataset}")
     options = dataclasses.replace(options, until_epochs=epochs)
     return _start(service, task.name, options, kind="task", task=task.name, settings=settings)
@@ -272,6 +278,10 @@ def _start(
     from tpukit.tools.send import chain as chains
     from tpukit.tools.send import follow
 
+    if service == "colab" and options.dataset:
+        raise TpukitError(
+            "--dataset names a dataset of Kaggle: on Colab the task, or your notebook, downloads its data"
+        )
     chosen = dataclasses.asdict(options)
     name = chosen.pop("name") or re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[: chains.LONGEST].strip(
         "-"

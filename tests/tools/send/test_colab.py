@@ -117,17 +117,21 @@ def test_a_machine_without_the_accelerator_runs_nothing_of_the_notebook(colab, t
 @pytest.mark.slow
 def test_where_the_command_was_killed_the_next_one_waits_for_what_runs_and_brings_it(colab, tmp_path):
     folder, said = tmp_path / "sent/slow", []
-    source = (
-        "import os, time\nos.makedirs('/content/outputs/note')\nopen('/content/outputs/began', 'w').close()\n"
-        "time.sleep(8)\nopen('/content/outputs/note/a', 'w').close()"
-    )
+    source = """import os, time
+os.makedirs('/content/outputs/note')
+open('/content/outputs/began', 'w').close()
+while not os.path.exists('/content/go'):
+    time.sleep(0.1)
+open('/content/outputs/note/a', 'w').close()"""
+    content = colab / "machines/tpukit-slow-1/root/content"
     first = Colab()
     follow.send(folder, notebook_chain(folder, source), first, {}, said.append)
-    while not (colab / "machines/tpukit-slow-1/root/content/outputs/began").exists():
+    while not (content / "outputs/began").exists():
         time.sleep(0.1)
     first._running["tpukit-slow-1"].kill()
     second = Colab()
     assert second.state("tpukit-slow-1") == State("running")
+    (content / "go").touch()
     ended = follow.follow(folder, second, said.append, push=True)
     assert "done" not in said and ended.act == "end"
     assert (folder / "sessions/1/outputs/note/a").exists()  # its cell ended; the one after it never began

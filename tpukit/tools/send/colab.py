@@ -15,6 +15,7 @@ from pathlib import Path
 from tpukit.host import archives
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
+from tpukit.tools import child
 from tpukit.tools.send import Session, State, Unreachable
 from tpukit.tools.send import chain as chains
 from tpukit.tools.send.kaggle import PASSES
@@ -37,9 +38,10 @@ class Colab:
     attached = True  # `send` follows at once: the session needs it
 
     def __init__(self, command: str = "colab"):
-        self.command = shutil.which(command)
-        if self.command is None:
+        found = shutil.which(command)
+        if found is None:
             raise TpukitError(NO_COMMAND)
+        self.command = found
         self._running: dict[str, subprocess.Popen] = {}  # kernel -> the `colab exec` that prints it
         self._lines: dict[str, list[str]] = {}
 
@@ -47,7 +49,7 @@ class Colab:
         return slug
 
     def url(self, kernel: str) -> str:
-        return f"https://colab.research.google.com ({kernel})"
+        return f"machine {kernel} of `colab sessions`"
 
     def quota(self, accelerator: str) -> None:
         """None: Colab does not say what is left."""
@@ -60,15 +62,9 @@ class Colab:
         try:
             if runs := chains.runs(folder.parent, session):
                 self._bring(kernel, runs)
-            limit = ("--timeout", str(round(session.hours * 3600 + LATE_S)))
-            self._running[kernel] = subprocess.Popen(
-                [self.command, "exec", "-s", kernel, "-f", folder / "session.ipynb", *limit],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
+            limit = ("--timeout", round(session.hours * 3600 + LATE_S))
+            notebook = folder / "session.ipynb"
+            self._running[kernel] = child.start([self.command, "exec", "-s", kernel, "-f", notebook, *limit])
         except BaseException:
             self.stop(kernel)
             raise
@@ -89,13 +85,8 @@ class Colab:
 
     def log(self, kernel: str, follow: bool) -> Iterator[str]:
         """What the notebook printed while this command was connected. Colab keeps no log."""
-        lines, process = self._lines.setdefault(kernel, []), self._running.get(kernel)
-        yield from lines
-        if follow and process and process.stdout:
-            for line in process.stdout:
-                lines.append(printable(line.rstrip("\n")))
-                yield lines[-1]
-            process.wait()
+        process = self._running.get(kernel) if follow else None
+        return child.lines_of(process, self._lines.setdefault(kernel, []))
 
     def fetch(self, kernel: str, folder: Path) -> None:
         """Bring /content/outputs, but for datasets, and give the machine back."""
@@ -109,8 +100,8 @@ class Colab:
 
     def stop(self, kernel: str) -> None:
         """Give a machine back. What was not brought is lost."""
-        self._run("stop", "-s", kernel)
         self._running.pop(kernel, None)
+        self._run("stop", "-s", kernel)
 
     def _bring(self, kernel: str, runs: dict[str, Path]) -> None:
         with tempfile.TemporaryDirectory() as work:

@@ -9,17 +9,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tpukit.host.tables import printable
+from tpukit.host import environment
+from tpukit.tools import child
 from tpukit.tools.send import Session, State
 from tpukit.tools.send import chain as chains
 
+# Whose folders are not a session's own.
+ELSEWHERE = {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE"}
+ON_CPU = {environment.CHOSEN: "cpu"}  # a TPU is another process's
 EPOCH = re.compile(r"epoch \d+: ")  # of a line that a training prints
 # Runs the cells of a notebook up to the first error.
 RUN = """
 import json, sys
 from IPython.core.interactiveshell import InteractiveShell
 
-shell = InteractiveShell.instance()
+shell = InteractiveShell.instance(colors="nocolor")
 for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
     if cell["cell_type"] == "code":
         shell.run_cell("".join(cell["source"])).raise_error()
@@ -51,16 +55,10 @@ class Local:
         work.mkdir(parents=True)
         for name, run in chains.runs(folder.parent, session).items():
             shutil.copytree(run, work / "outputs" / name)
-        here = {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE"}  # whose folders are not its
-        self._running[session.kernel] = subprocess.Popen(
+        self._running[session.kernel] = child.start(
             [sys.executable, "-P", "-c", RUN, (folder / "session.ipynb").absolute()],
             cwd=work,
-            env={name: value for name, value in os.environ.items() if name not in here},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            env={name: value for name, value in os.environ.items() if name not in ELSEWHERE} | ON_CPU,
         )
 
     def state(self, kernel: str) -> State:
@@ -72,15 +70,12 @@ class Local:
 
     def log(self, kernel: str, follow: bool) -> Iterator[str]:
         lines, process = self._lines.setdefault(kernel, []), self._running.get(kernel)
-        yield from lines
-        if follow and process and process.stdout:
-            for line in process.stdout:
-                lines.append(printable(line.rstrip("\n")))
-                yield lines[-1]
-                ended = [line for line in lines if EPOCH.match(line)]
-                if EPOCH.match(lines[-1]) and len(ended) == self.epochs:
-                    process.terminate()  # on which a training saves
-            process.wait()
+        known = len(lines)
+        for number, line in enumerate(child.lines_of(process if follow else None, lines)):
+            is_new = number >= known and EPOCH.match(line)
+            if process and is_new and sum(map(bool, map(EPOCH.match, lines))) == self.epochs:
+                process.terminate()  # on which a training saves
+            yield line
 
     def fetch(self, kernel: str, folder: Path) -> None:
         work = self.folder / kernel
