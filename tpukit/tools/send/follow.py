@@ -144,9 +144,12 @@ def _deliver(folder: Path, chain: Chain, service: Service, say: Say, *, is_new: 
 
 def _watch(service: Service, last: Session, say: Say, *, wait: bool) -> tuple[State, int]:
     """Wait for a session's end and print its log. Returns its state, and the number of lines printed."""
-    printed, word, pause_s = 0, "", 1.0
+    printed, word, pause_s, doubts = 0, "", 1.0, iter((1, 2))
     while True:
         state = _patiently(lambda: service.state(last.kernel), say)
+        if state.word == "unknown" and next(doubts, None):  # one that was just sent may not be listed yet
+            time.sleep(2.0)
+            continue
         if state.word not in ("queued", "running") or not wait:
             return state, printed
         if state.word != word:
@@ -170,11 +173,11 @@ def _collect(folder: Path, chain: Chain, service: Service, state: State, printed
         shutil.rmtree(part, ignore_errors=True)
         with files.explain_unwritable(folder):
             part.mkdir(parents=True)
-        service.fetch(last.kernel, part)
+        if state.word != "unknown":
+            service.fetch(last.kernel, part)
 
-    part.mkdir(parents=True, exist_ok=True)
+    _patiently(bring, say)
     if state.word != "unknown":
-        _patiently(bring, say)
         lines = list(service.log(last.kernel, follow=True))
         for line in lines[printed:]:
             say(f"  {line}")
