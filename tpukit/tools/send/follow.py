@@ -33,6 +33,7 @@ from tpukit.tools.send.chain import Chain, Next
 PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a service that did not answer is asked again
 LONGEST_POLL_S = 60.0
 STOPPED = "stopped"  # a file of a chain's folder, which `tpukit send stop` makes while another follows
+REPORT_FORM = "https://github.com/TPUKIT_SOURCE/issues/new?template=hardware.yml"
 LEAST_HOURS = 0.5  # of quota that are worth a session
 
 T = TypeVar("T")
@@ -57,10 +58,12 @@ def lock(folder: Path) -> Iterator[None]:
 def follow(folder: Path, service: Service, say: Say, *, push: bool = True) -> Next:
     """Go on with a chain until nothing is to be done, and return why. push=False: bring what the last session
     left, if it has ended, and send nothing."""
-    chain, again = chains.read(folder), push
+    chain, again, is_stopped = chains.read(folder), push, (folder / STOPPED).exists
     while True:
         last = chain.sent[-1] if chain.sent else None
         if last and last.phase == "intended" and push:
+            if is_stopped() and service.state(last.kernel).word == "unknown":
+                return Next("end", "stopped by you")
             _deliver(folder, chain, service, say, is_new=False)
         if last and last.phase == "sent":
             state, printed = _watch(service, last, say, wait=push)
@@ -68,7 +71,7 @@ def follow(folder: Path, service: Service, say: Say, *, push: bool = True) -> Ne
                 return Next("end", state.word)
             _collect(folder, chain, service, state, printed, say)
             again = False
-        following = chains.decide(chain, again=again, stopped=(folder / STOPPED).exists())
+        following = chains.decide(chain, again=again, stopped=is_stopped())
         if following.act != "push" or not push:
             return following
         if waits := _push(folder, chain, service, following.setting, say):
@@ -264,7 +267,7 @@ def results(folder: Path, chain: Chain) -> Iterator[Table | str]:
     if chain.kind == "check":
         for report in sorted(folder.glob("sessions/*/outputs/hardware.json"))[-1:]:
             files.copy_atomic(report, folder / report.name)
-            yield f"report: {folder / report.name}. Please send it: the form `hardware report` of an issue"
+            yield f"report: {folder / report.name}. Please send it: {REPORT_FORM}"
         return
     runs = sorted(path.parent for path in folder.glob("runs/*/config.json"))
     if len(chain.settings) > 1 and runs:
