@@ -10,7 +10,6 @@ outputs/sent/NAME/
 import contextlib
 import itertools
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -224,7 +223,7 @@ def _run_name(chain: Chain, setting: int, found: str) -> str:
     if chain.kind == "task":
         return found if found == chain.run_name(setting) else ""
     several = f"-{setting + 1}" if len(chain.settings) > 1 else ""
-    return f"{found}{several}" if re.fullmatch(r"\w[\w.-]{0,99}", found) else ""
+    return f"{found}{several}" if printable(found) == found and found[0] != "." else ""
 
 
 def _take_over(new: Path, place: Path, task: str) -> tuple[int, int]:
