@@ -261,10 +261,11 @@ def test_errors_of_the_users_code_are_not_sent_again_and_values_are_no_code(serv
 
 
 @needs_sessions
+@pytest.mark.timeout(900)
 def test_a_session_saves_and_ends_before_its_limit_and_the_next_one_goes_on(server, send, here, digits):
     server.datasets["tester/mnist"] = digits
     server.alive_from = "outputs/*/config.json"
-    options = [*SMALL, "--epochs", 5000, "--hours", 0.008, "--sessions", 2, "--dataset", "tester/mnist"]
+    options = [*SMALL, "--epochs", 5000, "--hours", 0.03, "--sessions", 2, "--dataset", "tester/mnist"]
     send("kaggle", "mnist", *options)
     ran = send("follow", "mnist")
     assert [s["ending"] for s in sent(here)] == ["stopped"] * 2
@@ -272,7 +273,7 @@ def test_a_session_saves_and_ends_before_its_limit_and_the_next_one_goes_on(serv
     first, second = (s["epochs"] for s in sent(here))
     assert 0 < first < second and epochs_of(here / "outputs/sent/mnist/runs/mnist") >= second
     assert ran.code == 1 and "sessions used up" in ran.out and "more" in ran.out
-    assert server.sessions[0].request["sessionTimeoutSeconds"] == 29
+    assert server.sessions[0].request["sessionTimeoutSeconds"] == 108
 
 
 @needs_sessions
