@@ -221,28 +221,15 @@ def test_a_session_with_the_variables_of_a_tpu_trains_there(server, send, here, 
 def test_errors_of_the_users_code_are_not_sent_again_and_values_are_no_code(server, send, here):
     cells = ["KIND = ''\nTEXT = ''\nNUMBER = 0", "import os; print(repr((KIND, TEXT, NUMBER)))"]
     cells += ["if KIND == 'code': 1 / 0\nif KIND == 'memory': bytearray(10**15)"]
-    cells += ["if KIND == 'passes': raise ConnectionError('reset by peer')\nif KIND == 'dies': os._exit(1)"]
+    cells += ["if KIND == 'passes': raise ConnectionError('reset by peer')"]
     book = json.loads(loopback.notebook(*cells))
     book["cells"][0]["metadata"]["tags"] = ["parameters"]
     (here / "book.ipynb").write_text(json.dumps(book))
     attack = (
         '"""\'\'\')\nimport os; os.system("touch /kaggle/working/attacked")#$(touch attacked)`touch attacked`'
     )
-    options = [
-        "-p",
-        "TEXT",
-        attack,
-        "-p",
-        "NUMBER",
-        "7",
-        "--vary",
-        "KIND",
-        "code",
-        "memory",
-        "passes",
-        "fine",
-    ]
-    options += ["--accelerator", "none", "--sessions", 2]
+    options = ["-p", "TEXT", attack, "-p", "NUMBER", 7, "--accelerator", "none"]
+    options += ["--vary", "KIND", *"code memory fine passes".split()]
     assert send("kaggle", "book.ipynb", *options).code == 0
     ran = send("follow", "book")
     ends = [(s["setting"], s["ending"], s["repeats"]) for s in sent(here, "book")]
@@ -250,7 +237,6 @@ def test_errors_of_the_users_code_are_not_sent_again_and_values_are_no_code(serv
         (0, "failed", True),
         (1, "failed", True),
         (2, "done", False),
-        (3, "failed", False),
         (3, "failed", False),
     ]
     errors = [s["error"] for s in sent(here, "book")]
