@@ -408,17 +408,6 @@ class Server:
             answer[name] = dict(timeUsed=f"{used * 3600:.0f}s", totalTimeAllowed=f"{total * 3600:.0f}s")
         return answer
 
-    def GetKernel(self, request):
-        session = self.session_of(request)
-        versions = len(self.kernels[f"{session.owner}/{session.slug}"])
-        metadata = dict(
-            ref=f"{session.owner}/{session.slug}", slug=session.slug, currentVersionNumber=versions
-        )
-        return dict(metadata=metadata, blob=dict(source=session.request["text"], slug=session.slug))
-
-    def ListKernels(self, request):
-        return dict(kernels=[dict(ref=name, title=name.split("/")[1], author=USER) for name in self.kernels])
-
 
 class Refused(Exception):
     """The answer is this HTTP status."""
@@ -481,6 +470,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self._send_file(body, half=fault == "half")
             if call == "log":
                 return self._send_log(kaggle.session_of(body), fault)
+            if not hasattr(kaggle, call):
+                raise Refused(404, f"this server knows no {call}")
             answer = getattr(kaggle, call)(body)
             if fault == "hang after":
                 kaggle.closing.wait(600)

@@ -221,50 +221,37 @@ def test_a_session_with_the_variables_of_a_tpu_trains_there(server, send, here, 
 def test_errors_of_the_users_code_are_not_sent_again_and_values_are_no_code(server, send, here):
     cells = ["KIND = ''\nTEXT = ''\nNUMBER = 0", "import os; print(repr((KIND, TEXT, NUMBER)))"]
     cells += ["if KIND == 'code': 1 / 0\nif KIND == 'memory': bytearray(10**15)"]
-    cells += ["if KIND == 'passes': raise ConnectionError('reset by peer')\nif KIND == 'dies': os._exit(1)"]
+    cells += ["if KIND == 'passes': raise ConnectionError('reset by peer')"]
     book = json.loads(loopback.notebook(*cells))
     book["cells"][0]["metadata"]["tags"] = ["parameters"]
     (here / "book.ipynb").write_text(json.dumps(book))
     attack = (
         '"""\'\'\')\nimport os; os.system("touch /kaggle/working/attacked")#$(touch attacked)`touch attacked`'
     )
-    options = [
-        "-p",
-        "TEXT",
-        attack,
-        "-p",
-        "NUMBER",
-        "7",
-        "--vary",
-        "KIND",
-        "code",
-        "memory",
-        "passes",
-        "fine",
-    ]
-    options += ["--accelerator", "none", "--sessions", 2]
+    options = ["-p", "TEXT", attack, "-p", "NUMBER", 7, "--accelerator", "none"]
+    options += ["--vary", "KIND", *"code memory fine passes".split()]
     assert send("kaggle", "book.ipynb", *options).code == 0
     ran = send("follow", "book")
     ends = [(s["setting"], s["ending"], s["repeats"]) for s in sent(here, "book")]
     assert ends == [
         (0, "failed", True),
         (1, "failed", True),
-        (2, "failed", False),
-        (2, "failed", False),
-        (3, "done", False),
+        (2, "done", False),
+        (3, "failed", False),
     ]
     errors = [s["error"] for s in sent(here, "book")]
-    assert "ZeroDivisionError" in errors[0] and "MemoryError" in errors[1] and "reset by peer" in errors[2]
-    assert repr(("fine", attack, 7)) in "".join(event["data"] for event in server.sessions[-1].log)
+    assert "ZeroDivisionError" in errors[0] and "MemoryError" in errors[1] and "reset by peer" in errors[3]
+    assert repr(("fine", attack, 7)) in "".join(event["data"] for event in server.sessions[2].log)
     assert not [path for path in (*here.rglob("attacked"), *server.folder.rglob("attacked"))]
     assert "Sweep" in ran.out
 
 
 @needs_sessions
+@pytest.mark.timeout(900)
 def test_a_session_saves_and_ends_before_its_limit_and_the_next_one_goes_on(server, send, here, digits):
     server.datasets["tester/mnist"] = digits
     server.alive_from = "outputs/*/config.json"
-    options = [*SMALL, "--epochs", 5000, "--hours", 0.008, "--sessions", 2, "--dataset", "tester/mnist"]
+    options = [*SMALL, "--epochs", 5000, "--hours", 0.03, "--sessions", 2, "--dataset", "tester/mnist"]
     send("kaggle", "mnist", *options)
     ran = send("follow", "mnist")
     assert [s["ending"] for s in sent(here)] == ["stopped"] * 2
@@ -272,7 +259,7 @@ def test_a_session_saves_and_ends_before_its_limit_and_the_next_one_goes_on(serv
     first, second = (s["epochs"] for s in sent(here))
     assert 0 < first < second and epochs_of(here / "outputs/sent/mnist/runs/mnist") >= second
     assert ran.code == 1 and "sessions used up" in ran.out and "more" in ran.out
-    assert server.sessions[0].request["sessionTimeoutSeconds"] == 29
+    assert server.sessions[0].request["sessionTimeoutSeconds"] == 108
 
 
 @needs_sessions

@@ -22,7 +22,7 @@ WORDS |= dict(CANCEL_REQUESTED="cancelled", CANCEL_ACKNOWLEDGED="cancelled")
 # How the words of an error show that it may pass.
 PASSES = re.compile(
     r"\b(429|5\d\d) (Client|Server) Error|\w*(Connection|Timeout|Protocol|Encoding|SSL)Error|Max retries"
-    r"|Read timed out|IncompleteRead|rate limited|problem on Kaggle's side",
+    r"|Read timed out|IncompleteRead|rate limited|problem on Kaggle's side|Expecting value",
     re.I,
 )
 NO_TOKEN = (
