@@ -83,7 +83,12 @@ def train_task(*, task: str, settings: dict[str, Any], name: str, resumes: bool)
     import dataclasses
     import functools
 
-    from tpukit import Run, find_dataset, find_run, launch, tasks, train
+    from tpukit import tasks
+    from tpukit.launching.launcher import launch
+    from tpukit.runs.backup import find_run
+    from tpukit.runs.run import Run
+    from tpukit.tasks.datasets import find_dataset
+    from tpukit.training.loop import train
     from tpukit.training.task import from_settings
 
     env = environment.detect()
