@@ -6,6 +6,7 @@ the cell that runs goes on, those after it do not run, and `fetch` brings what t
 Colab takes away, nothing is left."""
 
 import inspect
+import re
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +26,8 @@ ARCHIVE = "/content/tpukit.zip"
 KEPT = {"outputs": "/content/outputs", "session.json": "/content/session.json"}
 LIMIT_S = 900  # for a machine to start, or for a file to be copied
 LATE_S = 900  # a session ends itself before its limit; its notebook is cut off so much after it
+# It asks for a login, or Google refuses the one that it has.
+ASKS = re.compile(r"accounts\.google\.com|DefaultCredentialsError|RefreshError|invalid_grant|EOFError")
 NO_COMMAND = (
     "Google's command `colab` is missing: pip install google-colab-cli (Linux and macOS), then run"
     " `colab sessions` once, which logs in"
@@ -133,7 +136,7 @@ class Colab:
             raise Unreachable(f"`colab {words[0]}` gave no answer in {LIMIT_S + 60} s") from error
         if ran.returncode == 0:
             return ran.stdout
-        if "authorization code" in ran.stdout.lower():
+        if ASKS.search(ran.stdout):
             raise TpukitError(NO_LOGIN)
         kind = Unreachable if PASSES.search(ran.stdout) else TpukitError
         raise kind(f"`colab {words[0]}` failed: {_last(ran.stdout)}")
