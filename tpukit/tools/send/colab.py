@@ -99,7 +99,10 @@ class Colab:
             archive = Path(work, "tpukit.zip")
             self._run("download", "-s", kernel, ARCHIVE, archive)
             archives.unpack(archive, folder, parts=KEPT)
-        self.stop(kernel)
+        try:
+            self.stop(kernel)
+        except TpukitError as error:  # what it left is here: no reason to begin again
+            self._lines.setdefault(kernel, []).append(f"{error}; `colab stop -s {kernel}` gives it back")
 
     def stop(self, kernel: str) -> None:
         """Give a machine back. What was not brought is lost."""
