@@ -291,7 +291,7 @@ def _start(
     chain = chains.Chain(name=name, service=service, **chosen | more)
     chains.check(chain)
     folder = _folder(name)
-    if (folder / chains.FILE).exists():
+    if (folder / chains.FILE).exists() and chains.read(folder).sent:
         raise TpukitError(
             f"a chain {name} was sent already: `tpukit send follow {name}` goes on with it, another --name"
             " starts another"

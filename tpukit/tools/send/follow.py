@@ -33,6 +33,7 @@ from tpukit.tools.send.chain import Chain, Next
 PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a service that did not answer is asked again
 LONGEST_POLL_S = 60.0
 STOPPED = "stopped"  # a file of a chain's folder, which `tpukit send stop` makes while another follows
+REPORT_FORM = "https://github.com/TPUKIT_SOURCE/issues/new?template=hardware.yml"
 LEAST_HOURS = 0.5  # of quota that are worth a session
 
 T = TypeVar("T")
@@ -57,10 +58,12 @@ def lock(folder: Path) -> Iterator[None]:
 def follow(folder: Path, service: Service, say: Say, *, push: bool = True) -> Next:
     """Go on with a chain until nothing is to be done, and return why. push=False: bring what the last session
     left, if it has ended, and send nothing."""
-    chain, again = chains.read(folder), push
+    chain, again, is_stopped = chains.read(folder), push, (folder / STOPPED).exists
     while True:
         last = chain.sent[-1] if chain.sent else None
         if last and last.phase == "intended" and push:
+            if is_stopped() and service.state(last.kernel).word == "unknown":
+                return Next("end", "stopped by you")
             _deliver(folder, chain, service, say, is_new=False)
         if last and last.phase == "sent":
             state, printed = _watch(service, last, say, wait=push)
@@ -68,7 +71,7 @@ def follow(folder: Path, service: Service, say: Say, *, push: bool = True) -> Ne
                 return Next("end", state.word)
             _collect(folder, chain, service, state, printed, say)
             again = False
-        following = chains.decide(chain, again=again, stopped=(folder / STOPPED).exists())
+        following = chains.decide(chain, again=again, stopped=is_stopped())
         if following.act != "push" or not push:
             return following
         if waits := _push(folder, chain, service, following.setting, say):
@@ -144,9 +147,12 @@ def _deliver(folder: Path, chain: Chain, service: Service, say: Say, *, is_new: 
 
 def _watch(service: Service, last: Session, say: Say, *, wait: bool) -> tuple[State, int]:
     """Wait for a session's end and print its log. Returns its state, and the number of lines printed."""
-    printed, word, pause_s = 0, "", 1.0
+    printed, word, pause_s, doubts = 0, "", 1.0, iter((1, 2))
     while True:
         state = _patiently(lambda: service.state(last.kernel), say)
+        if state.word == "unknown" and next(doubts, None):  # one that was just sent may not be listed yet
+            time.sleep(2.0)
+            continue
         if state.word not in ("queued", "running") or not wait:
             return state, printed
         if state.word != word:
@@ -170,11 +176,11 @@ def _collect(folder: Path, chain: Chain, service: Service, state: State, printed
         shutil.rmtree(part, ignore_errors=True)
         with files.explain_unwritable(folder):
             part.mkdir(parents=True)
-        service.fetch(last.kernel, part)
+        if state.word != "unknown":
+            service.fetch(last.kernel, part)
 
-    part.mkdir(parents=True, exist_ok=True)
+    _patiently(bring, say)
     if state.word != "unknown":
-        _patiently(bring, say)
         lines = list(service.log(last.kernel, follow=True))
         for line in lines[printed:]:
             say(f"  {line}")
@@ -261,7 +267,7 @@ def results(folder: Path, chain: Chain) -> Iterator[Table | str]:
     if chain.kind == "check":
         for report in sorted(folder.glob("sessions/*/outputs/hardware.json"))[-1:]:
             files.copy_atomic(report, folder / report.name)
-            yield f"report: {folder / report.name}. Please send it: the form `hardware report` of an issue"
+            yield f"report: {folder / report.name}. Please send it: {REPORT_FORM}"
         return
     runs = sorted(path.parent for path in folder.glob("runs/*/config.json"))
     if len(chain.settings) > 1 and runs:

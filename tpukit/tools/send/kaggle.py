@@ -125,7 +125,7 @@ def _run(*words: object, timeout_s: float = 300) -> str:
         raise TpukitError(NO_TOKEN)
     if ran.returncode:
         lines = [line for line in said.splitlines() if line.strip()]
-        reason = next((line for line in lines if "Error" in line or "Cannot" in line), (lines or ["?"])[0])
+        reason = next((line for line in lines if "rror" in line or "Cannot" in line), (lines or ["?"])[0])
         kind = Unreachable if PASSES.search(said) else TpukitError
         if re.search(r"Cannot access kernel|\b40[34] Client Error|resource was not found", said):
             kind = _NoKernel
