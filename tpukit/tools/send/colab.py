@@ -118,7 +118,7 @@ class Colab:
 
     def _exec(self, kernel: str, line: str) -> None:
         """Run a line of Python on the machine. The command's exit code is 0 even where it fails."""
-        code = f"import zipfile\n{inspect.getsource(pack)}\n{line}\nprint('the line', 'is done')"
+        code = f"import zipfile\n{PACK}\n{line}\nprint('the line', 'is done')"
         said = self._run("exec", "-s", kernel, "--timeout", str(LIMIT_S), text=code)
         if "the line is done" not in said:
             raise TpukitError(f"Colab's machine {kernel} failed at {line}: {_last(said)}")
@@ -155,6 +155,9 @@ def pack(archive, folders):
             for path in [pathlib.Path(start), *sorted(pathlib.Path(start).rglob("*"))]:
                 if path.is_file() and not path.is_symlink() and "/outputs/datasets/" not in str(path):
                     packed.write(path, pathlib.PurePosixPath(name, path.relative_to(start).as_posix()))
+
+
+PACK = inspect.getsource(pack)  # read now: another version of this file may be installed while a session runs
 
 
 def _last(said: str) -> str:
