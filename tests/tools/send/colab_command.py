@@ -59,7 +59,7 @@ def main():
             command.add_argument(option)
     asked = parser.parse_args()
     if (HOME / "logged_out").exists():
-        print("Open this address, and paste the code:")
+        print("https://accounts.google.com/o/oauth2/auth?token_usage=remote")
         input("Authorization code: ")  # EOFError, as stdin is empty
     globals()[f"run_{asked.command.replace('-', '_')}"](asked)
 

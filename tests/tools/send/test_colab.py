@@ -174,7 +174,7 @@ def test_a_missing_command_is_one_sentence_that_says_how_to_install_it(tmp_path,
 @pytest.mark.parametrize(
     "printed, kind, words",
     [
-        ("Open this address\nAuthorization code: ", TpukitError, "colab sessions"),
+        ("https://accounts.google.com/o/oauth2/auth?x=1\nEOFError", TpukitError, "colab sessions"),
         ("requests.exceptions.ConnectionError: Max retries exceeded", Unreachable, "Max retries"),
         ("[colab] Backend rejected accelerator 'V5E1'.", TpukitError, "Backend rejected accelerator"),
         ("", TpukitError, "printed nothing"),

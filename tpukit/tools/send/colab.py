@@ -6,6 +6,7 @@ the cell that runs goes on, those after it do not run, and `fetch` brings what t
 Colab takes away, nothing is left."""
 
 import inspect
+import re
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +26,8 @@ ARCHIVE = "/content/tpukit.zip"
 KEPT = {"outputs": "/content/outputs", "session.json": "/content/session.json"}
 LIMIT_S = 900  # for a machine to start, or for a file to be copied
 LATE_S = 900  # a session ends itself before its limit; its notebook is cut off so much after it
+# It asks for a login, or Google refuses the one that it has.
+ASKS = re.compile(r"accounts\.google\.com|DefaultCredentialsError|RefreshError|invalid_grant|EOFError")
 NO_COMMAND = (
     "Google's command `colab` is missing: pip install google-colab-cli (Linux and macOS), then run"
     " `colab sessions` once, which logs in"
@@ -96,7 +99,10 @@ class Colab:
             archive = Path(work, "tpukit.zip")
             self._run("download", "-s", kernel, ARCHIVE, archive)
             archives.unpack(archive, folder, parts=KEPT)
-        self.stop(kernel)
+        try:
+            self.stop(kernel)
+        except TpukitError as error:  # what it left is here: no reason to begin again
+            self._lines.setdefault(kernel, []).append(f"{error}; `colab stop -s {kernel}` gives it back")
 
     def stop(self, kernel: str) -> None:
         """Give a machine back. What was not brought is lost."""
@@ -112,7 +118,7 @@ class Colab:
 
     def _exec(self, kernel: str, line: str) -> None:
         """Run a line of Python on the machine. The command's exit code is 0 even where it fails."""
-        code = f"import zipfile\n{inspect.getsource(pack)}\n{line}\nprint('the line', 'is done')"
+        code = f"import zipfile\n{PACK}\n{line}\nprint('the line', 'is done')"
         said = self._run("exec", "-s", kernel, "--timeout", str(LIMIT_S), text=code)
         if "the line is done" not in said:
             raise TpukitError(f"Colab's machine {kernel} failed at {line}: {_last(said)}")
@@ -133,7 +139,7 @@ class Colab:
             raise Unreachable(f"`colab {words[0]}` gave no answer in {LIMIT_S + 60} s") from error
         if ran.returncode == 0:
             return ran.stdout
-        if "authorization code" in ran.stdout.lower():
+        if ASKS.search(ran.stdout):
             raise TpukitError(NO_LOGIN)
         kind = Unreachable if PASSES.search(ran.stdout) else TpukitError
         raise kind(f"`colab {words[0]}` failed: {_last(ran.stdout)}")
@@ -149,6 +155,9 @@ def pack(archive, folders):
             for path in [pathlib.Path(start), *sorted(pathlib.Path(start).rglob("*"))]:
                 if path.is_file() and not path.is_symlink() and "/outputs/datasets/" not in str(path):
                     packed.write(path, pathlib.PurePosixPath(name, path.relative_to(start).as_posix()))
+
+
+PACK = inspect.getsource(pack)  # read now: another version of this file may be installed while a session runs
 
 
 def _last(said: str) -> str:
