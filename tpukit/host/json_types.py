@@ -10,6 +10,8 @@ def has_type(value: Any, expected: Any) -> bool:
     A value that may be None may also be missing. A number is finite and below 2**63 in size."""
     if isinstance(expected, dict):
         return isinstance(value, dict) and all(has_type(value.get(key), expected[key]) for key in expected)
+    if expected is Any:
+        return True
     origin, inner = get_origin(expected), get_args(expected)
     if origin is UnionType:
         return any(has_type(value, one) for one in inner)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tpukit.host.tables import printable
+
 ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 
 
@@ -31,6 +33,23 @@ def run_python(*arguments, text="", variables=None, timeout_s=None):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def start(command, **options):
+    """Start a process that is not waited for. What it prints, errors too, is read by `lines_of`."""
+    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(list(map(str, command)), text=True, errors="replace", **pipes, **options)
+
+
+def lines_of(process, lines):
+    """Yield what a process has printed, which is kept in `lines`, and what it prints until it ends. process:
+    None where it has ended."""
+    yield from lines
+    for line in process.stdout if process else ():
+        lines.append(printable(line.rstrip("\n")))
+        yield lines[-1]
+    if process:
+        process.wait()
 
 
 def last_line(ran):
