@@ -15,17 +15,24 @@ ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 def run_python(*arguments, text="", variables=None, timeout_s=None):
     """Run this Python, with the same tpukit as here. Returns the finished process, with its output.
 
-    variables: changes of the environment; None removes one. timeout_s: after it subprocess.TimeoutExpired is
-    raised. However it ends, what it has started ends with it: it leads a process group of its own. -P: files
-    in the current folder cannot shadow installed packages."""
+    variables: changes of the environment; None removes one. timeout_s: see `run`. -P: files in the current
+    folder cannot shadow installed packages."""
     # An empty one is the current folder.
     paths = filter(None, [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
-    command = [sys.executable, "-P", *map(str, arguments)]
+    return run([sys.executable, "-P", *arguments], text=text, timeout_s=timeout_s, env=environ)
+
+
+def run(command, *, text="", timeout_s=None, env=None):
+    """Run a command. Returns the finished process, with its output.
+
+    timeout_s: after it subprocess.TimeoutExpired is raised. However it ends, what it has started ends with
+    it: it leads a process group of its own."""
+    command = list(map(str, command))
     pipes: dict = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(
-        command, env=environ, text=True, errors="replace", start_new_session=True, **pipes
+        command, env=env, text=True, errors="replace", start_new_session=True, **pipes
     ) as process:
         try:
             stdout, stderr = process.communicate(text, timeout=timeout_s)
@@ -35,21 +42,17 @@ def run_python(*arguments, text="", variables=None, timeout_s=None):
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def start(command, **options):
-    """Start a process that is not waited for. What it prints, errors too, is read by `lines_of`."""
-    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return subprocess.Popen(list(map(str, command)), text=True, errors="replace", **pipes, **options)
+def start(command, *, stderr=subprocess.STDOUT):
+    """Start a process that is not waited for. What it prints, errors too by default, `lines_of` reads."""
+    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr)
+    return subprocess.Popen(list(map(str, command)), text=True, errors="replace", **pipes)
 
 
-def lines_of(process, lines):
-    """Yield what a process has printed, which is kept in `lines`, and what it prints until it ends. process:
-    None where it has ended."""
-    yield from lines
-    for line in process.stdout if process else ():
-        lines.append(printable(line.rstrip("\n")))
-        yield lines[-1]
-    if process:
-        process.wait()
+def lines_of(process):
+    """Yield the lines that a process of `start` prints, until it ends."""
+    for line in process.stdout:
+        yield printable(line.rstrip("\n"))
+    process.wait()
 
 
 def last_line(ran):
