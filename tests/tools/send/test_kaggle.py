@@ -240,7 +240,7 @@ def test_errors_of_the_users_code_are_not_sent_again_and_values_are_no_code(serv
     assert "ZeroDivisionError" in errors[0] and "MemoryError" in errors[1] and "reset by peer" in errors[3]
     assert repr(("fine", attack, 7)) in "".join(event["data"] for event in server.sessions[2].log)
     assert not [path for path in (*here.rglob("attacked"), *server.folder.rglob("attacked"))]
-    assert "Sweep" in ran.out
+    assert ran.code == 1
 
 
 @needs_sessions
@@ -470,7 +470,7 @@ def test_a_sweep_trains_one_setting_after_the_other_and_ends_in_a_table(server, 
     texts = [session.request["text"] for session in server.sessions]
     assert ["'lr': 0.01" in texts[0], len(texts)] == [True, 2]
     ran = send("kaggle", "mnist", *SMALL, "--name", "wrong", "--vary", "lr", "__import__('os')")
-    assert ran.code == 1 and len(server.sessions) == 2
+    assert ran.code in (1, 2) and len(server.sessions) == 2
 
 
 def test_the_state_is_in_words(server, send, here, stages):
