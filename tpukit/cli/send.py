@@ -14,6 +14,7 @@ import tyro
 
 import tpukit
 from tpukit.cli.options import to_stderr
+from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Table, printable
 from tpukit.runs.run import settings_dict
@@ -227,8 +228,8 @@ def _send_notebook(
     given = {name: session.parse(name, text, known) for name, text in parameter}
     varied = _varied(options.vary, lambda name, text: session.parse(name, text, known))
     settings = [given | values for values in varied]
-    files = {session.NOTEBOOK: notebook.read_bytes()}
-    return _start(service, notebook.stem, options, files, kind="notebook", settings=settings)
+    kept = {session.NOTEBOOK: notebook.read_bytes()}
+    return _start(service, notebook.stem, options, kept, kind="notebook", settings=settings)
 
 
 def _varied(vary: tuple[tuple[str, ...], ...], parse: Callable[[str, str], Any]) -> list[dict[str, Any]]:
@@ -254,7 +255,7 @@ def _parsed(types: dict[str, Any], name: str, text: str) -> Any:
 
 
 def _start(
-    service: str, name: str, options: ChainOptions, files: dict[str, bytes] | None = None, **more: Any
+    service: str, name: str, options: ChainOptions, kept: dict[str, bytes] | None = None, **more: Any
 ) -> int:
     from tpukit.tools.send import chain as chains
     from tpukit.tools.send import follow
@@ -277,7 +278,7 @@ def _start(
             " starts another"
         )
     there = _service(service)
-    text = follow.send(folder, chain, there, files or {}, print)
+    text = follow.send(folder, chain, there, kept or {}, print)
     if there.attached and text == "sent":
         return _advance(name, there=there)
     print(f"{name}: {text}. Next: tpukit send follow {name}")
@@ -308,7 +309,8 @@ def _advance(name: str, *, push: bool = True, sessions: int | None = None, there
     from tpukit.tools.send import follow
 
     folder = _folder(name)
-    with follow.lock(folder):
+    chains.read(folder)  # which says what there is
+    with files.exclusive_lock(folder / ".lock"):
         chain = chains.read(folder)
         if sessions is not None:
             chain.sessions = sessions

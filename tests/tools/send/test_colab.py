@@ -145,7 +145,7 @@ def test_what_a_machine_sends_is_not_trusted(colab, tmp_path):
     subprocess.run([service.command, "new", "-s", "tpukit-a-1"], check=True)
     # The packing cannot be trusted either, as the machine runs it: here it fails, and leaves nothing.
     (machines / "tpukit-a-1/root/content/left.zip").mkdir()
-    with pytest.raises(TpukitError, match="colab download"):
+    with pytest.raises(TpukitError, match="Colab: "):
         service.fetch("tpukit-a-1", tmp_path / "new")
     with zipfile.ZipFile(tmp_path / "hostile.zip", "w") as packed:
         packed.writestr("outputs/../../outside", "x")

@@ -431,7 +431,7 @@ def test_two_cannot_follow_one_chain(server, send, here, background):
     process = background("follow", "mnist")
     until(lambda: server.calls("log"))
     ran = send("follow", "mnist")
-    assert ran.code == 1 and "another" in ran.err
+    assert ran.code == 1 and "is at work in" in ran.err
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "goes on" in process.communicate()[0] and server.sessions[0].status == "RUNNING"

@@ -110,4 +110,5 @@ class Colab:
         self._run("exec", "-s", kernel, "--timeout", LIMIT_S, text=lines)
 
     def _run(self, *words: object, text: str = "") -> str:
-        return ask([self.command, *words], login=NO_LOGIN, asks=ASKS, text=text, timeout_s=LIMIT_S + 60)
+        command = [self.command, *words]
+        return ask("Colab", command, login=NO_LOGIN, asks=ASKS, text=text, timeout_s=LIMIT_S + 60)

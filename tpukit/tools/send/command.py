@@ -16,21 +16,20 @@ PASSES = re.compile(
 )
 
 
-def ask(command: list, *, login: str, asks: str, text: str = "", timeout_s: float) -> str:
-    """What a command prints, errors last. Raises TpukitError with the reason where it fails.
+def ask(service: str, command: list, *, login: str, asks: str, text: str = "", timeout_s: float) -> str:
+    """What the command of a service prints, errors last. Raises TpukitError with the reason where it fails.
 
     login: what to say where its words have the pattern `asks`, by which it shows that nobody is logged in.
     text: its input."""
-    name = " ".join(map(str, command[:2]))
     try:
         ran = child.run(command, text=text, timeout_s=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise Unreachable(f"`{name}` gave no answer in {timeout_s:.0f} s") from error
+        raise Unreachable(f"{service}'s command gave no answer in {timeout_s:.0f} s") from error
     said = printable(f"{ran.stdout}\n{ran.stderr}")
     if re.search(asks, said):
         raise TpukitError(login)
     if ran.returncode:
-        raise (Unreachable if PASSES.search(said) else TpukitError)(f"`{name}` failed: {reason(said)}")
+        raise (Unreachable if PASSES.search(said) else TpukitError)(f"{service}: {reason(said)}")
     return said
 
 

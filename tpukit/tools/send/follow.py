@@ -39,20 +39,6 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 
-@contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Context manager: keep others from working on a chain. Raises TpukitError while one does."""
-    chains.read(folder)  # which says what there is
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(files.exclusive_lock(folder / ".lock"))
-        except TpukitError as error:
-            raise TpukitError(
-                f"another `tpukit send` is at work on {folder.name}: end it, or wait"
-            ) from error
-        yield
-
-
 def follow(folder: Path, service: Service, say: Say, *, push: bool = True, wait: bool = True) -> str:
     """Go on with a chain until nothing is to be done, and return why, in words.
 
@@ -97,7 +83,7 @@ def send(folder: Path, chain: Chain, service: Service, contents: Mapping[str, by
     chains.write(folder, chain)
     for name, content in contents.items():
         files.write_atomic(folder / name, content)
-    with lock(folder):
+    with files.exclusive_lock(folder / ".lock"):
         return follow(folder, service, say, wait=False)
 
 

@@ -1,7 +1,6 @@
 """What runs in a session: asks for the accelerator, ends the session before its limit does, and writes how it
 ended, in session.json among the outputs."""
 
-import dataclasses
 import functools
 import json
 import os
@@ -83,15 +82,13 @@ def train_task(*, task: str, settings: dict[str, Any], name: str, resumes: bool)
     settings: as `runs.run.settings_dict` gives them; what is missing keeps its default."""
     import tpukit
     from tpukit import tasks
+    from tpukit.tasks.datasets import with_dataset
     from tpukit.training.task import from_settings
 
     env = environment.detect()
-    chosen = from_settings(tasks.find(task), settings)
-    fallback, needs_own = getattr(chosen, "fallback", None), chosen.needs_own_data
-    data = tpukit.find_dataset(env, chosen.dataset, chosen.dataset_dir, fallback=fallback, demo=not needs_own)
+    chosen = with_dataset(from_settings(tasks.find(task), settings), env)
     path, earlier = env.outputs / name, tpukit.find_run(env, name)
     if resumes and earlier is None and not (path / "config.json").is_file():
         raise TpukitError(f"the run {name}, which this session is to resume, is not among its inputs")
-    chosen = dataclasses.replace(chosen, dataset_dir=data)
     run = tpukit.Run.open(path, chosen, earlier=earlier)
     tpukit.launch(functools.partial(tpukit.train, progress=False), chosen, run)

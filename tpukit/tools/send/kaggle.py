@@ -100,4 +100,4 @@ class Kaggle:
 
 def _run(*words: object, timeout_s: float = 300) -> str:
     asks = "Authentication required|Invalid credentials"
-    return ask([*COMMAND, *words], login=NO_TOKEN, asks=asks, timeout_s=timeout_s)
+    return ask("Kaggle", [*COMMAND, *words], login=NO_TOKEN, asks=asks, timeout_s=timeout_s)
