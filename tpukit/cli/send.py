@@ -27,6 +27,7 @@ Parameters = Annotated[
     tyro.conf.arg(name="parameter", aliases=("-p",), metavar="NAME VALUE"),
 ]
 Notebook = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="NOTEBOOK.ipynb")]
+ServiceName = Literal["kaggle", "colab"]
 ChainName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
 
 
@@ -56,7 +57,7 @@ class ChainOptions:
 Options = Annotated[ChainOptions, tyro.conf.arg(name="")]
 
 
-def _sends(service: str, about: str) -> dict[str, Callable]:
+def _sends(service: ServiceName, about: str) -> dict[str, Callable]:
     """What can be sent to a service: word -> command."""
 
     def task(task: Task, options: ChainOptions) -> int:
@@ -184,7 +185,7 @@ def _folder(name: str) -> Path:
     return _root() / name
 
 
-def _service(name: str) -> Any:
+def _service(name: ServiceName) -> Any:
     if name == "kaggle":
         from tpukit.tools.send.kaggle import Kaggle
 
@@ -194,7 +195,7 @@ def _service(name: str) -> Any:
     return Colab()
 
 
-def _send_task(service: str, task: Task, options: ChainOptions) -> int:
+def _send_task(service: ServiceName, task: Task, options: ChainOptions) -> int:
     for name, value in vars(task).items():
         if isinstance(value, Path) and value.exists():
             raise TpukitError(
@@ -219,7 +220,7 @@ def _send_task(service: str, task: Task, options: ChainOptions) -> int:
 
 
 def _send_notebook(
-    service: str, notebook: Path, parameter: Iterable[tuple[str, str]], options: ChainOptions
+    service: ServiceName, notebook: Path, parameter: Iterable[tuple[str, str]], options: ChainOptions
 ) -> int:
     from tpukit.tools.send import session
 
@@ -255,7 +256,7 @@ def _parsed(types: dict[str, Any], name: str, text: str) -> Any:
 
 
 def _start(
-    service: str, name: str, options: ChainOptions, kept: dict[str, bytes] | None = None, **more: Any
+    service: ServiceName, name: str, options: ChainOptions, kept: dict[str, bytes] | None = None, **more: Any
 ) -> int:
     from tpukit.tools.send import chain as chains
     from tpukit.tools.send import follow

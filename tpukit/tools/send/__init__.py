@@ -50,6 +50,7 @@ class Service(Protocol):
 
     def kernel(self, slug: str) -> str:
         """The full name of a kernel of this user."""
+        ...
 
     def push(self, folder: Path, session: Session, runs: Path) -> None:
         """Start a session. folder: holds session.ipynb and kernel-metadata.json. runs: the folder of the runs
@@ -59,6 +60,7 @@ class Service(Protocol):
 
     def log(self, kernel: str) -> Iterator[str]:
         """The lines that a session has printed, from the first one on, and that it prints until its end."""
+        ...
 
     def fetch(self, kernel: str, folder: Path) -> None:
         """Bring the output files of a session into an empty folder, and write none outside it."""

@@ -32,18 +32,16 @@ def write(folder: Path, chain: Chain, session: Session, library: Cell) -> None:
         place = _after("parameters", cells)
         cells[place:place] = [_code(f"globals().update({_literal(settings)})")] if settings else []
     elif chain.kind == "task":
-        resumes = session.source is not None
-        cells = [_call("train_task", task=chain.task, settings=settings, name=chain.name, resumes=resumes)]
+        given = dict(task=chain.task, settings=settings, name=chain.name, resumes=bool(session.source))
+        cells = [_inside(f"train_task(**{_literal(given)})")]
     else:
         rehearse = chain.accelerator == "none"
         cells = [_code(f"from tpukit.cli.doctor import doctor\n\ndoctor(hardware=True, {rehearse=})")]
     if not _after(pack.TAG, cells):
         cells.insert(0, dict(library))
-    cells.insert(
-        _after(pack.TAG, cells),
-        _call("watch", "get_ipython()", accelerator=chain.accelerator, hours=session.hours),
-    )
-    cells.append(_call("write", "'done'"))
+    given = dict(accelerator=chain.accelerator, hours=session.hours)
+    cells.insert(_after(pack.TAG, cells), _inside(f"watch(get_ipython(), **{_literal(given)})"))
+    cells.append(_inside("write('done')"))
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
     notebook = dict(cells=cells, metadata=dict(kernelspec=KERNEL), nbformat=4, nbformat_minor=5)
@@ -67,10 +65,9 @@ def write(folder: Path, chain: Chain, session: Session, library: Cell) -> None:
     files.write_atomic(folder / "kernel-metadata.json", json.dumps(metadata, indent=1))
 
 
-def _call(function: str, *first: str, **values: Any) -> Cell:
+def _inside(call: str) -> Cell:
     """A cell that calls a function of inside.py."""
-    given = ", ".join([*first, *([f"**{_literal(values)}"] if values else [])])
-    return _code(f"from tpukit.tools.send import inside\n\ninside.{function}({given})")
+    return _code(f"from tpukit.tools.send import inside\n\ninside.{call}")
 
 
 def _literal(values: Mapping[str, Any]) -> str:
@@ -82,15 +79,10 @@ def _code(source: str) -> Cell:
     return dict(cell_type="code", execution_count=None, metadata={}, outputs=[], source=source)
 
 
-def _tags(cell: Cell) -> list:
-    metadata = cell.get("metadata")
-    tags = metadata.get("tags") if isinstance(metadata, dict) else None
-    return tags if isinstance(tags, list) else []
-
-
 def _after(tag: str, cells: list[Cell]) -> int:
     """The place after the cell with this tag; 0 where there is none."""
-    return next((place + 1 for place, cell in enumerate(cells) if tag in _tags(cell)), 0)
+    tags = [cell["metadata"].get("tags", []) for cell in cells]
+    return next((place + 1 for place, given in enumerate(tags) if tag in given), 0)
 
 
 # A notebook of the user's
@@ -103,6 +95,8 @@ def read_cells(path: Path) -> list[Cell]:
         cells = [dict(cell) for cell in json.loads(path.read_bytes())["cells"]]
         for cell in cells:
             cell["source"] = "".join(cell["source"])
+            cell["metadata"] = dict(tags=[]) | cell["metadata"]
+            cell["metadata"]["tags"] = list(cell["metadata"]["tags"])
             cell |= dict(outputs=[], execution_count=None) if cell["cell_type"] == "code" else {}
         return cells
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -111,11 +105,9 @@ def read_cells(path: Path) -> list[Cell]:
 
 def parameters(cells: list[Cell]) -> dict[str, Any]:
     """The names that the cell tagged `parameters` assigns literals to, with these; empty without the cell."""
-    found = {}
+    found, place = {}, _after("parameters", cells)
     try:
-        lines = [
-            line for cell in cells if "parameters" in _tags(cell) for line in ast.parse(cell["source"]).body
-        ]
+        lines = ast.parse(cells[place - 1]["source"]).body if place else []
     except (SyntaxError, ValueError, RecursionError) as error:
         raise TpukitError(f"the cell tagged `parameters` is not plain Python ({error})") from error
     for line in lines:
