@@ -57,24 +57,22 @@ def check(chain: Chain) -> None:
         for name, kind in get_type_hints(type(part)).items():
             if not has_type(vars(part)[name], kind):
                 raise TpukitError(f"{name} is {vars(part)[name]!r}")
-    if not NAME.fullmatch(chain.name) or len(chain.name) > LONGEST:
-        raise TpukitError(
-            f"a chain cannot be named {chain.name!r}: at most {LONGEST} of a-z, 0-9 and single -, which does"
-            " not begin or end it (--name)"
-        )
-    if wrong := [name for name in chain.datasets if not DATASET.fullmatch(name)]:
-        raise TpukitError(f"{wrong[0]!r} cannot be the name of a dataset: it is OWNER/NAME")
-    for session in chain.sent:
-        names = [session.kernel, session.source or session.kernel]
-        if not all(map(KERNEL.fullmatch, names)) or session.setting not in range(len(chain.settings)):
-            raise TpukitError(f"{session} cannot be")
-    least = min(chain.sessions, len(chain.settings), 1 if chain.until_epochs is None else chain.until_epochs)
-    if least < 1:
-        raise TpukitError(
-            f"--sessions {chain.sessions}, --until-epochs {chain.until_epochs}: it must be 1 or more"
-        )
-    if not 0 < chain.hours <= 24:
-        raise TpukitError(f"--hours {chain.hours:g}: a session has more than 0 and at most 24 hours")
+    named = f"a chain cannot be named {chain.name!r}: at most {LONGEST} of a-z, 0-9, single - within (--name)"
+    until, kernels = chain.until_epochs, [session.kernel for session in chain.sent]
+    kernels += [session.source for session in chain.sent if session.source]
+    rules = [
+        (NAME.fullmatch(chain.name) and len(chain.name) <= LONGEST, named),
+        (all(map(DATASET.fullmatch, chain.datasets)), f"--dataset {chain.datasets}: it is OWNER/NAME"),
+        (all(map(KERNEL.fullmatch, kernels)), f"a kernel cannot be named like one of {kernels}"),
+        (all(each.setting in range(len(chain.settings)) for each in chain.sent), "there is no such setting"),
+        (chain.settings, "there are no settings"),
+        (chain.sessions >= 1, f"--sessions {chain.sessions}: it must be 1 or more"),
+        (until is None or until >= 1, f"--until-epochs {until}: it must be 1 or more"),
+        (0 < chain.hours <= 24, f"--hours {chain.hours:g}: a session has more than 0 and at most 24 hours"),
+    ]
+    for is_kept, otherwise in rules:
+        if not is_kept:
+            raise TpukitError(otherwise)
 
 
 def write(folder: Path, chain: Chain) -> None:

@@ -5,7 +5,6 @@ import subprocess
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
-from tpukit.tools import child
 from tpukit.tools.send import Unreachable
 
 # How the words of an error show that it may pass.
@@ -22,7 +21,9 @@ def ask(service: str, command: list, *, login: str, asks: str, text: str = "", t
     login: what to say where its words have the pattern `asks`, by which it shows that nobody is logged in.
     text: its input."""
     try:
-        ran = child.run(command, text=text, timeout_s=timeout_s)
+        # Not by `run_python`: it ends what a command leaves running, as Google's does to keep a machine.
+        options: dict = dict(capture_output=True, text=True, errors="replace", timeout=timeout_s)
+        ran = subprocess.run([*map(str, command)], input=text, **options)
     except subprocess.TimeoutExpired as error:
         raise Unreachable(f"{service}'s command gave no answer in {timeout_s:.0f} s") from error
     said = printable(f"{ran.stdout}\n{ran.stderr}")

@@ -73,15 +73,15 @@ class Kaggle:
 
     def log(self, kernel: str) -> Iterator[str]:
         # With -f it prints text also of a session that has ended; without, JSON.
-        process = child.start([*COMMAND, "kernels", "logs", "-f", kernel], stderr=subprocess.DEVNULL)
-        # A connection on which nothing comes any more is not noticed there.
-        limit = threading.Timer(LOG_LIMIT_S, process.kill)
-        limit.start()
-        try:
-            yield from child.lines_of(process)
-        finally:
-            limit.cancel()
-            process.kill()
+        with child.start([*COMMAND, "kernels", "logs", "-f", kernel], stderr=subprocess.DEVNULL) as process:
+            # A connection on which nothing comes any more is not noticed there.
+            limit = threading.Timer(LOG_LIMIT_S, process.kill)
+            limit.start()
+            try:
+                yield from child.lines_of(process)
+            finally:
+                limit.cancel()
+                process.kill()
 
     def fetch(self, kernel: str, folder: Path) -> None:
         _run("kernels", "output", kernel, "-p", folder, "--file-pattern", WANTED, timeout_s=7200)
