@@ -279,7 +279,7 @@ def _start(
             " starts another"
         )
     there = _service(service)
-    text = follow.send(folder, chain, there, kept or {}, print)
+    text = follow.send(folder, chain, there, kept or {}, _say)
     if there.attached and text == "sent":
         return _advance(name, there=there)
     print(f"{name}: {text}. Next: tpukit send follow {name}")
