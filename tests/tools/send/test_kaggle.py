@@ -539,7 +539,7 @@ def test_a_file_name_that_leads_outside_is_refused_and_nothing_is_lost(server, s
 
 def harmed(stages, folder, harm):
     """The run after 3 epochs, or, for "earlier", after 1, with something wrong."""
-    bad = shutil.copytree(stages[0 if harm == "earlier" else 2], folder / harm)
+    bad = shutil.copytree(stages[0 if harm == "earlier" else 2], folder / harm / "mnist")
     if harm == "checkpoint":
         for path in (bad / "checkpoints").glob("*.pt"):
             flip(path)
