@@ -564,6 +564,17 @@ def test_a_run_that_is_broken_takes_no_ones_place(stages, tmp_path, harm):
     assert {path: path.read_bytes() for path in good.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("name", [".hidden", "a\x1b[2Jb"])
+def test_a_run_with_a_name_that_cannot_be_shown_is_refused_and_not_left_out_without_a_word(
+    stages, tmp_path, name
+):
+    from tpukit.tools.send import follow
+
+    with pytest.raises(TpukitError, match="a name that cannot be printed"):
+        follow.take(shutil.copytree(stages[1], tmp_path / name), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_output_that_is_broken_is_not_resumed(server, send, here, stages, tmp_path):
     bad = harmed(stages, tmp_path, "checkpoint")
     plays(server, leaves(stages[1], "stopped"), leaves(bad, "stopped"), leaves(stages[3]))
