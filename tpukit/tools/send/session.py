@@ -35,8 +35,7 @@ def write(folder: Path, chain: Chain, session: Session, library: Cell) -> None:
         given = dict(task=chain.task, settings=settings, name=chain.name, resumes=bool(session.source))
         cells = [_inside(f"train_task(**{_literal(given)})")]
     else:
-        rehearse = chain.accelerator == "none"
-        cells = [_code(f"from tpukit.cli.doctor import doctor\n\ndoctor(hardware=True, {rehearse=})")]
+        cells = [_inside(f"check_hardware(rehearse={chain.accelerator == 'none'})")]
     if not _after(pack.TAG, cells):
         cells.insert(0, dict(library))
     given = dict(accelerator=chain.accelerator, hours=session.hours)
