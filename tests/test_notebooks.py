@@ -123,13 +123,10 @@ def test_the_notebook_on_many_sessions_trains_once_over_three_of_them_and_draws_
     small = dict(EPOCHS=30, SESSION_EPOCHS=12, DATASET_DIR=str(digits), RUN_NAME="run")
     notebook = run_notebook("many_sessions.ipynb", tmp_path, **small)
     output = text(notebook)
-    for words in ("session 1 of 30", "resuming at step ", "tpukit-run-3 is running", "done"):
-        assert words in output, words
-    folder = tmp_path / "outputs/sent/run"
-    sent = json.loads((folder / "chain.json").read_text())["sent"]
-    assert [session["ending"] for session in sent] == ["stopped", "stopped", "done"]
-    epochs = [record["epoch"] for record in Run.find(folder / "runs/run").records("epoch")]
-    assert epochs == list(range(30))
+    assert output.count("resuming at step ") == 2
+    ended = [Run.find(tmp_path / f"outputs/run/session-{number}/run") for number in (1, 2, 3)]
+    epochs = [[record["epoch"] for record in run.records("epoch")] for run in ended]
+    assert epochs == [list(range(12)), list(range(24)), list(range(30))]
     assert len(outputs(notebook, "image/png")) == 2
     assert "tpukit send kaggle mnist" in output and "--sessions 7 " in output
 

@@ -31,7 +31,7 @@ class Recorder:
     def quota(self, accelerator):
         return Quota(self.left_h, 20.0, "Saturday")
 
-    def push(self, folder, session):
+    def push(self, folder, session, runs):
         self.there[session.kernel] = json.loads((folder / "kernel-metadata.json").read_text())
 
 
@@ -40,7 +40,7 @@ def there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recorder = Recorder()
     monkeypatch.setattr(send, "_service", lambda name: recorder)
-    monkeypatch.setattr("tpukit.tools.send.pack.library", lambda: b"archive")
+    monkeypatch.setattr("tpukit.tools.pack.library", lambda: b"archive")
     return recorder
 
 

@@ -127,8 +127,9 @@ def _subcommand(name: str) -> Any:
 
 def _service(name: str) -> Any:
     """The subcommand of `tpukit send` for a service."""
-    others = [_called(word, commands[name]) for word, commands in send.OTHERS.items()]
-    return _one_of(name, inspect.getdoc(send.SERVICES[name]), [*_by_task(send.SERVICES[name]), *others])
+    command = send.SERVICES[name]["task"]
+    others = [_called(word, send.SERVICES[name][word]) for word in send.OTHERS]
+    return _one_of(name, command.__doc__, [*_by_task(command), *others])
 
 
 def _called(name: str, function: Callable) -> Any:

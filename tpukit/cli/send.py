@@ -14,6 +14,7 @@ import tyro
 
 import tpukit
 from tpukit.cli.options import to_stderr
+from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Table, printable
 from tpukit.runs.run import settings_dict
@@ -26,6 +27,7 @@ Parameters = Annotated[
     tyro.conf.arg(name="parameter", aliases=("-p",), metavar="NAME VALUE"),
 ]
 Notebook = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="NOTEBOOK.ipynb")]
+ServiceName = Literal["kaggle", "colab"]
 ChainName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
 
 
@@ -55,47 +57,27 @@ class ChainOptions:
 Options = Annotated[ChainOptions, tyro.conf.arg(name="")]
 
 
-def kaggle(task: Task, options: ChainOptions) -> int:
-    """Train a task in sessions on Kaggle."""
-    return _send_task("kaggle", task, options)
+def _sends(service: ServiceName, about: str) -> dict[str, Callable]:
+    """What can be sent to a service: word -> command."""
 
+    def task(task: Task, options: ChainOptions) -> int:
+        return _send_task(service, task, options)
 
-def colab(task: Task, options: ChainOptions) -> int:
-    """Train a task on Colab, one machine after another, by Google's own command `colab` (pip install
-    google-colab-cli). It follows at once, and the terminal has to stay open. A machine that Colab takes away
-    leaves nothing: take short --hours. Colab's FAQ restricts remote control of machines that are not paid
-    for (docs/SEND.md, section 6)."""
-    return _send_task("colab", task, options)
+    def notebook(notebook: Notebook, parameter: Parameters = (), options: Options = ChainOptions()) -> int:
+        """Run a notebook in sessions.
 
+        Args:
+            notebook: it gets the library into a cell of its own, if it has none.
+            parameter: a value in place of that in the cell tagged `parameters`; once for each.
+        """
+        return _send_notebook(service, notebook, parameter, options)
 
-def kaggle_notebook(notebook: Notebook, parameter: Parameters = (), options: Options = ChainOptions()) -> int:
-    """Run a notebook in sessions on Kaggle.
+    def check(options: Options = ChainOptions()) -> int:
+        """Check the hardware of a session, and bring the report."""
+        return _start(service, "hardware-check", options, kind="check", settings=[{}])
 
-    Args:
-        notebook: it gets the library into a cell of its own, if it has none.
-        parameter: a value in place of that in the cell tagged `parameters`; once for each.
-    """
-    return _send_notebook("kaggle", notebook, parameter, options)
-
-
-def colab_notebook(notebook: Notebook, parameter: Parameters = (), options: Options = ChainOptions()) -> int:
-    """Run a notebook on Colab, one machine after another: see `tpukit send colab TASK`.
-
-    Args:
-        notebook: it gets the library into a cell of its own, if it has none.
-        parameter: a value in place of that in the cell tagged `parameters`; once for each.
-    """
-    return _send_notebook("colab", notebook, parameter, options)
-
-
-def kaggle_check(options: Options = ChainOptions()) -> int:
-    """Check the hardware of a session on Kaggle, and bring the report."""
-    return _start("kaggle", "hardware-check", options, kind="check", settings=[{}])
-
-
-def colab_check(options: Options = ChainOptions()) -> int:
-    """Check the hardware of a machine on Colab, and bring the report."""
-    return _start("colab", "hardware-check", options, kind="check", settings=[{}])
+    task.__name__, task.__doc__ = service, about
+    return {"task": task, "notebook": notebook, "hardware-check": check}
 
 
 def status(name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = "") -> None:
@@ -123,7 +105,7 @@ def follow(name: ChainName, sessions: int | None = None) -> int:
         name: of a chain.
         sessions: from now on, at most so many.
     """
-    return _advance(name, push=True, sessions=sessions)
+    return _advance(name, sessions=sessions)
 
 
 def fetch(name: ChainName) -> int:
@@ -150,30 +132,31 @@ def stop(name: ChainName) -> None:
     chain = chains.read(folder)
     (folder / follow.STOPPED).touch()
     print(f"{name}: no more sessions are sent")
-    if chain.sent and chain.sent[-1].phase != "ended":
-        kernel = chain.sent[-1].kernel
-        page = _service(chain.service).url(kernel)
-        how = dict(colab=f"`colab stop -s {kernel}` gives its machine back, and what it holds is lost")
-        print("the last one may still run:", how.get(chain.service, f"only its page can stop it, {page}"))
+    if chain.sent and chain.sent[-1].state in ("intended", "sent"):
+        page = _service(chain.service).url(chain.sent[-1].kernel)
+        print(f"the last one may still run, and can be stopped there: {page}")
         print(f"`tpukit send fetch {name}` then brings what it left")
 
 
 COMMANDS = dict(status=status, follow=follow, fetch=fetch, stop=stop)
-SERVICES = dict(kaggle=kaggle, colab=colab)
-# What can be sent besides a task: the word -> the command of each service.
-OTHERS = {
-    "notebook": dict(kaggle=kaggle_notebook, colab=colab_notebook),
-    "hardware-check": dict(kaggle=kaggle_check, colab=colab_check),
-}
+SERVICES = dict(
+    kaggle=_sends("kaggle", "Train a task in sessions on Kaggle."),
+    colab=_sends(
+        "colab",
+        "Train a task on Colab, one machine after another, by Google's own command `colab` (pip install"
+        " google-colab-cli). It follows at once, and the terminal has to stay open. A machine that Colab"
+        " takes away leaves nothing: take short --hours. Colab's FAQ restricts remote control of machines"
+        " that are not paid for (docs/SEND.md, section 6).",
+    ),
+)
+OTHERS = ("notebook", "hardware-check")  # that can be sent besides a task
 
 
 def find(*words: str) -> Callable | None:
     """The function of a command line's words after `send`; None where they do not name one."""
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]]
-    if words and words[-1] in OTHERS:
-        return OTHERS[words[-1]][words[0]]
-    return SERVICES[words[0]] if len(words) > 1 else None
+    return SERVICES[words[0]].get(words[1], SERVICES[words[0]]["task"]) if len(words) > 1 else None
 
 
 def with_words(argv: list[str]) -> list[str]:
@@ -202,7 +185,7 @@ def _folder(name: str) -> Path:
     return _root() / name
 
 
-def _service(name: str) -> Any:
+def _service(name: ServiceName) -> Any:
     if name == "kaggle":
         from tpukit.tools.send.kaggle import Kaggle
 
@@ -212,7 +195,7 @@ def _service(name: str) -> Any:
     return Colab()
 
 
-def _send_task(service: str, task: Task, options: ChainOptions) -> int:
+def _send_task(service: ServiceName, task: Task, options: ChainOptions) -> int:
     for name, value in vars(task).items():
         if isinstance(value, Path) and value.exists():
             raise TpukitError(
@@ -237,7 +220,7 @@ def _send_task(service: str, task: Task, options: ChainOptions) -> int:
 
 
 def _send_notebook(
-    service: str, notebook: Path, parameter: Iterable[tuple[str, str]], options: ChainOptions
+    service: ServiceName, notebook: Path, parameter: Iterable[tuple[str, str]], options: ChainOptions
 ) -> int:
     from tpukit.tools.send import session
 
@@ -246,8 +229,8 @@ def _send_notebook(
     given = {name: session.parse(name, text, known) for name, text in parameter}
     varied = _varied(options.vary, lambda name, text: session.parse(name, text, known))
     settings = [given | values for values in varied]
-    files = {session.NOTEBOOK: notebook.read_bytes()}
-    return _start(service, notebook.stem, options, files, kind="notebook", settings=settings)
+    kept = {session.NOTEBOOK: notebook.read_bytes()}
+    return _start(service, notebook.stem, options, kept, kind="notebook", settings=settings)
 
 
 def _varied(vary: tuple[tuple[str, ...], ...], parse: Callable[[str, str], Any]) -> list[dict[str, Any]]:
@@ -273,7 +256,7 @@ def _parsed(types: dict[str, Any], name: str, text: str) -> Any:
 
 
 def _start(
-    service: str, name: str, options: ChainOptions, files: dict[str, bytes] | None = None, **more: Any
+    service: ServiceName, name: str, options: ChainOptions, kept: dict[str, bytes] | None = None, **more: Any
 ) -> int:
     from tpukit.tools.send import chain as chains
     from tpukit.tools.send import follow
@@ -283,9 +266,8 @@ def _start(
             "--dataset names a dataset of Kaggle: on Colab the task, or your notebook, downloads its data"
         )
     chosen = dataclasses.asdict(options)
-    name = chosen.pop("name") or re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[: chains.LONGEST].strip(
-        "-"
-    )
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[: chains.LONGEST].strip("-")
+    name = chosen.pop("name") or slug
     chosen.pop("vary")
     chosen["datasets"] = list(chosen.pop("dataset"))
     chain = chains.Chain(name=name, service=service, **chosen | more)
@@ -297,51 +279,53 @@ def _start(
             " starts another"
         )
     there = _service(service)
-    waits = follow.send(folder, chain, there, files or {}, print)
-    if there.attached and not waits:
-        return _advance(name, push=True, there=there)
-    print(f"{name}: {waits.text}" if waits else f"{name} is sent.", f"Next: tpukit send follow {name}")
+    text = follow.send(folder, chain, there, kept or {}, _say)
+    if there.attached and text == "sent":
+        return _advance(name, there=there)
+    print(f"{name}: {text}. Next: tpukit send follow {name}")
     return 0
 
 
 def _words(chain: Any) -> tuple[str, str, str]:
     """(service, state, page) of a chain."""
     from tpukit.tools.send import chain as chains
-    from tpukit.tools.send.follow import STOPPED
+    from tpukit.tools.send import follow
 
     service, last = _service(chain.service), chain.sent[-1] if chain.sent else None
-    if last is None or last.phase == "intended":
+    if last is None or last.state == "intended":
         return chain.service, "about to be sent: `follow`", ""
-    is_stopped = (_folder(chain.name) / STOPPED).exists()
-    following = chains.decide(chain, stopped=is_stopped)
-    text = following.text or "between two sessions: `follow`"
-    if last.phase == "sent":
+    if last.state == "sent":
         word = service.state(last.kernel).word
         text = word if word in ("queued", "running") else f"ended there ({word}): `follow` brings it"
-        text += ", no more after it" if is_stopped else ""
+    else:
+        following = chains.decide(chain)
+        text = following if isinstance(following, str) else "between two sessions: `follow`"
+    if (_folder(chain.name) / follow.STOPPED).exists():
+        text += ", stopped by you"
     return chain.service, f"{text}; {chains.where(chain)}", service.url(last.kernel)
 
 
-def _advance(name: str, *, push: bool, sessions: int | None = None, there: Any = None) -> int:
+def _advance(name: str, *, push: bool = True, sessions: int | None = None, there: Any = None) -> int:
     from tpukit.tools.send import chain as chains
     from tpukit.tools.send import follow
 
     folder = _folder(name)
-    with follow.lock(folder):
+    chains.read(folder)  # which says what there is
+    with files.exclusive_lock(folder / ".lock"):
         chain = chains.read(folder)
         if sessions is not None:
             chain.sessions = sessions
             chains.check(chain)
             chains.write(folder, chain)
         try:
-            ended = follow.follow(folder, there or _service(chain.service), _say, push=push)
+            text = follow.follow(folder, there or _service(chain.service), _say, push=push)
         except KeyboardInterrupt:
             print(f"\nThe session goes on. `tpukit send follow {name}` waits for it again")
             raise
-    print(printable(f"{name}: {ended.text or 'the next session can be sent: `follow`'}"))
-    for line in follow.results(folder, chains.read(folder)):
-        print(line)
-    return 0 if ended.is_done else 1
+        for line in follow.results(folder, chains.read(folder)):
+            print(line)
+    _say(f"{name}: {text}")
+    return 0 if text == chains.DONE else 1
 
 
 def _say(line: str) -> None:

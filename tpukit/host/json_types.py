@@ -1,7 +1,7 @@
 """Whether a value that came from JSON has the type that an annotation names."""
 
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 
 def has_type(value: Any, expected: Any) -> bool:
@@ -15,6 +15,8 @@ def has_type(value: Any, expected: Any) -> bool:
     origin, inner = get_origin(expected), get_args(expected)
     if origin is UnionType:
         return any(has_type(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
     if origin is list:
         return isinstance(value, list) and all(has_type(item, inner[0]) for item in value)
     if origin is tuple:  # which JSON writes as a list

@@ -35,21 +35,17 @@ def run_python(*arguments, text="", variables=None, timeout_s=None):
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def start(command, **options):
-    """Start a process that is not waited for. What it prints, errors too, is read by `lines_of`."""
-    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return subprocess.Popen(list(map(str, command)), text=True, errors="replace", **pipes, **options)
+def start(command, *, stderr=subprocess.STDOUT):
+    """Start a process that is not waited for. What it prints, errors too by default, `lines_of` reads."""
+    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr)
+    return subprocess.Popen(list(map(str, command)), text=True, errors="replace", **pipes)
 
 
-def lines_of(process, lines):
-    """Yield what a process has printed, which is kept in `lines`, and what it prints until it ends. process:
-    None where it has ended."""
-    yield from lines
-    for line in process.stdout if process else ():
-        lines.append(printable(line.rstrip("\n")))
-        yield lines[-1]
-    if process:
-        process.wait()
+def lines_of(process):
+    """Yield the lines that a process of `start` prints, until it ends."""
+    for line in process.stdout:
+        yield printable(line.rstrip("\n"))
+    process.wait()
 
 
 def last_line(ran):

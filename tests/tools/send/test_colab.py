@@ -15,7 +15,7 @@ from tpukit import Run
 from tpukit.host.errors import TpukitError
 from tpukit.tools.send import State, Unreachable, follow
 from tpukit.tools.send import chain as chains
-from tpukit.tools.send.colab import ARCHIVE, Colab
+from tpukit.tools.send.colab import Colab
 
 FAKE = Path(__file__).with_name("colab_command.py")
 TOKEN = "ya29.not-a-real-token"
@@ -34,6 +34,7 @@ def colab(tmp_path, monkeypatch):
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
     command.chmod(0o755)
     monkeypatch.setenv("COLAB_COMMAND", str(home))
+    monkeypatch.setattr(follow, "POLL_S", 0.2)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     yield home
     for machine in (home / "machines").glob("*"):
@@ -74,11 +75,11 @@ def test_three_sessions_one_taken_away_train_what_one_training_does_and_leave_no
     # The first machine ends after its first epoch as at its limit, the second is taken away while it trains.
     (colab / "end.json").write_text(json.dumps({"tpukit-digits-1": "epoch 1: loss"}))
     (colab / "take.json").write_text(json.dumps({"tpukit-digits-2": "resum"}))
-    assert follow.send(folder, chain, service, {}, said.append) is None
+    assert follow.send(folder, chain, service, {}, said.append) == "sent"
     ended = follow.follow(folder, service, said.append)
-    assert ended.is_done, "\n".join([*said, ended.text])
+    assert ended == "done", "\n".join([*said, ended])
     sessions = chains.read(folder).sent
-    assert [session.ending for session in sessions] == ["stopped", "lost", "done"]
+    assert [session.state for session in sessions] == ["stopped", "lost", "done"]
     run = Run.find(folder / "runs/digits")
     assert [record["epoch"] for record in run.records("epoch")] == [0, 1]
     assert [call for call in calls(colab) if call[0] in ("new", "upload", "stop")] == [
@@ -100,7 +101,7 @@ def test_cells_after_one_that_failed_do_nothing_though_the_command_sends_them_an
     chain = notebook_chain(folder, "1 / 0", sessions=3)
     follow.send(folder, chain, service, {}, said.append)
     ended = follow.follow(folder, service, said.append)
-    assert "needs you (failed: ZeroDivisionError" in ended.text
+    assert "needs you (failed: ZeroDivisionError" in ended
     assert [session.kernel for session in chains.read(folder).sent] == ["tpukit-broken-1"]
 
 
@@ -110,7 +111,7 @@ def test_a_machine_without_the_accelerator_runs_nothing_of_the_notebook(colab, t
     chain = notebook_chain(folder, "open('/content/outputs/ran', 'w')", accelerator="tpu")
     follow.send(folder, chain, service, {}, said.append)
     ended = follow.follow(folder, service, said.append)
-    assert ended.text.startswith("needs you (no accelerator")
+    assert ended.startswith("needs you (no accelerator")
     assert not list(folder.rglob("ran"))
 
 
@@ -133,24 +134,24 @@ open('/content/outputs/note/a', 'w').close()"""
     assert second.state("tpukit-slow-1") == State("running")
     (content / "go").touch()
     ended = follow.follow(folder, second, said.append, push=True)
-    assert "done" not in said and ended.act == "end"
+    assert "done" not in said and "sessions used up" in ended
     assert (folder / "sessions/1/outputs/note/a").exists()  # its cell ended; the one after it never began
-    assert not (folder / "sessions/1/session.json").exists()
+    assert not (folder / "sessions/1/outputs/session.json").exists()
 
 
 @pytest.mark.slow
 def test_what_a_machine_sends_is_not_trusted(colab, tmp_path):
     service, machines = Colab(), colab / "machines"
     subprocess.run([service.command, "new", "-s", "tpukit-a-1"], check=True)
-    # The packing cannot be trusted either, as the machine runs it: here it leaves what is there.
-    (machines / "tpukit-a-1/root/content/tpukit.zip").mkdir()
-    with pytest.raises(TpukitError, match="failed at pack"):
+    # The packing cannot be trusted either, as the machine runs it: here it fails, and leaves nothing.
+    (machines / "tpukit-a-1/root/content/left.zip").mkdir()
+    with pytest.raises(TpukitError, match="Colab: "):
         service.fetch("tpukit-a-1", tmp_path / "new")
     with zipfile.ZipFile(tmp_path / "hostile.zip", "w") as packed:
         packed.writestr("outputs/../../outside", "x")
-    service._exec = lambda kernel, line: None  # type: ignore
-    (machines / "tpukit-a-1/root/content/tpukit.zip").rmdir()
-    shutil.copy(tmp_path / "hostile.zip", machines / f"tpukit-a-1/root{ARCHIVE}")
+    service._exec = lambda kernel, lines: None  # type: ignore
+    (machines / "tpukit-a-1/root/content/left.zip").rmdir()
+    shutil.copy(tmp_path / "hostile.zip", machines / "tpukit-a-1/root/content/left.zip")
     with pytest.raises(TpukitError, match="leads outside"):
         service.fetch("tpukit-a-1", tmp_path / "new")
     assert not list(tmp_path.rglob("outside")) and (machines / "tpukit-a-1").exists()

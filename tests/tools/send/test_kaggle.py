@@ -49,7 +49,7 @@ def here(server, tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("KAGGLE_") and name != "KAGGLE_CONFIG_DIR"]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(follow, "PAUSES_S", (0.05,) * len(follow.PAUSES_S))
-    monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.2)
+    monkeypatch.setattr(follow, "POLL_S", 0.2)
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -82,16 +82,18 @@ def stages(digits, tmp_path_factory):
     return made
 
 
-def leaves(stage, ending="done", *, name="mnist", error="", repeats=False, then=None):
+def leaves(stage, ending="done", *, error="", then=None):
     """A script of a session: it leaves this run and says that it ended like this."""
 
     def script(session):
         session.say("trains\n")
         if stage is not None:
-            shutil.copytree(stage, session.working / "outputs" / name)
+            shutil.copytree(stage, session.working / "outputs/mnist")
         if ending:
-            text = json.dumps(dict(ending=ending, error=error, repeats=repeats))
-            (session.working / "session.json").write_text(text)
+            (session.working / "outputs").mkdir(exist_ok=True)
+            (session.working / "outputs/session.json").write_text(
+                json.dumps(dict(ending=ending, error=error))
+            )
         if then:
             then(session)
 
@@ -196,7 +198,7 @@ def test_a_session_without_its_accelerator_ends_at_once_and_is_not_sent_again(se
     started = time.monotonic()
     ran = send("follow", "mnist")
     assert ran.code == 1 and "needs you" in ran.out and "phone" in ran.out
-    assert sent(here)[0]["ending"] == "no accelerator" and len(server.sessions) == 1
+    assert sent(here)[0]["state"] == "no accelerator" and len(server.sessions) == 1
     assert server.sessions[0].shape == "TpuV5E8" and time.monotonic() - started < 120
     server.script = leaves(None, "no accelerator")
     send("follow", "mnist")  # asks again
@@ -232,13 +234,8 @@ def test_errors_of_the_users_code_are_not_sent_again_and_values_are_no_code(serv
     options += ["--vary", "KIND", *"code memory fine passes".split()]
     assert send("kaggle", "book.ipynb", *options).code == 0
     ran = send("follow", "book")
-    ends = [(s["setting"], s["ending"], s["repeats"]) for s in sent(here, "book")]
-    assert ends == [
-        (0, "failed", True),
-        (1, "failed", True),
-        (2, "done", False),
-        (3, "failed", False),
-    ]
+    ends = [(s["setting"], s["state"]) for s in sent(here, "book")]
+    assert ends == [(0, "failed"), (1, "failed"), (2, "done"), (3, "lost")]
     errors = [s["error"] for s in sent(here, "book")]
     assert "ZeroDivisionError" in errors[0] and "MemoryError" in errors[1] and "reset by peer" in errors[3]
     assert repr(("fine", attack, 7)) in "".join(event["data"] for event in server.sessions[2].log)
@@ -254,7 +251,7 @@ def test_a_session_saves_and_ends_before_its_limit_and_the_next_one_goes_on(serv
     options = [*SMALL, "--epochs", 5000, "--hours", 0.03, "--sessions", 2, "--dataset", "tester/mnist"]
     send("kaggle", "mnist", *options)
     ran = send("follow", "mnist")
-    assert [s["ending"] for s in sent(here)] == ["stopped"] * 2
+    assert [s["state"] for s in sent(here)] == ["stopped"] * 2
     assert [session.status for session in server.sessions] == ["COMPLETE"] * 2
     first, second = (s["epochs"] for s in sent(here))
     assert 0 < first < second and epochs_of(here / "outputs/sent/mnist/runs/mnist") >= second
@@ -375,7 +372,7 @@ def test_a_session_is_not_given_up_because_the_token_has_expired(server, send, h
         server.fail(call, status, times=100)
     server.fail("SaveKernel", status, times=100)
     ran = send("follow", "mnist")
-    assert ran.code == 1 and sent(here)[0]["phase"] == "sent", ran
+    assert ran.code == 1 and sent(here)[0]["state"] == "sent", ran
     server.faults.clear()
     assert send("follow", "mnist").code == 0 and server.pushed() == ["tpukit-mnist-1"]
     assert epochs_of(here / "outputs/sent/mnist/runs/mnist") == 1
@@ -434,7 +431,7 @@ def test_two_cannot_follow_one_chain(server, send, here, background):
     process = background("follow", "mnist")
     until(lambda: server.calls("log"))
     ran = send("follow", "mnist")
-    assert ran.code == 1 and "another" in ran.err
+    assert ran.code == 1 and "is at work in" in ran.err
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "goes on" in process.communicate()[0] and server.sessions[0].status == "RUNNING"
@@ -454,8 +451,8 @@ def test_a_stopped_chain_sends_nothing_more_and_deletes_nothing(server, send, he
 def test_a_sweep_trains_one_setting_after_the_other_and_ends_in_a_table(server, send, here, stages):
     def done(number):
         def script(session):
-            leaves(stages[number], name=f"mnist-{number + 1}")(session)
-            records = session.working / f"outputs/mnist-{number + 1}/records.jsonl"
+            leaves(stages[number])(session)
+            records = session.working / "outputs/mnist/records.jsonl"
             score = [0.5, 0.75][number]  # of the second one more
             lines = [files.parse_with_crc32(line) for line in records.read_text().splitlines()]
             for line in lines:
@@ -512,17 +509,17 @@ def test_hostile_words_of_a_log_and_a_failure_reach_no_terminal(server, send, he
         "[]",
         "[" * 100_000,
         '{"ending": "done"}',
-        '{"ending": ["done"], "error": {}, "repeats": 1}',
-        '{"ending": "uploaded", "error": "", "repeats": false}',
+        '{"ending": ["done"], "error": {}}',
+        '{"ending": "uploaded", "error": ""}',
         " " * 70_000,
-        json.dumps(dict(ending="failed", error=HOSTILE * 1000, repeats=True)),
+        json.dumps(dict(ending="failed", error=HOSTILE * 1000)),
     ],
 )
 def test_a_hostile_session_json_says_nothing(tmp_path, text):
     from tpukit.tools.send import State, follow
 
     (tmp_path / "session.json").write_text(text)
-    ending, error, _ = follow._ending(tmp_path / "session.json", State("error"))
+    ending, error = follow.ending_of(tmp_path / "session.json", State("error"))
     assert ending in ("lost", "failed") and len(error) <= 500 and not set("\x1b\u202e\r") & set(error)
 
 
@@ -542,7 +539,7 @@ def test_a_file_name_that_leads_outside_is_refused_and_nothing_is_lost(server, s
 
 def harmed(stages, folder, harm):
     """The run after 3 epochs, or, for "earlier", after 1, with something wrong."""
-    bad = shutil.copytree(stages[0 if harm == "earlier" else 2], folder / harm)
+    bad = shutil.copytree(stages[0 if harm == "earlier" else 2], folder / harm / "mnist")
     if harm == "checkpoint":
         for path in (bad / "checkpoints").glob("*.pt"):
             flip(path)
@@ -563,8 +560,19 @@ def test_a_run_that_is_broken_takes_no_ones_place(stages, tmp_path, harm):
     good = shutil.copytree(stages[1], tmp_path / "runs/mnist")
     before = {path: path.read_bytes() for path in good.rglob("*") if path.is_file()}
     with pytest.raises(TpukitError):
-        follow._take_over(harmed(stages, tmp_path, harm), good, "mnist")
+        follow.take(harmed(stages, tmp_path, harm), good.parent)
     assert {path: path.read_bytes() for path in good.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", [".hidden", "a\x1b[2Jb"])
+def test_a_run_with_a_name_that_cannot_be_shown_is_refused_and_not_left_out_without_a_word(
+    stages, tmp_path, name
+):
+    from tpukit.tools.send import follow
+
+    with pytest.raises(TpukitError, match="a name that cannot be printed"):
+        follow.take(shutil.copytree(stages[1], tmp_path / name), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_output_that_is_broken_is_not_resumed(server, send, here, stages, tmp_path):

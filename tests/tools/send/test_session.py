@@ -6,22 +6,19 @@ import json
 import pytest
 
 from tests.conftest import ROOT, refuses
-from tpukit.tools.send import Session, pack
+from tpukit.tools import pack
+from tpukit.tools.send import Session
 from tpukit.tools.send import session as sessions
 from tpukit.tools.send.chain import Chain
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Packing the library takes a second."""
-    monkeypatch.setattr(pack, "library", lambda: b"archive")
+LIBRARY = pack.cell(b"archive")
 
 
 def made(folder, session=Session("me/tpukit-a-1", 2.5), **values):
     """(cells' sources, metadata of the kernel) of a session's notebook."""
     values = dict(accelerator="tpu", kind="task", task="mnist", settings=[{}]) | values
     chain = Chain(name="a", service="kaggle", **values)
-    sessions.write(folder / "push", chain, session)
+    sessions.write(folder / "push", chain, session, LIBRARY)
     notebook = json.loads((folder / "push/session.ipynb").read_text())
     return [cell["source"] for cell in notebook["cells"]], json.loads(
         (folder / "push/kernel-metadata.json").read_text()
@@ -40,7 +37,7 @@ HOSTILE = ["'); import os; os.abort() #", "\n!touch x", '"""', "{x}", "\\", "%%b
 def test_a_task_gets_the_library_a_watch_its_call_and_an_end(tmp_path):
     settings = dict(epochs=3, freeze=HOSTILE)
     cells, metadata = made(tmp_path, settings=[settings])
-    assert "packed into this notebook" in cells[0] and cells[-1].endswith("inside.finish()")
+    assert "packed into this notebook" in cells[0] and cells[-1].endswith("inside.write('done')")
     assert called(cells[1]) == ("watch", dict(accelerator="tpu", hours=2.5))
     assert called(cells[2]) == ("train_task", dict(task="mnist", settings=settings, name="a", resumes=False))
     assert metadata["id"] == "me/tpukit-a-1" and metadata["title"] == "tpukit-a-1"
@@ -55,7 +52,7 @@ def test_a_later_session_has_the_one_before_as_its_input(tmp_path):
     cells, metadata = made(tmp_path, later, **several)
     assert metadata["kernel_sources"] == ["me/tpukit-a-1"] and metadata["dataset_sources"] == ["me/set"]
     assert metadata["enable_internet"] and not metadata["machine_shape"] and not metadata["enable_tpu"]
-    assert called(cells[2])[1] == dict(task="mnist", settings=dict(lr=0.5), name="a-2", resumes=True)
+    assert called(cells[2])[1] == dict(task="mnist", settings=dict(lr=0.5), name="a", resumes=True)
 
 
 def notebook(folder, *sources, tags=(), **metadata):

@@ -1,15 +1,17 @@
 """`tpukit send`: sessions on Kaggle or Colab from here, one after the other, until the training is done.
 
 chain.py decides what follows what, follow.py does it. Both know nothing of a service but the class `Service`
-below; kaggle.py and colab.py are the two. session.py writes the notebook of one session, with the library in
-it (pack.py); inside.py is what runs there."""
+below; kaggle.py and colab.py are the two, on their own commands (command.py). session.py writes the notebook
+of one session, with the library in it; inside.py is what runs there."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from tpukit.host.errors import TpukitError
+
+Ending = Literal["done", "stopped", "failed", "no accelerator", "lost", "cancelled"]
 
 
 class Unreachable(TpukitError):
@@ -24,23 +26,18 @@ class Session:
     hours: float  # its limit
     setting: int = 0  # which of the chain's settings
     source: str | None = None  # the kernel whose output it resumes
-    phase: str = "intended"  # then sent, then ended
-    ending: str = ""  # one of chain.ENDINGS, once it has ended
+    state: Literal["intended", "sent", Ending] = "intended"
     error: str = ""  # one line
-    repeats: bool = False  # whether this error would come again
-    step: int = 0  # where its run stood then
+    step: int = 0  # where the run stands that it brought; 0: it brought none
     epochs: int = 0
-    brought: bool = False  # whether its output has a run for the next session to resume
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     word: str  # queued, running, complete, error, cancelled, or unknown: there is none of this name
     message: str = ""
 
 
-@dataclass(frozen=True)
-class Quota:
+class Quota(NamedTuple):
     left_h: float
     total_h: float
     renewed: str  # when, as the service writes it
@@ -55,20 +52,18 @@ class Service(Protocol):
         """The full name of a kernel of this user."""
         ...
 
-    def push(self, folder: Path, session: Session) -> None:
-        """Start a session. folder: holds session.ipynb and kernel-metadata.json; runs/ beside it holds the
-        runs that the sessions before have brought."""
-        ...
+    def push(self, folder: Path, session: Session, runs: Path) -> None:
+        """Start a session. folder: holds session.ipynb and kernel-metadata.json. runs: the folder of the runs
+        that the sessions before have brought."""
 
     def state(self, kernel: str) -> State: ...
 
-    def log(self, kernel: str, follow: bool) -> Iterator[str]:
-        """The lines that a session has printed; with `follow`, on to its end."""
+    def log(self, kernel: str) -> Iterator[str]:
+        """The lines that a session has printed, from the first one on, and that it prints until its end."""
         ...
 
     def fetch(self, kernel: str, folder: Path) -> None:
         """Bring the output files of a session into an empty folder, and write none outside it."""
-        ...
 
     def quota(self, accelerator: str) -> Quota | None: ...
 

@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_type_hints
+from typing import Literal, get_type_hints
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
@@ -15,23 +15,23 @@ from tpukit.tools.send import Session
 FILE = "chain.json"
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 LONGEST = 36  # of a name: a kernel's, with tpukit- and a number, has at most 50 characters
-ACCELERATORS = ("tpu", "gpu", "none")
-KINDS = ("task", "notebook", "check")
-NEEDED = dict(  # for an accelerator
-    kaggle="Kaggle gives one to an account with a verified phone number and hours left, when one is free",
-    colab="Colab gives one when one is free, to some accounts only",
-)
-PHASES = ("intended", "sent", "ended")
-ENDINGS = ("", "done", "stopped", "failed", "no accelerator", "cancelled", "lost")
-PATTERNS = dict(kernel=r"(\w[\w-]*/)?[a-z0-9][a-z0-9-]*", dataset=r"\w[\w-]*/\w[\w.-]*")
+KERNEL = re.compile(r"(\w[\w-]*/)?[a-z0-9][a-z0-9-]*", re.A)
+DATASET = re.compile(r"\w[\w-]*/\w[\w.-]*", re.A)
+# What may be better the next time -> what the user can do.
+ADVICE = {
+    "no accelerator": "Kaggle gives one to an account with a verified phone number and hours left, Colab to"
+    " some accounts, when one is free; `follow` tries again",
+    "cancelled": "somebody cancelled it there; `follow` goes on",
+}
+DONE = "done"
 
 
 @dataclass(kw_only=True)
 class Chain:
-    name: str
-    service: str
-    accelerator: str
-    kind: str  # what is sent: a task, a notebook, or the hardware check
+    name: str  # also of a task's run
+    service: Literal["kaggle", "colab"]
+    accelerator: Literal["tpu", "gpu", "none"]
+    kind: Literal["task", "notebook", "check"]  # what is sent
     task: str = ""
     settings: list[dict]  # of a task or a notebook; a sweep has several, one after the other
     sessions: int = 1  # at most so many for each of them
@@ -41,53 +41,38 @@ class Chain:
     datasets: list[str] = field(default_factory=list)
     sent: list[Session] = field(default_factory=list)
 
-    def run_name(self, setting: int) -> str:
-        """The folder of a task's run, in a session and here."""
-        return self.name if len(self.settings) == 1 else f"{self.name}-{setting + 1}"
-
-    def of_setting(self, setting: int) -> list[Session]:
+    def sent_for(self, setting: int) -> list[Session]:
         """The sessions of one of the settings that had their accelerator."""
         mine = [session for session in self.sent if session.setting == setting]
-        return [session for session in mine if session.ending != "no accelerator"]
+        return [session for session in mine if session.state != "no accelerator"]
+
+    def runs(self, setting: int) -> Path:
+        """The folder in the chain's for the runs of one of the settings."""
+        return Path("runs", str(setting + 1)) if len(self.settings) > 1 else Path("runs")
 
 
 def check(chain: Chain) -> None:
-    """Raise TpukitError for a value that is not of its type or not one of those that it can be."""
-    for part, kind in ((chain, Chain), *((session, Session) for session in chain.sent)):
-        types = get_type_hints(kind) | (dict(sent=list, settings=list[dict]) if kind is Chain else {})
-        wrong = [name for name, value in vars(part).items() if not has_type(value, types[name])]
-        if wrong:
-            raise TpukitError(f"{wrong[0]} is {getattr(part, wrong[0])!r}")
-    chosen = [
-        (chain.service, ("kaggle", "colab", "local")),
-        (chain.accelerator, ACCELERATORS),
-        (chain.kind, KINDS),
-    ]
-    for session in chain.sent:
-        chosen += [(session.phase, PHASES), (session.ending, ENDINGS)]
-        chosen += [(session.setting, range(len(chain.settings)))]
-    for value, among in chosen:
-        if value not in among:
-            raise TpukitError(f"{value!r} is not one of {', '.join(map(str, among))}")
-    kernels = [session.kernel for session in chain.sent]
+    """Raise TpukitError for a value that cannot be."""
+    for part in (chain, *chain.sent):
+        for name, kind in get_type_hints(type(part)).items():
+            if not has_type(vars(part)[name], kind):
+                raise TpukitError(f"{name} is {vars(part)[name]!r}")
+    named = f"a chain cannot be named {chain.name!r}: at most {LONGEST} of a-z, 0-9, single - within (--name)"
+    until, kernels = chain.until_epochs, [session.kernel for session in chain.sent]
     kernels += [session.source for session in chain.sent if session.source]
-    for kind, names in dict(kernel=kernels, dataset=chain.datasets).items():
-        if wrong := [name for name in names if not re.fullmatch(PATTERNS[kind], name, re.A)]:
-            raise TpukitError(f"{wrong[0]!r} cannot be the name of a {kind}: it is OWNER/NAME")
-    if not NAME.fullmatch(chain.name) or len(chain.name) > LONGEST:
-        raise TpukitError(
-            f"a chain cannot be named {chain.name!r}: at most {LONGEST} of a-z, 0-9 and single -, which does"
-            " not begin or end it (--name)"
-        )
-    for name, value in dict(sessions=chain.sessions, until_epochs=chain.until_epochs).items():
-        if value is not None and value < 1:
-            raise TpukitError(f"--{name.replace('_', '-')} {value}: it must be 1 or more")
-    if not 0 < chain.hours <= 24:
-        raise TpukitError(
-            f"--hours {chain.hours:g}: the limit of a session is more than 0 and at most 24 hours"
-        )
-    if not chain.settings:
-        raise TpukitError("there are no settings")
+    rules = [
+        (NAME.fullmatch(chain.name) and len(chain.name) <= LONGEST, named),
+        (all(map(DATASET.fullmatch, chain.datasets)), f"--dataset {chain.datasets}: it is OWNER/NAME"),
+        (all(map(KERNEL.fullmatch, kernels)), f"a kernel cannot be named like one of {kernels}"),
+        (all(each.setting in range(len(chain.settings)) for each in chain.sent), "there is no such setting"),
+        (chain.settings, "there are no settings"),
+        (chain.sessions >= 1, f"--sessions {chain.sessions}: it must be 1 or more"),
+        (until is None or until >= 1, f"--until-epochs {until}: it must be 1 or more"),
+        (0 < chain.hours <= 24, f"--hours {chain.hours:g}: a session has more than 0 and at most 24 hours"),
+    ]
+    for is_kept, otherwise in rules:
+        if not is_kept:
+            raise TpukitError(otherwise)
 
 
 def write(folder: Path, chain: Chain) -> None:
@@ -102,121 +87,71 @@ def read(folder: Path) -> Chain:
     """Raises TpukitError where there is no chain, or a damaged one."""
     try:
         values = files.parse_with_crc32((folder / FILE).read_bytes())
-        sent = [Session(**session) for session in values.pop("sent")]
-        chain = Chain(**values, sent=sent)
+        values["sent"] = [Session(**session) for session in values["sent"]]
+        chain = Chain(**values)
         check(chain)
     except FileNotFoundError as error:
-        known = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{FILE}")))
-        raise TpukitError(
-            f"no chain {folder.name} was sent from here: "
-            + (f"there is {known}" if known else "there is none")
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        known = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{FILE}"))) or "none"
+        raise TpukitError(f"no chain {folder.name} was sent from here: there is {known}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TpukitError(
             f"{folder / FILE} is damaged ({error}): take it from a copy, or send again with another --name"
         ) from error
     return chain
 
 
-def runs(folder: Path, session: Session) -> dict[str, Path]:
-    """The runs that a session goes on with: their names there -> their folders here."""
-    chain = read(folder)
-    several = f"-{session.setting + 1}" if len(chain.settings) > 1 else ""
-    there = "" if chain.kind == "task" else several  # a notebook's run gets its number here
-    found = (folder / "runs").glob(f"[!.]*{several}")
-    return {path.name.removesuffix(there): path for path in sorted(found)}
-
-
 # What follows
 
 
-@dataclass(frozen=True)
-class Next:
-    act: str  # push a session; watch the one that runs; end: nothing is to be done
-    text: str = ""  # why it ends, in words
-    setting: int = 0
-    is_done: bool = False
-
-
-def decide(chain: Chain, *, again: bool = False, stopped: bool = False) -> Next:
-    """What follows in a chain. again: the user asks to go on after what may be better the next time. stopped:
-    the user wants no more sessions."""
-    following = _following(chain, again)
-    return Next("end", "stopped by you") if stopped and following.act == "push" else following
-
-
-def _following(chain: Chain, again: bool) -> Next:
-    last = chain.sent[-1] if chain.sent else None
-    if last is None:
-        return Next("push")
-    if last.phase != "ended":
-        return Next("watch")
-    following = last.setting + 1 if last.setting + 1 < len(chain.settings) else None
-    if is_finished(chain, last):
-        if following is not None:
-            return Next("push", setting=following)
-        return Next("end", "done", is_done=True)
-    if last.ending == "failed" and last.repeats:
-        if following is not None:  # a sweep goes on without it
-            return Next("push", setting=following)
-        return _needs_you(last, "it would fail again: correct it, and send it with another --name")
-    if not again:
-        if last.ending == "no accelerator":
-            return _needs_you(last, f"{NEEDED[chain.service]}; `follow` tries again")
-        if last.ending == "cancelled":
-            return _needs_you(last, "somebody cancelled it there; `follow` goes on")
-        if _is_stuck(chain.of_setting(last.setting)):
-            return _needs_you(last, "the last two sessions came no step further; `follow` tries again")
-    used = len(chain.of_setting(last.setting))
-    if used >= chain.sessions:
-        if following is not None:
-            return Next("push", setting=following)
-        return Next("end", _used_up(chain, last, used))
-    return Next("push", setting=last.setting)
-
-
-def is_finished(chain: Chain, session: Session) -> bool:
-    """Whether the training that a session was for is over."""
-    if chain.until_epochs and session.epochs >= chain.until_epochs:
-        return True
+def decide(chain: Chain, *, again: bool = False) -> int | str:
+    """The setting to send the next session of; or, in words, why none is to be sent. again: the user asks to
+    go on after what may be better the next time."""
+    if not chain.sent:
+        return 0
+    last = chain.sent[-1]
+    mine = chain.sent_for(last.setting)
     # A notebook may train a part of the epochs; a task that ends before them has stopped early.
-    return session.ending == "done" and not (chain.kind == "notebook" and chain.until_epochs)
-
-
-def _needs_you(last: Session, advice: str) -> Next:
-    reason = f"{last.ending}: {last.error}" if last.error else last.ending
-    return Next("end", f"needs you ({reason}): {advice}")
+    is_finished = last.state == "done" and not (chain.kind == "notebook" and chain.until_epochs)
+    is_finished |= bool(chain.until_epochs) and last.epochs >= (chain.until_epochs or 0)
+    is_used_up = len(mine) >= chain.sessions
+    if (is_finished or is_used_up or last.state == "failed") and last.setting + 1 < len(chain.settings):
+        return last.setting + 1
+    if is_finished:
+        return DONE
+    advice = "" if again else ADVICE.get(last.state, "")
+    if last.state == "failed":
+        advice = "it would fail again: correct it, and send it with another --name"
+    elif not (again or advice) and _is_stuck(mine):
+        advice = "the last two sessions came no step further; `follow` tries again"
+    if advice:
+        reason = f"{last.state}: {last.error}" if last.error else last.state
+        return f"needs you ({reason}): {advice}"
+    return _used_up(chain, mine) if is_used_up else last.setting
 
 
 def _is_stuck(sessions: list[Session]) -> bool:
-    """Whether the last two sessions of a setting brought no step."""
-    before = sessions[-3].step if len(sessions) > 2 else 0
-    return len(sessions) > 1 and sessions[-1].step <= before
+    steps = [0, *(session.step for session in sessions)]
+    return len(sessions) > 1 and max(steps[-2:]) <= max(steps[:-2])
 
 
-def _used_up(chain: Chain, last: Session, used: int) -> str:
-    text = f"sessions used up: {used}"
-    if not (chain.until_epochs and last.epochs):
-        return f"{text}; `tpukit send follow {chain.name} --sessions {used + 1}` sends another"
-    per_session = last.epochs / used
-    more = -(-(chain.until_epochs - last.epochs) // per_session)
-    return (
-        f"{text}, with {last.epochs} of {chain.until_epochs} epochs, {per_session:.1f} a session: about"
-        f" {more:.0f} more (`tpukit send follow {chain.name} --sessions {used + more:.0f}`)"
-    )
+def _used_up(chain: Chain, sessions: list[Session]) -> str:
+    used, more, text = len(sessions), 1, f"sessions used up: {len(sessions)}"
+    epochs = max(session.epochs for session in sessions)
+    if chain.until_epochs and epochs:
+        more = -(-(chain.until_epochs - epochs) * used // epochs)
+        text += f", with {epochs} of {chain.until_epochs} epochs; at {epochs / used:.1f} a session"
+        text += f" about {more} more"
+    return f"{text} (`tpukit send follow {chain.name} --sessions {used + more}`)"
 
 
 def where(chain: Chain) -> str:
     """How far a chain is, by what was last fetched."""
-    number = len(chain.of_setting(chain.sent[-1].setting)) if chain.sent else 0
-    text = f"session {number} of {chain.sessions}"
-    if len(chain.settings) > 1 and chain.sent:
-        text = f"setting {chain.sent[-1].setting + 1} of {len(chain.settings)}, {text}"
-    fetched = (
-        [s.epochs for s in chain.of_setting(chain.sent[-1].setting) if s.phase == "ended"]
-        if chain.sent
-        else []
-    )
-    if fetched and chain.until_epochs:
-        text = f"{text} (epoch {fetched[-1]} of {chain.until_epochs} as last fetched)"
+    setting = chain.sent[-1].setting if chain.sent else 0
+    mine = chain.sent_for(setting)
+    text = f"session {len(mine)} of {chain.sessions}"
+    if len(chain.settings) > 1:
+        text = f"setting {setting + 1} of {len(chain.settings)}, {text}"
+    if chain.until_epochs:
+        epochs = max((session.epochs for session in mine), default=0)
+        text += f" (epoch {epochs} of {chain.until_epochs} as last fetched)"
     return text

@@ -8,11 +8,9 @@ import sys
 import tarfile
 
 from tests.conftest import ROOT
-from tpukit.tools.send import pack
+from tpukit.tools import pack
 
-PRINT = (
-    "import hashlib; from tpukit.tools.send import pack; print(hashlib.sha256(pack.library()).hexdigest())"
-)
+PRINT = "import hashlib; from tpukit.tools import pack; print(hashlib.sha256(pack.library()).hexdigest())"
 
 
 def names_in(archive):
@@ -23,7 +21,7 @@ def names_in(archive):
 def test_a_clone_packs_its_code_its_licence_and_the_files_for_renting(tmp_path):
     archive = pack.library({"pyeit/LICENSE.txt": b"BSD"})
     files = names_in(archive)
-    assert files["tpukit/tools/send/pack.py"] == (ROOT / "tpukit/tools/send/pack.py").read_bytes()
+    assert files["tpukit/tools/pack.py"] == (ROOT / "tpukit/tools/pack.py").read_bytes()
     assert files["tpukit/LICENSE"] == (ROOT / "LICENSE").read_bytes() and files["pyeit/LICENSE.txt"] == b"BSD"
     assert any(name.startswith("docs/sky/") for name in files)
     assert not [name for name in files if "__pycache__" in name]
