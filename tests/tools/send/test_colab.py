@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -26,7 +27,8 @@ def colab(tmp_path, monkeypatch):
     """The folder of the stand-in, which is on PATH as `colab`, logged in with a token of its own."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "--net", "--mount", "true"]).returncode:
         pytest.skip("a machine of Colab is a namespace here, which this machine refuses")
-    home, commands = tmp_path / "colab", tmp_path / "bin"
+    # Short: the path of a kernel's socket has at most 107 bytes.
+    home, commands = Path(tempfile.mkdtemp(prefix="colab")), tmp_path / "bin"
     commands.mkdir()
     (home / "config").mkdir(parents=True)
     (home / "config/token.json").write_text(json.dumps({"token": TOKEN}))
@@ -39,6 +41,7 @@ def colab(tmp_path, monkeypatch):
     yield home
     for machine in (home / "machines").glob("*"):
         subprocess.run([command, "stop", "-s", machine.name], capture_output=True)
+    shutil.rmtree(home)
 
 
 def calls(home):
