@@ -447,7 +447,7 @@ def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkey
     from tpukit.cli import commands, send
 
     called = []
-    for group in (commands.COMMANDS, send.COMMANDS, send.SERVICES, *send.OTHERS.values()):
+    for group in (commands.COMMANDS, send.COMMANDS, *send.SERVICES.values()):
         for name, function in list(group.items()):
             if callable(function):
                 stub = functools.wraps(function)(lambda *args, **settings: called.append(settings))
