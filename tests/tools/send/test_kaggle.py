@@ -298,7 +298,8 @@ def background(here, server, tmp_path):
     for process in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 def until(condition, limit_s=120):
