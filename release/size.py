@@ -31,18 +31,18 @@ BUDGETS = {  # lines of Python files, blank ones and docstrings too
 REACHED = {
     "tpukit/host": 1_286,
     "tpukit/runs": 1_249,
-    "tpukit/devices": 2_597,
+    "tpukit/devices": 2_600,
     "tpukit/training": 2_127,
     "tpukit/launching": 783,
     "tpukit/reporting": 1_293,
     "tpukit/tasks": 5_196,
     "tpukit/tools": 5_247,
     "tpukit/cli": 1_099,
-    "tpukit": 20_984,
-    "tests": 23_780,
-    "the library proper": 9_335,
+    "tpukit": 20_987,
+    "tests": 23_774,
+    "the library proper": 9_338,
     "files that the MNIST notebook imports": 60,
-    "lines that the MNIST notebook imports": 8_088,
+    "lines that the MNIST notebook imports": 8_091,
 }
 # Of tpukit, which the MNIST notebook uses.
 FIRST_NAMES = "detect find_dataset MNIST Run launch train live show"
