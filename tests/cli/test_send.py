@@ -142,3 +142,13 @@ def test_a_misspelt_word_is_told_what_was_meant(there, line, meant, capsys):
 def test_a_chain_is_not_sent_twice_under_one_name(there, capsys):
     assert run("kaggle mnist") == 0 and run("kaggle mnist --epochs 9") == 1
     assert "follow" in capsys.readouterr().err and settings("mnist") == [{}]
+
+
+def test_the_state_of_all_chains_names_one_that_is_damaged_and_shows_the_others(there, capsys):
+    assert run("kaggle mnist --name whole") == run("kaggle mnist --name broken") == 0
+    (send._folder("broken") / chains.FILE).write_text("{}")
+    capsys.readouterr()
+    assert run("status") == 0
+    shown = capsys.readouterr().out
+    assert "queued" in shown and "damaged" in shown
+    assert run("status broken") == 1

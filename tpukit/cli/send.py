@@ -92,7 +92,14 @@ def status(name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAM
     if not names:
         print("nothing was sent from this folder: `tpukit send kaggle --help`")
         return
-    rows = [(each, *_words(chains.read(_folder(each)))) for each in names]
+    rows = []
+    for each in names:
+        try:
+            rows.append((each, *_words(chains.read(_folder(each)))))
+        except TpukitError as error:
+            if name:
+                raise
+            rows.append((each, "", str(error), ""))  # the others are shown
     print(Table("Sent", ("chain", "on", "state", "where it is"), rows))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -131,6 +132,12 @@ def test_a_session_with_a_wrong_value_is_refused(tmp_path, change):
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"sent": 1}', '{"sent": [1]}'])
 def test_what_is_no_chain_is_refused(tmp_path, text):
     (tmp_path / "chain.json").write_text(text)
+    with refuses(tmp_path / "chain.json"):
+        chains.read(tmp_path)
+
+
+def test_a_named_pipe_is_no_chain_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "chain.json")
     with refuses(tmp_path / "chain.json"):
         chains.read(tmp_path)
 

@@ -86,6 +86,8 @@ def write(folder: Path, chain: Chain) -> None:
 def read(folder: Path) -> Chain:
     """Raises TpukitError where there is no chain, or a damaged one."""
     try:
+        if (folder / FILE).is_fifo():  # reading it would wait for ever
+            raise ValueError("it is a named pipe")
         values = files.parse_with_crc32((folder / FILE).read_bytes())
         values["sent"] = [Session(**session) for session in values["sent"]]
         chain = Chain(**values)
