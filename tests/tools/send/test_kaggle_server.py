@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.tools.send import kaggle_server as loopback
-from tests.tools.send.kaggle_server import KEY, TOKEN, USER, needs_sessions
+from tests.tools.send.kaggle_server import KEY, TOKEN, USER
+from tests.tools.send.kaggle_session import needs_sessions
 
 pytest.importorskip("kaggle", reason="kaggle is not installed: pip install kaggle")
 pytestmark = pytest.mark.slow
