@@ -243,10 +243,9 @@ def _send_notebook(
 def _varied(vary: tuple[tuple[str, ...], ...], parse: Callable[[str, str], Any]) -> list[dict[str, Any]]:
     """All combinations of a sweep's values, in order; a single empty one without a sweep."""
     names = [words[0].replace("-", "_") if words else "" for words in vary]
-    if wrong := [words for words in vary if len(words) < 2] or len(set(names)) < len(names):
-        raise TpukitError(
-            f"--vary {wrong}: give a setting and its values, each setting once: --vary lr 0.01 0.05"
-        )
+    if len(set(names)) < len(names) or any(len(words) < 2 for words in vary):
+        given = " ".join(f"--vary {' '.join(words)}" for words in vary)
+        raise TpukitError(f"{given}: give a setting and its values, each setting once: --vary lr 0.01 0.05")
     values = [[parse(name, text) for text in words[1:]] for name, words in zip(names, vary)]
     return [dict(zip(names, combination)) for combination in itertools.product(*values)]
 

@@ -148,7 +148,7 @@ def test_what_a_machine_sends_is_not_trusted(colab, tmp_path):
     subprocess.run([service.command, "new", "-s", "tpukit-a-1"], check=True)
     # The packing cannot be trusted either, as the machine runs it: here it fails, and leaves nothing.
     (machines / "tpukit-a-1/root/content/left.zip").mkdir()
-    with pytest.raises(TpukitError, match="Colab: "):
+    with pytest.raises(TpukitError, match="tpukit-a-1 failed: IsADirectoryError"):
         service.fetch("tpukit-a-1", tmp_path / "new")
     with zipfile.ZipFile(tmp_path / "hostile.zip", "w") as packed:
         packed.writestr("outputs/../../outside", "x")
@@ -196,3 +196,9 @@ def test_what_fails_there_is_said_in_one_line(printed, kind, words, tmp_path, mo
 def test_a_machine_is_there_only_where_its_own_name_is_listed(tmp_path, monkeypatch):
     service = command(tmp_path, monkeypatch, "echo '[tpukit-a-12] m-s-1 | Hardware: CPU'")
     assert service.state("tpukit-a-1") == State("unknown")
+
+
+def test_lines_that_fail_on_a_machine_are_an_error_though_the_command_ends_well(tmp_path, monkeypatch):
+    service = command(tmp_path, monkeypatch, "echo 'Traceback'; echo 'ReadError: not a zip file'")
+    with pytest.raises(TpukitError, match="tpukit-a-1 failed: ReadError: not a zip file"):
+        service._exec("tpukit-a-1", "unpack()")

@@ -16,7 +16,7 @@ from tpukit.host import archives
 from tpukit.host.errors import TpukitError
 from tpukit.tools import child
 from tpukit.tools.send import Session, State, Unreachable
-from tpukit.tools.send.command import ask
+from tpukit.tools.send.command import ask, reason
 
 HARDWARE = dict(TpuV5E8=("--tpu", "v5e1"), NvidiaTeslaT4=("--gpu", "T4"))
 LIMIT_S = 900  # for a machine to start, or for a file to be copied
@@ -107,7 +107,9 @@ class Colab:
             print(f"{error}; `colab stop -s {kernel}` gives it back", file=sys.stderr)
 
     def _exec(self, kernel: str, lines: str) -> None:
-        self._run("exec", "-s", kernel, "--timeout", LIMIT_S, text=lines)
+        said = self._run("exec", "-s", kernel, "--timeout", LIMIT_S, text=f"{lines}\nprint('all', 'done')")
+        if "all done" not in said:
+            raise TpukitError(f"Colab's machine {kernel} failed: {reason(said)}")
 
     def _run(self, *words: object, text: str = "") -> str:
         command = [self.command, *words]

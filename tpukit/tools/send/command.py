@@ -13,6 +13,7 @@ PASSES = re.compile(
     r"|Read timed out|IncompleteRead|rate limited|problem on Kaggle's side|Expecting value",
     re.I,
 )
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def ask(service: str, command: list, *, login: str, asks: str, text: str = "", timeout_s: float) -> str:
@@ -26,7 +27,7 @@ def ask(service: str, command: list, *, login: str, asks: str, text: str = "", t
         ran = subprocess.run([*map(str, command)], input=text, **options)
     except subprocess.TimeoutExpired as error:
         raise Unreachable(f"{service}'s command gave no answer in {timeout_s:.0f} s") from error
-    said = printable(f"{ran.stdout}\n{ran.stderr}")
+    said = printable(COLOR.sub("", f"{ran.stdout}\n{ran.stderr}"))
     if re.search(asks, said):
         raise TpukitError(login)
     if ran.returncode:
