@@ -1,7 +1,9 @@
 """The notebooks as a user meets them: run whole by papermill, once where one run answers all questions."""
 
 import json
+import re
 import shutil
+import zipfile
 
 import nbformat
 import papermill
@@ -9,7 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.conftest import ROOT
-from tpukit import Run
+from tpukit import LanguageModel, Run
+from tpukit.tasks.datasets import make_synthetic
 
 # What no machine changes: notebook -> cell -> text.
 OUTPUTS = json.loads((ROOT / "tests/notebook_outputs.json").read_text())
@@ -335,6 +338,58 @@ def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports
     assert len(outputs(notebook, "image/png")) == 7
     for name in ("best.pt2", "predictions/per_class.csv", "predictions/worst.npz", "own/predictions.csv"):
         assert (tmp_path / "outputs/run" / name).exists(), name
+
+
+@pytest.mark.slow
+def test_the_notebook_on_conversations_answers_a_question_before_and_after_and_exports_an_adapter(tmp_path):
+    pytest.importorskip("peft")
+    from tests.tasks.text.small import CHAT, write_model
+
+    model = write_model(tmp_path / "model", chat=CHAT, n_positions=128)
+    small = dict(MODEL=str(model), EPOCHS=2, BATCH_SIZE=4, SEQUENCE_LENGTH=128, LORA_RANK=2, CORES=2)
+    notebook = run_notebook("finetune_llm.ipynb", tmp_path, RUN_NAME="run", **small)
+    output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
+    assert "89 documents" in output and "epoch 2: loss" in output and "all 2 cores started" in output
+    assert "largest difference to the trained model" in output and "perplexity " in output
+    assert all(f">{word}<" in tables for word in ("before", "after", "what the model writes"))
+    with zipfile.ZipFile(tmp_path / "outputs/run.zip") as archive:
+        assert "run/peft/adapter_model.safetensors" in archive.namelist()
+
+
+@pytest.mark.slow
+def test_the_notebook_on_conversations_takes_the_tiny_model_where_a_large_one_cannot_be_had(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("peft")
+    monkeypatch.setenv("TPUKIT_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
+    chats = tmp_path / "mine.jsonl"
+    chats.write_text('{"prompt": "a", "completion": "b"}\n' * 9 + '{"prompt": "c", "completion": "d"}\n')
+    on_a_tpu = ('env.accelerator in ("tpu", "cuda")', "True")
+    small = dict(DATASET_DIR=str(chats), EPOCHS=1, BATCH_SIZE=1, RUN_NAME="run")
+    notebook = run_notebook("finetune_llm.ipynb", tmp_path, on_a_tpu, **small)
+    output = text(notebook)
+    assert "the tiny model, because Qwen/Qwen3-0.6B is not on this machine" in output
+    assert "10 documents" in output
+    assert (tmp_path / "outputs/run/transformers/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_on_pretraining_counts_sessions_resumes_and_draws_the_line_of_the_bigrams(tmp_path):
+    pytest.importorskip("transformers")
+    from benchmarks.text import bigram_loss
+
+    texts = make_synthetic("my-text", tmp_path / "texts", size=12)
+    small = dict(DATASET_DIR=str(texts), MODEL="tiny", BATCH_SIZE=8, RUN_NAME="run")
+    notebook = run_notebook("pretrain_gpt.ipynb", tmp_path, EPOCHS=1, **small)
+    output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
+    task = LanguageModel(dataset_dir=texts)
+    told = float(re.search(r"bigram model: ([0-9.]+)", output)[1])
+    # A model of the same kind, which fills up what it has not met in another way.
+    assert abs(told - bigram_loss(*task.datasets())) < 0.15
+    assert "if 100% of its FLOP are used" in tables and "tpukit send kaggle text" in output
+    again = run_notebook("pretrain_gpt.ipynb", tmp_path, EPOCHS=2, **small)
+    assert "resuming at step" in text(again)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
 MAX_SHOWN = 64  # files, and samples in them, that one picture shows
 RUN_FILES = ("best.*", "config.json", "records.jsonl", "log.txt")
-ZIPPED = (*RUN_FILES, "pictures/*", "predictions/*", "own/*", "own/*/*")
+ZIPPED = (*RUN_FILES, "peft/*", "pictures/*", "predictions/*", "own/*", "own/*/*")
 
 
 def save_predictions(
