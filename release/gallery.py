@@ -277,6 +277,23 @@ def prices(given) -> dict[str, bytes]:
     }
 
 
+def sessions(given) -> dict[str, bytes]:
+    """40 hours of training in free sessions of three lengths, as the notebook on many sessions plans them."""
+    names, hours, texts = [], [], []
+    for length_h in (8.5, 4.25, 2.125):
+        limits = measure.Price("TPU v5e", "Kaggle", session_h=length_h, week_h=20)
+        needed = measure.sessions_needed(40, limits, start_h=1 / 6)
+        assert needed is not None
+        count, machine_h, calendar_h = needed
+        names.append(f"{count} sessions\nof {length_h:.3g} h")
+        hours.append(machine_h)
+        texts.append(f"{machine_h:.1f} h, done on day {calendar_h / 24 + 1:.0f}")
+    title = "40 hours of training, 20 free hours a week"
+    return {
+        "gallery/sessions.png": pictures.png(pictures.bars(names, {"hours": hours}, texts, title, "hours"))
+    }
+
+
 # Name -> (what makes its files, the options that it needs).
 PICTURES = {
     "targets": (targets, ("data", "mshnet")),
@@ -287,6 +304,7 @@ PICTURES = {
     "migration": (migration, ()),
     "comparison": (comparison, ()),
     "prices": (prices, ()),
+    "sessions": (sessions, ()),
 }
 
 if __name__ == "__main__":

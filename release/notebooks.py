@@ -12,19 +12,17 @@ another accelerator. Building twice gives equal bytes."""
 
 import argparse
 import base64
-import hashlib
 import importlib.metadata
-import io
-import lzma
 import re
-import tarfile
 from pathlib import Path
 
 import nbformat
 
+from tpukit.tools import pack
+from tpukit.tools.pack import library
+
 ROOT = Path(__file__).parent.parent
 IMPORT_LINE = "\nimport tpukit\n"  # of a notebook's first code cell
-LINE = 120  # columns of the archive's text
 # Colab and Kaggle choose the accelerator by a file's metadata: notebook -> the same for a GPU
 FOR_A_GPU = {"kaggle_cdeit_tpu": "kaggle_cdeit_gpu"}
 GPU = {
@@ -33,62 +31,6 @@ GPU = {
     "kaggle": {"accelerator": "nvidiaTeslaT4", "isInternetEnabled": True, "isGpuEnabled": True},
 }
 PYEIT_PARTS = ("pyeit/__init__.py", "pyeit/eit/", "pyeit/mesh/")
-
-# The cell of a built notebook. It runs before tpukit can be imported: nothing but the standard library.
-CELL = '''\
-# @title The library, packed into this notebook
-import base64, hashlib, io, os, sys, tarfile, tempfile
-from pathlib import Path
-
-SHA256 = "{sha256}"
-ARCHIVE = """
-{text}
-"""
-packed = base64.b85decode("".join(ARCHIVE.split()))
-if hashlib.sha256(packed).hexdigest() != SHA256:
-    raise RuntimeError("the copy of tpukit in this notebook is damaged: download the notebook again")
-with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-    FILES = {{member.name: tar.extractfile(member).read() for member in tar}}
-
-def holds_all(folder):  # these files, and no other that Python could import
-    found = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return {{path.relative_to(folder).as_posix(): path.read_bytes() for path in found}} == FILES
-
-try:
-    home = Path.home()
-    cache = home / ".cache/tpukit"
-    cache.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(dir=cache))  # readable by this user alone
-    EMBEDDED = new.with_name(SHA256)
-    if len({{path.stat().st_uid for path in (home, cache.parent, cache, new)}}) > 1:
-        new.rmdir()
-        raise OSError("a part of the path is another user's")
-except (OSError, RuntimeError):  # no home, or none that this user alone can write: the copy may be another's
-    EMBEDDED = new = Path(tempfile.mkdtemp(prefix="tpukit-"))
-if new != EMBEDDED and holds_all(EMBEDDED) and EMBEDDED.stat().st_uid == new.stat().st_uid:
-    new.rmdir()
-else:
-    for name, content in FILES.items():
-        (new / name).parent.mkdir(parents=True, exist_ok=True)
-        (new / name).write_bytes(content)
-    try:
-        new.rename(EMBEDDED)
-    except OSError:  # a folder of that name with other files is not ours to replace
-        EMBEDDED = new
-
-here = Path.cwd()
-near = [path / "tpukit" for path in (here, *here.parents[:3], here / "tpukit")]
-layers = [name for name in FILES if name.endswith("/__init__.py") and name.count("/") < 3]
-layers = [name for name in layers if name.startswith("tpukit/")]
-clones = [  # around the notebook: whole, and not another user's
-    path.parent for path in near
-    if all((path.parent / name).exists() for name in layers) and path.stat().st_uid == here.stat().st_uid
-]
-TPUKIT = str([*clones, EMBEDDED][0])
-sys.path.insert(0, TPUKIT)  # for this kernel, then for the cores and shells that it starts
-paths = [TPUKIT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-'''
 
 
 def main():
@@ -122,25 +64,6 @@ def build(out):
     return written
 
 
-def library(others=None):
-    """tpukit/, its licence and docs/sky/ as the bytes of a tar.xz archive.
-
-    others: dict of more files, name -> content."""
-    kinds = (".py", ".csv", ".json", ".toml", ".txt")
-    paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in kinds]
-    files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
-    files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
-    for path in (ROOT / "docs/sky").glob("*.yaml"):  # which the notebook on renting shows and starts
-        files[path.relative_to(ROOT).as_posix()] = path.read_bytes()
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, content in sorted({**files, **(others or {})}.items()):
-            member = tarfile.TarInfo(name)  # neither time nor owner: equal files give equal bytes
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return lzma.compress(raw.getvalue(), preset=9 | lzma.PRESET_EXTREME)
-
-
 def pyeit_files():
     """The part of the installed pyEIT that the simulator imports, with its licence (BSD): name -> content."""
     found = {path.as_posix(): path for path in importlib.metadata.distribution("pyeit").files}
@@ -154,13 +77,7 @@ def embed(notebook, archive, folder):
     """Put the archive before the cell that imports tpukit, and the pictures of the texts, relative to
     `folder`, into them."""
     [number] = [n for n, cell in enumerate(notebook.cells) if IMPORT_LINE in f"\n{cell.source}\n"]
-    text = base64.b85encode(archive).decode()
-    lines = "\n".join(text[start : start + LINE] for start in range(0, len(text), LINE))
-    source = CELL.format(sha256=hashlib.sha256(archive).hexdigest(), text=lines).rstrip()
-    # Colab, Kaggle, JupyterLab
-    hidden = {"cellView": "form", "_kg_hide-input": True, "jupyter": {"source_hidden": True}}
-    metadata = dict(hidden, tags=["tpukit-archive"])
-    notebook.cells.insert(number, nbformat.v4.new_code_cell(source, id="tpukit-archive", metadata=metadata))
+    notebook.cells.insert(number, nbformat.from_dict(pack.cell(archive)))
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(

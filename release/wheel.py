@@ -41,6 +41,7 @@ USES = {
     "eit": "-m tpukit simulate eit --out tank --samples 2 --test-samples 1 --workers 1",
     "remote": "-c 'import fsspec, gcsfs, huggingface_hub, s3fs'",
     "export": "-m tpukit export run --to onnx",
+    "send": "-m kaggle --version",
 }
 NOWHERE = "http://127.0.0.1:9"  # as a proxy: no package reaches the network
 OFFLINE = dict(TPUKIT_OFFLINE="1", http_proxy=NOWHERE, https_proxy=NOWHERE)

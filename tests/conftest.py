@@ -1,6 +1,7 @@
 """Shared by all tests: small data, an environment that is not this machine's, and the reference folder."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -20,6 +21,8 @@ def pytest_configure(config):
     # Before torch_xla is imported anywhere: the CPU XLA device, compiled quickly.
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+    if importlib.util.find_spec("torch_tpu"):  # which looks for a TPU for minutes: see `open_runtime`
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ["TPUKIT_OFFLINE"] = "1"  # for the processes that tests start, too: no dataset is downloaded
 
 

@@ -72,8 +72,8 @@ SMALL |= {
     "--workers": "1",
 }
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), and
-# a model of 110 million parameters (tests/tasks/cdeit).
-ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit")
+# a model of 110 million parameters (tests/tasks/cdeit), and what needs an account (tests/tools/send).
+ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit", "tpukit send")
 
 
 def name(path):
@@ -444,12 +444,14 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
 
 @pytest.mark.parametrize("command", sorted({*written()} - {*chosen()}))
 def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkeypatch, capfd):
-    from tpukit.cli import commands
+    from tpukit.cli import commands, send
 
     called = []
-    for name, function in commands.COMMANDS.items():
-        stub = functools.wraps(function)(lambda *args, **settings: called.append(settings))
-        monkeypatch.setitem(commands.COMMANDS, name, stub)
+    for group in (commands.COMMANDS, send.COMMANDS, *send.SERVICES.values()):
+        for name, function in list(group.items()):
+            if callable(function):
+                stub = functools.wraps(function)(lambda *args, **settings: called.append(settings))
+                monkeypatch.setitem(group, name, stub)
     words = smaller(f"tpukit {command.partition('tpukit ')[2]}")
     assert cli.main(words) == 0 and len(called) == 1, capfd.readouterr().err
     if "--" not in words:  # which ends the options

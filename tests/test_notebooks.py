@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import ROOT
+from tpukit import Run
 
 # What no machine changes: notebook -> cell -> text.
 OUTPUTS = json.loads((ROOT / "tests/notebook_outputs.json").read_text())
@@ -115,6 +116,19 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
     assert len(outputs(notebook, "image/png")) == 7
     assert "It ran on 2 x xla" in output
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
+
+
+@pytest.mark.slow
+def test_the_notebook_on_many_sessions_trains_once_over_three_of_them_and_draws_their_curve(digits, tmp_path):
+    small = dict(EPOCHS=30, SESSION_EPOCHS=12, DATASET_DIR=str(digits), RUN_NAME="run")
+    notebook = run_notebook("many_sessions.ipynb", tmp_path, **small)
+    output = text(notebook)
+    assert output.count("resuming at step ") == 2
+    ended = [Run.find(tmp_path / f"outputs/run/session-{number}/run") for number in (1, 2, 3)]
+    epochs = [[record["epoch"] for record in run.records("epoch")] for run in ended]
+    assert epochs == [list(range(12)), list(range(24)), list(range(30))]
+    assert len(outputs(notebook, "image/png")) == 2
+    assert "tpukit send kaggle mnist" in output and "--sessions 7 " in output
 
 
 @pytest.mark.slow

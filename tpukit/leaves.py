@@ -29,6 +29,7 @@ COMMANDS = dict(
     compare="tools.measure",
     migrate="tools.migrate",
     simulate="tasks.cdeit",
+    send="tools.send",
 )
 
 

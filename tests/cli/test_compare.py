@@ -7,6 +7,7 @@ import pytest
 from tests.tools.measure.samples import measurement
 from tpukit import cli
 from tpukit.tools import measure
+from tpukit.tools.measure import timing
 
 
 @pytest.mark.slow
@@ -56,7 +57,7 @@ def test_the_notebook_measures_merges_and_chooses(tmp_path, infrared):
 
     folder = tmp_path / "outputs/comparison"
     recipe = dict(base_size=32, crop_size=32, warm_epoch=5)
-    measure.write(folder / "t4.json", [measurement(recipe=recipe, chips=2, cores=2)])
+    timing.write(folder / "t4.json", [measurement(recipe=recipe, chips=2, cores=2)])
     small = dict(DATASET_DIR=str(infrared), IMAGE_SIZE=32, BATCH_SIZES="4", STEPS=2)
     notebook = run_notebook("hardware_comparison.ipynb", tmp_path, **small)
     printed = text(notebook)

@@ -1,5 +1,6 @@
 """The runtime of CPUs and GPUs (of which there is none here)."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -187,7 +188,7 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
         monkeypatch.delenv("LIBTPU_INIT_ARGS")
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
     for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
-        env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False)
+        env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False, versions={})
         open_runtime(env, libtpu_args="--a=1 --b=2")
     assert [environ.get("LIBTPU_INIT_ARGS") for environ in opened] == [given, wanted, wanted]
 
@@ -264,3 +265,12 @@ def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_tr
     runtime = CUDARuntime("cuda", world=World(0, ranks))
     runtime.step = cpu.step = step
     assert runtime.evaluation_batch(batch_size) == wanted and cpu.evaluation_batch(batch_size) == batch_size
+
+
+@pytest.mark.parametrize("installed, value", [(["torch_tpu"], "1"), ([], None)])
+def test_on_a_machine_without_a_tpu_torch_tpu_looks_for_none(installed, value, monkeypatch):
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    versions = dict.fromkeys(installed, "0.2.0")
+    open_runtime(dataclasses.replace(detect(), accelerator="cpu", versions=versions))
+    assert os.environ.get("TPU_SKIP_MDS_QUERY") == value

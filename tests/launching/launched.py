@@ -106,9 +106,11 @@ def cause(accident):
 
 
 def machine(accelerator, cores, host="kaggle", **variables):
-    """An environment that is not this machine's."""
+    """An environment that is not this machine's; of a TPU, one that torch_xla reaches."""
     found = environment.detect(variables)
-    return dataclasses.replace(found, accelerator=accelerator, cores=cores, host=host, device_name="mock")
+    versions = {name: version for name, version in found.versions.items() if name != "torch_tpu"}
+    here = dict(accelerator=accelerator, cores=cores, host=host, versions=versions)
+    return dataclasses.replace(found, device_name="mock", **here)
 
 
 def children(pid):

@@ -85,7 +85,7 @@ def test_every_notebook_with_an_accelerator_is_run_on_the_cpu_and_shortly(path):
     found = twins.settings(notebook, path.stem)
     source = "".join(cell.source for cell in notebook.cells)
     assert ("env.require(" in source) == (found.get("ACCELERATOR") == "cpu")
-    assert found.get("EPOCHS", 2) == 2
+    assert found.get("EPOCHS", 2) <= 3
 
 
 def test_a_missing_interpreter_is_named(tmp_path):

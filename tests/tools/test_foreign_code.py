@@ -62,9 +62,9 @@ def test_doctor_runs_nothing_of_the_current_folder(hostile):
 
 @pytest.mark.slow
 def test_compare_measures_a_task_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile):
-    from tpukit.tools import measure
+    from tpukit.tools.measure import timing
 
-    found = measure._run_process(mine, steps=5, cores=1, parallel="processes")
+    found = timing._run_process(mine, steps=5, cores=1, parallel="processes")
     assert "why" not in found and not (hostile / "ran").exists()
 
 

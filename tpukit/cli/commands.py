@@ -8,13 +8,13 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Union, get_type_hints
 
 import tyro
 
 from tpukit import __version__, leaves, tasks
-from tpukit.cli import runs, tools
+from tpukit.cli import runs, send, tools
 from tpukit.cli.doctor import doctor
 from tpukit.cli.options import resolve_aliases
 from tpukit.host.tables import printable
@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": tools.measure,
     "migrate": tools.migrate,
     "simulate": tools.simulate,
+    "send": send.COMMANDS,
 }
 WITH_TASK = ("train", "test", "plan", "compare")
 # Settings by what they are about, for the help; the task's own have a group of its name.
@@ -55,6 +56,8 @@ def run(argv: list[str]) -> Any:
     argv = resolve_aliases(argv)
     if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*TASKS, MERGE, "-h", "--help")):
         argv.insert(1, MERGE)
+    if argv[0] == "send":
+        argv = send.with_words(argv)
     if problem := _misspelt(argv):
         print(printable(f"tpukit: {problem}"), file=sys.stderr)
         raise SystemExit(2)
@@ -74,6 +77,12 @@ def _misspelt(argv: list[str]) -> str:
     words = argv[: argv.index("--", 1)] if "--" in argv[1:] else argv
     places = [("command", words[0], [name for name in COMMANDS if leaves.has_command(name)])]
     places += [("task", word, [*TASKS, MERGE]) for word in words[1:2] if words[0] in WITH_TASK]
+    if words[0] == "send":
+        places += [
+            ("command of `tpukit send`", word, [*send.SERVICES, *send.COMMANDS]) for word in words[1:2]
+        ]
+        tasks_there = [word for word in words[2:3] if words[1] in send.SERVICES]
+        places += [("task", word, [*TASKS, *send.OTHERS]) for word in tasks_there]
     for kind, word, known in places:
         if word not in known:
             nearest = difflib.get_close_matches(word, known, 1, 0.7)
@@ -89,13 +98,16 @@ def _misspelt(argv: list[str]) -> str:
     return ""
 
 
-def _options(command: str, task: str = MERGE) -> list[str]:
-    """The names of a command's options."""
-    if task in TASKS:
-        kinds = _classes(COMMANDS[command], task)
-        return [field.name for kind in kinds for field in dataclasses.fields(kind)]
-    function = tools.merge if command == "compare" else COMMANDS[command]
-    return [RENAMED.get(name, name) for name in inspect.signature(function).parameters]
+def _options(command: str, *words: str) -> list[str]:
+    """The names of a command's options. words: of a task, or of a command within it."""
+    found: Any = send.find(*words) if command == "send" else COMMANDS[command]
+    if words and words[-1] in TASKS:
+        return [field.name for kind in _classes(found, words[-1]) for field in dataclasses.fields(kind)]
+    if command == "compare":
+        found = tools.merge
+    parameters = inspect.signature(found).parameters if found else []
+    names = [RENAMED.get(name, name) for name in parameters]
+    return [*names, *send.ChainOptions.__dataclass_fields__] if "options" in names else names
 
 
 def _classes(command: Callable, task: str) -> tuple[type, type]:
@@ -104,18 +116,44 @@ def _classes(command: Callable, task: str) -> tuple[type, type]:
 
 
 def _subcommand(name: str) -> Any:
-    command = COMMANDS[name]
+    if name == "send":
+        functions = [_called(word, function) for word, function in send.COMMANDS.items()]
+        return _one_of(name, send.__doc__, [*map(_service, send.SERVICES), *functions])
     if name not in WITH_TASK:
-        return Annotated[Any, tyro.conf.subcommand(name, constructor=command)]
-    nested: dict[str, dict[str, Any]]
-    nested = {task: dict(description=entry.summary) for task, entry in TASKS.items()}
-    for task, about in nested.items():  # imports the task, so not before it is needed
-        about["constructor_factory"] = functools.partial(_with_task, command, task)
-    if name == "compare":
-        nested[MERGE] = dict(constructor=tools.merge)
-    choices = tuple(Annotated[Any, tyro.conf.subcommand(word, **about)] for word, about in nested.items())
-    one_of: Any = Union[choices]
-    return Annotated[Any, tyro.conf.subcommand(name, constructor=one_of, description=command.__doc__)]
+        return _called(name, COMMANDS[name])
+    merge = [_called(MERGE, tools.merge)] if name == "compare" else []
+    return _one_of(name, COMMANDS[name].__doc__, [*_by_task(COMMANDS[name]), *merge])
+
+
+def _service(name: str) -> Any:
+    """The subcommand of `tpukit send` for a service."""
+    command = send.SERVICES[name]["task"]
+    others = [_called(word, send.SERVICES[name][word]) for word in send.OTHERS]
+    return _one_of(name, command.__doc__, [*_by_task(command), *others])
+
+
+def _called(name: str, function: Callable) -> Any:
+    return Annotated[Any, tyro.conf.subcommand(name, constructor=function)]
+
+
+def _one_of(name: str, description: str | None, choices: Iterable[Any]) -> Any:
+    one: Any = Union[tuple(choices)]
+    return Annotated[Any, tyro.conf.subcommand(name, constructor=one, description=description)]
+
+
+def _by_task(command: Callable) -> list[Any]:
+    """A subcommand for each task, which is not imported before it is needed."""
+    return [
+        Annotated[
+            Any,
+            tyro.conf.subcommand(
+                task,
+                description=entry.summary,
+                constructor_factory=functools.partial(_with_task, command, task),
+            ),
+        ]
+        for task, entry in TASKS.items()
+    ]
 
 
 @functools.cache
@@ -124,11 +162,12 @@ def _with_task(command: Callable, task_name: str) -> Callable:
     classes = _classes(command, task_name)
     grouped: dict[str, list] = {name: [] for name in ("data", "training", task_name, *GROUPS)}
     for kind in classes:
-        docs, hints = _docs_of(kind), get_type_hints(kind)
+        docs, hints = _docs_of(kind), get_type_hints(kind, include_extras=True)
         for field in dataclasses.fields(kind):
             group = next((name for name, words in GROUPS.items() if field.name in words), "training")
-            if group == "training" and field.name not in Task.__dataclass_fields__:
-                group = task_name if kind is classes[0] else command.__name__
+            is_setting = kind is classes[0]
+            if group == "training" and not (is_setting and field.name in Task.__dataclass_fields__):
+                group = task_name if is_setting else command.__name__
             hint = Annotated[hints[field.name], tyro.conf.arg(help=docs.get(field.name, ""))]
             entry = (field.name, hint, dataclasses.field(default=field.default))
             grouped.setdefault(group, []).append(entry)

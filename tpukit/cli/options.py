@@ -1,21 +1,14 @@
-"""What several commands share: options of a launch, aliases of options, the dataset of a task, where messages
-go."""
+"""What several commands share: options of a launch, aliases of options, where messages go."""
 
-import contextlib
 import dataclasses
-import io
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-import tpukit
-from tpukit.host import environment
-from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.launching import HANG_TIMEOUT_S
-from tpukit.training.task import Task
 
 # Aliases of options, as published training scripts call them, or the release before this one.
 ALIASES = {
@@ -40,7 +33,7 @@ REMOVED = {
     "compare --out": "each machine's file has a name of its own, in outputs/comparison: copy it from there",
     "compare --deadline-h": "the column calendar says how long each place takes",
     "compare --budget-usd": "the column cost says what each place costs, and the cheapest comes first",
-    "compare --prices-out": "copy tpukit/tools/prices.csv, and edit the copy",
+    "compare --prices-out": "copy tpukit/tools/measure/prices.csv, and edit the copy",
     "plan --find-batch": "`--batch-sizes 16 32 64` says of each batch whether it fits",
     "report --hlo": "`--trace` keeps step.hlo by itself",
     "doctor --weights": "`tpukit test TASK --weights FILE --precision bf16` scores a file",
@@ -103,25 +96,6 @@ def resolve_aliases(argv: list[str]) -> list[str]:
         to_stderr("`tpukit watch` is `tpukit report --follow` now")
         words = ["report", *(word for word in words[1:] if word != "--once"), "--follow"]
     return words + argv[len(own) :]
-
-
-def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo: bool = False) -> Task:
-    """The task with the folder of its dataset: the given one, one that is found here, or a synthetic set of
-    `size` images, for a task that needs the user's own data only with `demo`.
-
-    Of the processes that torchrun started, only rank 0 prints which one."""
-    is_first = environment.rank() == 0
-    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
-        fallback = getattr(task, "fallback", None)
-        found = tpukit.find_dataset(
-            env,
-            task.dataset,
-            task.dataset_dir,
-            fallback=fallback,
-            size=size,
-            demo=demo or not task.needs_own_data,
-        )
-    return dataclasses.replace(task, dataset_dir=found)
 
 
 def to_stderr(text: str) -> None:

@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 import tyro
 
 import tpukit
-from tpukit.cli.options import LaunchOptions, RunFolder, with_dataset
+from tpukit.cli.options import LaunchOptions, RunFolder
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
 from tpukit.runs.run import Fitted
+from tpukit.tasks.datasets import with_dataset
 from tpukit.training.task import Task
 
 # Settings that a test does not take over from the training.

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 import tyro
 
 import tpukit
-from tpukit.cli.options import CoreOptions, RunFolder, to_stderr, with_dataset
+from tpukit.cli.options import CoreOptions, RunFolder, to_stderr
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.tasks import TASKS
+from tpukit.tasks.datasets import with_dataset
 from tpukit.training.task import Task
 
 Files = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE ...")]

@@ -40,6 +40,9 @@ def open_runtime(
         raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
     if env.accelerator == "tpu":
         os.environ.update(failed_lookups(os.environ))
+    elif "torch_tpu" in env.versions:
+        # torch loads it, and the first backward() would ask Google's metadata server for a TPU, for minutes.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     if env.uses_torch_tpu:
         from tpukit.devices.torch_tpu import TorchTPURuntime
 

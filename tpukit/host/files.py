@@ -248,8 +248,8 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[Callable[
             is_free = holder["pid"] == os.getpid() or not _lives(holder["pid"])
         if not is_free:
             raise TpukitError(
-                f"{_describe(holder)} is training in {path.parent}, or restoring it: end it, or choose"
-                f" another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
+                f"{_describe(holder)} is at work in {path.parent} (it trains, restores or sends): end it, or"
+                f" choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
         text = json.dumps(dict(host=here, pid=os.getpid(), token=secrets.token_hex(8))).encode()
 

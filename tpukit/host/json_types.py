@@ -1,7 +1,7 @@
 """Whether a value that came from JSON has the type that an annotation names."""
 
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 
 def has_type(value: Any, expected: Any) -> bool:
@@ -10,9 +10,13 @@ def has_type(value: Any, expected: Any) -> bool:
     A value that may be None may also be missing. A number is finite and below 2**63 in size."""
     if isinstance(expected, dict):
         return isinstance(value, dict) and all(has_type(value.get(key), expected[key]) for key in expected)
+    if expected is Any:
+        return True
     origin, inner = get_origin(expected), get_args(expected)
     if origin is UnionType:
         return any(has_type(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
     if origin is list:
         return isinstance(value, list) and all(has_type(item, inner[0]) for item in value)
     if origin is tuple:  # which JSON writes as a list

@@ -49,7 +49,7 @@ class Backup:
         """Copy what changed. A failure is reported once and ends no training: Drive may be full or gone."""
         failure = ""
         try:
-            self._update(run)
+            self.copy(run)
         except (OSError, TpukitError) as error:
             self.copied.clear()
             failure = f"failed ({error}); the training continues in {run.path}"
@@ -57,9 +57,9 @@ class Backup:
             run.print(f"backup to {self} {failure or 'works again'}")
         self.failed = bool(failure)
 
-    def _update(self, run: "Run") -> None:
-        """Each file is copied whole or not at all, the list of checkpoints last. A damaged file of the run
-        replaces nothing."""
+    def copy(self, run: "Run") -> None:
+        """Copy what changed, each file whole or not at all, the list of checkpoints last. A damaged file of
+        the run replaces nothing. Raises TpukitError or OSError where the run cannot be backed up here."""
         self.check_run(run, run.config["id"])
         kept = run.checkpoints()
         checks = _checks(kept) | {"records.jsonl": self._check_records}

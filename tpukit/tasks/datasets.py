@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import glob
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.host import archives, arrays, drive, files
+from tpukit.host import archives, arrays, drive, environment, files
 from tpukit.host.environment import NAMES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
@@ -73,6 +76,25 @@ def find_dataset(
         return _synthetic(env, name, size, task, why)
     print(printable(f"dataset {name}: {folder} (downloaded, checksums verified)"))
     return folder
+
+
+def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo: bool = False) -> Task:
+    """The task with the folder of its dataset: the given one, one that is found here, or a synthetic set of
+    `size` images, for a task that needs the user's own data only with `demo`.
+
+    Of the processes that torchrun started, only rank 0 prints which one."""
+    is_first = environment.rank() == 0
+    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
+        fallback = getattr(task, "fallback", None)
+        found = find_dataset(
+            env,
+            task.dataset,
+            task.dataset_dir,
+            fallback=fallback,
+            size=size,
+            demo=demo or not task.needs_own_data,
+        )
+    return dataclasses.replace(task, dataset_dir=found)
 
 
 def make_synthetic(name: str, folder: Path | str, *, size: int | None = None) -> Path:

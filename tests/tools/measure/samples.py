@@ -1,6 +1,6 @@
 """A measurement and a price for the tests of `tpukit compare`."""
 
-from tpukit.tools.measure import Measurement, Price
+from tpukit.tools.measure.choice import Measurement, Price
 
 RECIPE = dict(base_size=256, crop_size=256, lr=0.05)
 

@@ -8,7 +8,14 @@ import pytest
 from tests.conftest import ROOT
 from tests.tools.measure.samples import RECIPE, measurement, price
 from tpukit import TpukitError
-from tpukit.tools.measure import PRICES, PUBLISHED, compare, prices_table, read_prices, sessions_needed
+from tpukit.tools.measure.choice import (
+    PRICES,
+    PUBLISHED,
+    compare,
+    prices_table,
+    read_prices,
+    sessions_needed,
+)
 
 COLUMNS = "hardware,place,usd_per_hour,spot_usd_per_hour,session_h,week_h,as_of,source"
 
@@ -34,7 +41,7 @@ def test_the_shipped_prices_name_the_source_of_every_figure_and_are_shipped():
         assert "not checked" in of_colab.source
     assert {m.hardware for m in PUBLISHED} <= {p.hardware for p in table}
     shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert "prices.csv" in shipped["tpukit.tools"]
+    assert "prices.csv" in shipped["tpukit.tools.measure"]
     assert prices_table([price(usd=None, session_h=9.0)]).rows == [
         ("T4", "Google Cloud", "", "", "9.0", "", "", "")
     ]

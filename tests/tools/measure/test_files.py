@@ -8,15 +8,15 @@ import pytest
 from tests.tools.measure.samples import measurement
 from tpukit import MNIST, TpukitError
 from tpukit.host.environment import detect
-from tpukit.tools import measure
+from tpukit.tools.measure import timing
 
 
 def test_a_file_is_read_as_it_was_written_and_is_small(tmp_path):
     several = [measurement(), measurement(batch_size=64, engine=dict(data_on="host"))]
-    measure.write(tmp_path / "deep/one.json", several)
-    assert measure.read(tmp_path / "deep/one.json") == several
+    timing.write(tmp_path / "deep/one.json", several)
+    assert timing.read(tmp_path / "deep/one.json") == several
     assert (tmp_path / "deep/one.json").stat().st_size < 4000
-    assert measure.table(several).rows[1][:6] == (
+    assert timing.table(several).rows[1][:6] == (
         *("T4, data_on=host, fp16", "Kaggle", "64", "0.0", "100", "90 to 110"),
     )
 
@@ -24,10 +24,10 @@ def test_a_file_is_read_as_it_was_written_and_is_small(tmp_path):
 def test_a_file_of_an_earlier_version_is_read(tmp_path):
     rows = [dataclasses.asdict(measurement()) | dict(fits=True), dict(batch_size=64, fits=False, why="OOM")]
     shared = {name: rows[0].pop(name) for name in ("hardware", "chips", "cores", "recipe", "samples", "task")}
-    content = dict(shared, format=measure.FORMAT, rows=rows)
+    content = dict(shared, format=timing.FORMAT, rows=rows)
     del rows[0]["engine"]  # which the first versions did not write
     (tmp_path / "old.json").write_text(json.dumps(content))
-    assert measure.read(tmp_path / "old.json") == [measurement()]
+    assert timing.read(tmp_path / "old.json") == [measurement()]
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_a_file_of_an_earlier_version_is_read(tmp_path):
 def test_a_damaged_file_is_named_with_what_is_wrong(change, named, tmp_path):
     path = tmp_path / "one.json"
     rows = [dataclasses.asdict(measurement()) | change]
-    path.write_text(json.dumps(dict(format=measure.FORMAT, rows=rows)))
+    path.write_text(json.dumps(dict(format=timing.FORMAT, rows=rows)))
     with pytest.raises(TpukitError, match=f"one.json.*{named}"):
-        measure.read(path)
+        timing.read(path)
 
 
 FOREIGN = ["{", "[]", "null", "\xff", "[" * 100_000, '{"a":' * 100_000, "9" * 10_000, "{}", None]
 FOREIGN += [
-    f'{{"format": "{measure.FORMAT}", "rows": {rows}}}' for rows in ("null", "{}", "[]", "[3]", "[{}]")
+    f'{{"format": "{timing.FORMAT}", "rows": {rows}}}' for rows in ("null", "{}", "[]", "[3]", "[{}]")
 ]
 
 
@@ -64,7 +64,7 @@ def test_a_foreign_or_missing_file_is_named(content, tmp_path):
     if content is not None:
         (tmp_path / "one.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(TpukitError, match="one.json"):
-        measure.read(tmp_path / "one.json")
+        timing.read(tmp_path / "one.json")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_foreign_or_missing_file_is_named(content, tmp_path):
 )
 def test_hardware_has_the_name_that_the_price_table_uses(accelerator, device, expected):
     env = dataclasses.replace(detect({}), accelerator=accelerator, device_name=device)
-    assert measure.hardware_of(env) == expected
+    assert timing.hardware_of(env) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_a_file_names_the_place_and_counts_the_chips_as_the_price_table_does(
     host, accelerator, device, cores, name, place, chips
 ):
     env = dataclasses.replace(detect({}), host=host, accelerator=accelerator, device_name=device)
-    found = measure.describe(MNIST(), env, cores)
+    found = timing.describe(MNIST(), env, cores)
     assert (found.file_name, found.place, found.chips) == (name, place, chips)

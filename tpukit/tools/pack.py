@@ -1,0 +1,119 @@
+"""The library in a notebook's cell: an archive of tpukit/ (tar, xz, base85), and the lines that check and
+unpack it. The notebooks of dist/ have such a cell, and those that `tpukit send` makes."""
+
+import base64
+import hashlib
+import importlib.metadata
+import io
+import lzma
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tpukit
+
+TAG = "tpukit-archive"  # of the cell
+LINE = 120  # columns of the archive's text
+KINDS = (".py", ".csv", ".json", ".toml", ".txt")
+
+# The source of the cell. It runs before tpukit can be imported: nothing but the standard library.
+CELL = '''\
+# @title The library, packed into this notebook
+import base64, hashlib, io, os, sys, tarfile, tempfile
+from pathlib import Path
+
+SHA256 = "{sha256}"
+ARCHIVE = """
+{text}
+"""
+packed = base64.b85decode("".join(ARCHIVE.split()))
+if hashlib.sha256(packed).hexdigest() != SHA256:
+    raise RuntimeError("the copy of tpukit in this notebook is damaged: download the notebook again")
+with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+    FILES = {{member.name: tar.extractfile(member).read() for member in tar}}
+
+def holds_all(folder):  # these files, and no other that Python could import
+    found = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {{path.relative_to(folder).as_posix(): path.read_bytes() for path in found}} == FILES
+
+try:
+    home = Path.home()
+    cache = home / ".cache/tpukit"
+    cache.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=cache))  # readable by this user alone
+    EMBEDDED = new.with_name(SHA256)
+    if len({{path.stat().st_uid for path in (home, cache.parent, cache, new)}}) > 1:
+        new.rmdir()
+        raise OSError("a part of the path is another user's")
+except (OSError, RuntimeError):  # no home, or none that this user alone can write: the copy may be another's
+    EMBEDDED = new = Path(tempfile.mkdtemp(prefix="tpukit-"))
+if new != EMBEDDED and holds_all(EMBEDDED) and EMBEDDED.stat().st_uid == new.stat().st_uid:
+    new.rmdir()
+else:
+    for name, content in FILES.items():
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        (new / name).write_bytes(content)
+    try:
+        new.rename(EMBEDDED)
+    except OSError:  # a folder of that name with other files is not ours to replace
+        EMBEDDED = new
+
+here = Path.cwd()
+near = [path / "tpukit" for path in (here, *here.parents[:3], here / "tpukit")]
+layers = [name for name in FILES if name.endswith("/__init__.py") and name.count("/") < 3]
+layers = [name for name in layers if name.startswith("tpukit/")]
+clones = [  # around the notebook: whole, and not another user's
+    path.parent for path in near
+    if all((path.parent / name).exists() for name in layers) and path.stat().st_uid == here.stat().st_uid
+]
+TPUKIT = str([*clones, EMBEDDED][0])
+sys.path.insert(0, TPUKIT)  # for this kernel, then for the cores and shells that it starts
+paths = [TPUKIT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+'''
+
+
+def library(others: Mapping[str, bytes] | None = None) -> bytes:
+    """tpukit/, its licence and, in a clone, docs/sky/ as the bytes of a tar.xz archive. Equal files give
+    equal bytes.
+
+    others: more files, name -> content."""
+    package = Path(tpukit.__path__[0])
+    root = package.parent
+    paths = [path for path in package.rglob("*") if path.suffix in KINDS]
+    if (root / "pyproject.toml").is_file():  # a clone; the notebook on renting shows and starts docs/sky
+        paths += (root / "docs/sky").glob("*.yaml")
+    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+    files["tpukit/LICENSE"] = _licence(package)
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in sorted({**files, **(others or {})}.items()):
+            member = tarfile.TarInfo(name)  # neither time nor owner
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return lzma.compress(raw.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+
+
+def _licence(package: Path) -> bytes:
+    """The text of the licence: in a clone, in an unpacked copy, or of the installed distribution."""
+    found = [package / "LICENSE"]
+    if (package.parent / "pyproject.toml").is_file():
+        found.insert(0, package.parent / "LICENSE")
+    else:
+        installed = importlib.metadata.files("tpukit") if not found[0].is_file() else None
+        found += [Path(str(path.locate())) for path in installed or () if path.name == "LICENSE"]
+    return next(path for path in found if path.is_file()).read_bytes()
+
+
+def cell(archive: bytes) -> dict[str, Any]:
+    """The code cell, as JSON has it in a notebook, that makes `import tpukit` find the library of an
+    archive."""
+    text = base64.b85encode(archive).decode()
+    lines = "\n".join(text[start : start + LINE] for start in range(0, len(text), LINE))
+    source = CELL.format(sha256=hashlib.sha256(archive).hexdigest(), text=lines).rstrip()
+    # Colab, Kaggle, JupyterLab
+    hidden = {"cellView": "form", "_kg_hide-input": True, "jupyter": {"source_hidden": True}}
+    metadata = dict(hidden, tags=[TAG])
+    parts = dict(cell_type="code", execution_count=None, id=TAG, outputs=[])
+    return dict(parts, metadata=metadata, source=source)

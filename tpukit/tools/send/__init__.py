@@ -1,0 +1,70 @@
+"""`tpukit send`: sessions on Kaggle or Colab from here, one after the other, until the training is done.
+
+chain.py decides what follows what, follow.py does it. Both know nothing of a service but the class `Service`
+below; kaggle.py and colab.py are the two, on their own commands (command.py). session.py writes the notebook
+of one session, with the library in it; inside.py is what runs there."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from tpukit.host.errors import TpukitError
+
+Ending = Literal["done", "stopped", "failed", "no accelerator", "lost", "cancelled"]
+
+
+class Unreachable(TpukitError):
+    """The service did not answer, or was too busy: the same again, later, may succeed."""
+
+
+@dataclass
+class Session:
+    """One session of a chain, as chain.json has it."""
+
+    kernel: str  # its full name there, OWNER/tpukit-NAME-3 on Kaggle
+    hours: float  # its limit
+    setting: int = 0  # which of the chain's settings
+    source: str | None = None  # the kernel whose output it resumes
+    state: Literal["intended", "sent", Ending] = "intended"
+    error: str = ""  # one line
+    step: int = 0  # where the run stands that it brought; 0: it brought none
+    epochs: int = 0
+
+
+class State(NamedTuple):
+    word: str  # queued, running, complete, error, cancelled, or unknown: there is none of this name
+    message: str = ""
+
+
+class Quota(NamedTuple):
+    left_h: float
+    total_h: float
+    renewed: str  # when, as the service writes it
+
+
+class Service(Protocol):
+    """Kaggle or Colab. A method raises `Unreachable`, or another TpukitError for what does not pass."""
+
+    attached: bool  # whether a session needs the command that sent it, which then follows at once
+
+    def kernel(self, slug: str) -> str:
+        """The full name of a kernel of this user."""
+        ...
+
+    def push(self, folder: Path, session: Session, runs: Path) -> None:
+        """Start a session. folder: holds session.ipynb and kernel-metadata.json. runs: the folder of the runs
+        that the sessions before have brought."""
+
+    def state(self, kernel: str) -> State: ...
+
+    def log(self, kernel: str) -> Iterator[str]:
+        """The lines that a session has printed, from the first one on, and that it prints until its end."""
+        ...
+
+    def fetch(self, kernel: str, folder: Path) -> None:
+        """Bring the output files of a session into an empty folder, and write none outside it."""
+
+    def quota(self, accelerator: str) -> Quota | None: ...
+
+    def url(self, kernel: str) -> str: ...
