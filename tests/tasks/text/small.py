@@ -5,7 +5,7 @@ import json
 import torch
 
 from tpukit import LanguageModel
-from tpukit.tasks.text import hub, tokens
+from tpukit.tasks.text import hub
 
 LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -38,7 +38,7 @@ def write_model(folder, family="gpt2", chat=None, **changes):
     """A folder as save_pretrained writes it, with random weights and the tokenizer of bytes."""
     plain = plain_model(family, folder, **changes)
     plain.save_pretrained(folder)
-    tokenizer = tokens.load("bytes", None)
+    tokenizer = hub.load_tokenizer("bytes")
     tokenizer.chat_template = chat
     tokenizer.save_pretrained(folder)
     return folder

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import refuses
 from tests.tasks.text.small import CHAT
 from tpukit.host import arrays
-from tpukit.tasks.text import data, documents, tokens
+from tpukit.tasks.text import data, hub
 
 pytest.importorskip("transformers")
 END = 256  # of a text, in the tokenizer of bytes
@@ -16,12 +16,12 @@ END = 256  # of a text, in the tokenizer of bytes
 
 @pytest.fixture
 def tokenizer():
-    return tokens.load("bytes", None)
+    return hub.load_tokenizer("bytes")
 
 
 @pytest.fixture
 def chats():
-    found = tokens.load("bytes", None)
+    found = hub.load_tokenizer("bytes")
     found.chat_template = CHAT
     return found
 
@@ -42,9 +42,12 @@ def opened(place, tokenizer, length=16, too_long="split", test_share=0.2):
 def parts_of(rows, tokenizer):
     """[(text of a document in a row, text of what is to be learned of it)], in order."""
     found = []
-    for row, numbers, learned in zip(rows.tokens, rows.documents, rows.learned):
-        for number in range(1, numbers.max() + 1):
+    batch = rows.batch(slice(None))
+    for row, numbers, learned in zip(batch["tokens"], batch["documents"], batch["learned"]):
+        for number in sorted({*numbers.tolist()} - {0}):
             here = numbers == number
+            if here.sum() == 1:  # rows share a token
+                continue
             whole, told = (tokenizer.decode(row[which].tolist()) for which in (here, here & learned))
             found.append((whole, told))
     return found
@@ -55,20 +58,37 @@ def test_a_text_fills_row_after_row_and_every_token_is_predicted_once(tmp_path, 
     (tmp_path / "train.txt").write_text(text)
     (tmp_path / "test.txt").write_text("x" * 40)
     train, test = opened(tmp_path, tokenizer)
-    rows, last = train.tokens[:-1], train.tokens[-1]
-    assert train.tokens.shape[1] == 17 and np.array_equal(rows[1:, 0], rows[:-1, -1])
-    stream = np.concatenate([rows[:, :-1].ravel(), last[train.documents[-1] > 0]])
-    assert tokenizer.decode(stream.tolist()) == text + tokens.END
-    assert train.learned[train.documents > 0].all() and train.targets == pytest.approx(300 / len(train))
-    assert "1 documents" not in train.notes and "2 documents, 342 tokens" in train.notes
+    tokens, documents = train.rows["tokens"], train.rows["documents"]
+    assert tokens.shape[1] == 17 and np.array_equal(tokens[1:, 0], tokens[:-1, -1])
+    stream = np.concatenate([tokens[:-1, :-1].ravel(), tokens[-1][documents[-1] > 0]])
+    assert tokenizer.decode(stream.tolist()) == text + hub.END
+    assert train.rows["learned"][documents > 0].all() and train.targets == pytest.approx(300 / len(train))
+    assert "1 texts and conversations to train, 1 to test" in train.notes
+
+
+def test_a_text_without_a_test_set_is_tested_at_its_end(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("\ufeff" + "a" * 80 + "\u00fc" * 20, encoding="utf-8")
+    train, test = opened(tmp_path, tokenizer, length=128)
+    assert parts_of(train, tokenizer)[0][0] == "a" * 80 + hub.END
+    assert parts_of(test, tokenizer)[0][0] == "\u00fc" * 20 + hub.END
+
+
+def test_a_long_text_is_tokenised_in_pieces_that_are_one_document(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 7)
+    monkeypatch.setattr(data, "MANY", 3)
+    (tmp_path / "train.txt").write_text("abcdefghij" * 10)
+    write_lines(tmp_path / "train.jsonl", dict(prompt="1", completion="2"))
+    (tmp_path / "test.txt").write_text("xyz")
+    train, _ = opened(tmp_path, tokenizer, length=128)
+    assert [whole for whole, _ in parts_of(train, tokenizer)] == ["abcdefghij" * 10 + hub.END, "12" + hub.END]
 
 
 def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
     for name in ("train_a", "train_b", "test"):
         (tmp_path / f"{name}.txt").write_text(name[-1] * 4)
     train, _ = opened(tmp_path, tokenizer)
-    assert parts_of(train, tokenizer) == [("aaaa" + tokens.END,) * 2, ("bbbb" + tokens.END,) * 2]
-    assert train.documents.tolist() == [[1] * 5 + [2] * 5 + [0] * 7]
+    assert parts_of(train, tokenizer) == [("aaaa" + hub.END,) * 2, ("bbbb" + hub.END,) * 2]
+    assert train.rows["documents"].tolist() == [[1] * 5 + [2] * 5 + [0] * 7]
     assert train.targets == 8, "the first token of a document has none to be predicted from"
 
 
@@ -80,19 +100,20 @@ def test_conversations_stay_whole_and_what_the_assistant_says_is_learned(tmp_pat
         (f"<user>q{n}</s><assistant>{'ja' * (1 + n % 4)}</s>", "ja" * (1 + n % 4) + "</s>") for n in range(40)
     ]
     assert sorted(found) == sorted(wanted) and len(parts_of(test, chats)) == 8
-    assert (train.documents.max(1) > 1).mean() > 0.5, "rows hold several conversations"
+    several = [len({*row["documents"].tolist()} - {0}) > 1 for row in train.rows]
+    assert np.mean(several) > 0.5, "rows hold several conversations"
 
 
 def test_every_answer_of_a_conversation_is_learned_unless_the_template_rewrites_it(tmp_path, chats):
     messages = [dict(role=role, content=text) for role, text in zip(["user", "assistant"] * 2, "abcd")]
-    [part] = [documents.document_of(dict(messages=messages), chats, "x")]
-    assert [text for text, learned in part.parts if learned] == ["b</s>", "d</s>"]
+    parts, is_conversation = data.parts_of(dict(messages=messages), chats, "x")
+    assert is_conversation and [text for text, learned in parts if learned] == ["b</s>", "d</s>"]
     chats.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}THOUGHT{% endif %}"
         "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    part = documents.document_of(dict(messages=messages), chats, "x")
-    assert list(part.parts) == [
+    parts, _ = data.parts_of(dict(messages=messages), chats, "x")
+    assert parts == [
         ("<user>a</s><assistant>b</s><user>c</s><assistant>", False),
         ("THOUGHTd</s>", True),
         ("", False),
@@ -103,7 +124,7 @@ def test_a_prompt_without_a_template_is_followed_by_its_completion_and_the_end(t
     rows = [dict(prompt=f"{n}+1=", completion=str(n + 1)) for n in range(9)]
     train, test = opened(write_lines(tmp_path / "sums.jsonl", *rows), tokenizer)
     found = sorted(parts_of(train, tokenizer) + parts_of(test, tokenizer))
-    assert found == sorted((f"{n}+1={n + 1}{tokens.END}", f"{n + 1}{tokens.END}") for n in range(9))
+    assert found == sorted((f"{n}+1={n + 1}{hub.END}", f"{n + 1}{hub.END}") for n in range(9))
 
 
 @pytest.mark.parametrize("too_long", ["split", "cut", "leave-out"])
@@ -114,25 +135,28 @@ def test_a_conversation_longer_than_a_row_is_split_cut_or_left_out_and_counted(t
     write_lines(tmp_path / "test.jsonl", rows[1])
     train, _ = opened(tmp_path, tokenizer, too_long=too_long)
     found = [part for part in parts_of(train, tokenizer) if "q" not in part[0]]
-    end = tokens.END
-    if too_long == "split":
-        # Each piece begins with the token that the piece before has predicted last.
-        wanted = [("p" * 6 + "c" * 11, "c" * 11), ("c" * 17, "c" * 17), ("c" * 14 + end, "c" * 14 + end)]
-        assert sorted(found) == sorted([*wanted, ("t" * 14 + "u" + end, "u" + end)])
+    end = hub.END
+    if too_long == "split":  # as a text, of which each row begins with the last token of the one before
+        wanted = [("p" * 6 + "c" * 11, "c" * 11), ("c" * 17, "c" * 17), ("c" * 14 + end + "", "c" * 14 + end)]
+        texts = ["p" * 6 + "c" * 40 + end, "t" * 30 + "u" + end]
+        assert found[:2] == wanted[:2]
+        assert len("".join(whole for whole, _ in found)) - len("".join(texts)) == len(found) - 2
+    elif too_long == "cut":
+        assert sorted(found) == [("p" * 6 + "c" * 11, "c" * 11), ("t" * 17, "")]
     else:
-        assert found == ([("p" * 6 + "c" * 11, "c" * 11)] if too_long == "cut" else [])
-    assert "2 conversations longer than that" in train.notes
-    assert ("pieces left out" in train.notes) == (too_long != "leave-out")
+        assert found == []
+    assert f"2 conversations longer than 16 tokens: {too_long}" in train.notes
 
 
-def test_all_texts_of_all_kinds_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
+def test_conversations_of_all_lengths_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
     rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 300)]
     train, _ = opened(write_lines(tmp_path / "many.jsonl", *rows), tokenizer, length=64)
-    assert (train.documents == 0).mean() < 0.06
+    assert (train.rows["documents"] == 0).mean() < 0.06
     total = sum(len(row["prompt"]) + 6 for row in rows)
     _, test = opened(tmp_path, tokenizer, length=64)
-    assert (train.documents > 0).sum() + (test.documents > 0).sum() == total
+    whole = [part for rows in (train, test) for part, _ in parts_of(rows, tokenizer)]
+    assert sum(len(tokenizer(part)["input_ids"]) for part in whole) == total and len(whole) == 300
 
 
 def test_texts_are_tokenised_once_and_anew_where_files_or_settings_change(tmp_path, tokenizer, monkeypatch):
@@ -142,7 +166,10 @@ def test_texts_are_tokenised_once_and_anew_where_files_or_settings_change(tmp_pa
     (tmp_path / "a.txt").write_text("abc " * 50)
     first, _ = opened(tmp_path, tokenizer)
     again, _ = opened(tmp_path, tokenizer)
-    assert len(made) == 1 and isinstance(again.tokens, np.memmap) and first.signature == again.signature
+    assert len(made) == 1 and first.signature == again.signature
+    base = again.rows
+    while not isinstance(base, np.memmap):
+        base = base.base
     assert opened(tmp_path, tokenizer, length=20)[0].signature != first.signature
     (tmp_path / "a.txt").write_text("abd " * 50)
     assert opened(tmp_path, tokenizer)[0].signature != first.signature and len(made) == 3
@@ -178,8 +205,8 @@ BAD_LINES = {
     "a list": ([1, 2], "line 2", "it needs a text"),
     "an empty completion": (dict(prompt="a", completion=" "), "line 2", "completion is empty"),
     "nothing said": (dict(messages=[dict(role="user", content="a")]), "line 2", "completion is empty"),
-    "no messages": (dict(messages=[]), "line 2", "messages must be"),
-    "no content": (dict(messages=[dict(role="user")]), "line 2", "messages must be"),
+    "no messages": (dict(messages=[]), "line 2", "messages, a list"),
+    "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),
     "deep": ("[" * 5000, "line 2", "not JSON"),
 }
 
@@ -204,7 +231,7 @@ def test_places_without_texts_and_other_encodings_are_told(tmp_path, tokenizer):
     with refuses("has no texts", ".jsonl"):
         opened(tmp_path, tokenizer)
     (tmp_path / "empty.txt").write_text("")
-    with refuses("nothing is left"):
+    with refuses("nothing to learn is left"):
         opened(tmp_path, tokenizer)
     (tmp_path / "latin.txt").write_bytes("Füße".encode("latin-1"))
     with refuses("latin.txt", "UTF-8"):
@@ -214,18 +241,18 @@ def test_places_without_texts_and_other_encodings_are_told(tmp_path, tokenizer):
 def test_prompts_come_from_text_files_and_from_lines(tmp_path, tokenizer, chats):
     (tmp_path / "a.txt").write_text("Hello\n")
     lines = write_lines(tmp_path / "b.jsonl", dict(prompt="x"), said("u", "left out"))
-    assert documents.read_prompts(tmp_path / "a.txt", tokenizer)[0] == (
+    assert data.read_prompts(tmp_path / "a.txt", tokenizer)[0] == (
         "a.txt",
         tokenizer("Hello")["input_ids"],
     )
-    names, ids = zip(*documents.read_prompts(lines, chats))
+    names, ids = zip(*data.read_prompts(lines, chats))
     assert names == ("b.jsonl, line 1", "b.jsonl, line 2")
     assert [chats.decode(one) for one in ids] == ["<user>x</s><assistant>", "<user>u</s><assistant>"]
 
 
 def test_the_cache_survives_a_damaged_file(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("abc " * 50)
-    first = opened(tmp_path, tokenizer)[0].tokens.copy()
-    for path in arrays.files.cache_folder().glob("text-*/train_tokens.npy"):
+    first = opened(tmp_path, tokenizer)[0].rows.copy()
+    for path in arrays.files.cache_folder().glob("text-*/train.npy"):
         path.write_bytes(b"damaged")
-    assert np.array_equal(opened(tmp_path, tokenizer)[0].tokens, first)
+    assert np.array_equal(opened(tmp_path, tokenizer)[0].rows, first)

@@ -28,7 +28,7 @@ def prompts_of(lengths, size=20):
 
 
 def write(ours, runtime, tokens, lengths, **options):
-    options = dict(steps=19, temperature=0.0, seed=0) | options
+    options = dict(new=19, temperature=0.0, seed=0) | options
     on_device = runtime.put(dict(tokens=tokens, lengths=lengths)).values()
     return runtime.to_cpu(generate.write(runtime.to_device(ours), runtime, *on_device, **options))
 
@@ -53,7 +53,7 @@ def test_prompts_of_any_length_are_one_graph_on_xla_and_give_what_the_cpu_gives(
     for some in (lengths, torch.tensor([1, 1, 2, 5]), lengths):
         found = write(ours, xla, tokens, some)
     assert torch.equal(found, expected)
-    events = [event for event in xla.pop_compile_events() if event["what"] == "write"]
+    events = [event for event in xla.pop_compile_events() if event["what"] == "write_token"]
     assert sum(event["programs"] for event in events) <= 1 and not xla.counters()["fallbacks"]
 
 
@@ -61,10 +61,10 @@ def test_tokens_are_drawn_by_the_models_probabilities(pair, cpu):
     plain, ours = pair
     tokens, _ = prompts_of([4])
     rows = tokens.expand(4000, -1)[:, :6].clone()
-    written = write(ours, cpu, rows, torch.full((4000,), 4), steps=4, temperature=1.0)[:, 4]
+    written = write(ours, cpu, rows, torch.full((4000,), 4), new=1, temperature=1.0)[:, 4]
     shares = plain(tokens[:, :4].long()).logits[0, -1].softmax(-1).detach().numpy()
     counted = np.bincount(written.numpy(), minlength=300) / 4000
     assert np.abs(counted - shares).max() < 4 * np.sqrt(shares.max() / 4000)
     assert len(set(written.tolist())) > 20 and torch.equal(
-        written, write(ours, cpu, rows, torch.full((4000,), 4), steps=4, temperature=1.0)[:, 4]
+        written, write(ours, cpu, rows, torch.full((4000,), 4), new=1, temperature=1.0)[:, 4]
     )

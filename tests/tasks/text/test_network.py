@@ -14,6 +14,10 @@ from tpukit.tasks.text.loss import cross_entropy as in_parts
 peft = pytest.importorskip("peft")
 TOKENS = torch.randint(300, (3, 20), generator=torch.Generator().manual_seed(0))
 ONE = torch.ones_like(TOKENS)
+OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = dict.fromkeys(CONFIGS, OF_LLAMA) | dict(
+    gpt2=("c_attn", "c_proj", "c_fc")
+)  # all matrices of the layers
 
 
 @pytest.fixture(params=CONFIGS)
@@ -55,14 +59,14 @@ def test_logits_and_gradients_are_those_of_plain_transformers(family, way, tmp_p
 def test_lora_gives_the_logits_and_gradients_of_peft_itself_and_merged_the_same(family, tmp_path):
     plain = plain_model(family, tmp_path)
     settings = peft.LoraConfig(
-        r=3, lora_alpha=12.0, target_modules=list(hub.FAMILIES[family]), task_type="CAUSAL_LM"
+        r=3, lora_alpha=12.0, target_modules=list(TARGETS[family]), task_type="CAUSAL_LM"
     )
     theirs = peft.get_peft_model(copy.deepcopy(plain), settings).train()
     ours = network.build(copy.deepcopy(plain.config), None, lora=(3, 12.0))
     assert {p.dtype for p in ours.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for p in ours.parameters() if p.requires_grad} == {torch.float32}
+    ours = network.build(copy.deepcopy(plain.config), None, lora=(3, 12.0), dtype=torch.float32)
     ours.recompute_layers()
-    ours.to_float32()
     ours.train()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():

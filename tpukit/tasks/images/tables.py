@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from tpukit.host.errors import TpukitError, first_line
+from tpukit.tasks import arrow
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SPLITS = {  # names of folders, of files and in a column of splits, in lower case
@@ -41,7 +42,7 @@ def read_tables(place: Path, images_dir: Path | None) -> tuple[list[Sample], lis
 
     Raises TpukitError for a damaged file, and for several CSV files that are not named after splits."""
     samples, classes = [], []
-    for path in sorted(path for path in place.rglob("*") if path.suffix in (".parquet", ".arrow")):
+    for path in sorted(path for path in place.rglob("*") if path.suffix in arrow.ENDINGS):
         if not path.name.startswith(("cache-", ".")):  # the Hugging Face library's own, of the same samples
             rows, names = _read_saved(path, path.relative_to(place))
             samples += rows
@@ -164,25 +165,12 @@ def _features(schema):
 
 def _read_column(path, column=None):
     """A column, a pyarrow.ChunkedArray; without a name the schema. Raises TpukitError for a damaged file."""
-    try:
-        import pyarrow.parquet
-
-        version = pyarrow.__version__
-    except ImportError:
-        version = "0 (none)"
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (14, 0, 1):
-        raise TpukitError(
-            f"{path}: reading it needs pyarrow 14.0.1 or newer (pip install -U pyarrow), and {version} is"
-            " installed; an older one can run code from a table (CVE-2023-47248)"
-        )
-    try:
+    with arrow.reading(path) as pyarrow:
         if path.suffix == ".parquet":
             file = pyarrow.parquet.ParquetFile(path)
             return file.read([column]).column(column) if column else file.schema_arrow
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()  # nothing is copied
         return table.column(column) if column else table.schema
-    except (pyarrow.ArrowException, OSError) as error:
-        raise TpukitError(f"{path} is damaged ({first_line(error)}); copy or download it again") from error
 
 
 image_column = functools.lru_cache(maxsize=4)(_read_column)  # to be emptied once the images are decoded

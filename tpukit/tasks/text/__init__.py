@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import itertools
 import math
 import os
 import re
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
-from tpukit.tasks.text import data, documents, hub, tokens
-from tpukit.tasks.text.synthetic import write_demo
+from tpukit.tasks.text import data, hub
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, optim
 
     from tpukit.devices.runtime import Runtime
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 LENGTH = 1024  # tokens of a row by default, or what the model takes if that is less
+MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
 PROMPT, FEW = 128, 16  # tokens at most that begin a sample, and those of a text
 
 
@@ -45,9 +44,9 @@ class LanguageModel(Task):
     name: ClassVar[str] = "text"
     dataset: ClassVar[str] = "my-text"
     needs_own_data: ClassVar[bool] = True
-    dataset_parts: ClassVar[tuple[str, ...]] = tuple(documents.SPLITS)
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(data.SPLITS)
     synthetic_size: ClassVar[int] = 60
-    synthesize = staticmethod(write_demo)
+    synthesize = staticmethod(data.write_demo)
     score: ClassVar[str] = "log_likelihood"
     score_names: ClassVar[dict[str, str]] = dict(
         test_loss="cross entropy of a test token, nats", perplexity="perplexity of the test set"
@@ -125,25 +124,24 @@ class LanguageModel(Task):
 
     @functools.cached_property
     def _folder(self) -> Path | None:
-        """Of the model's files; None where none are needed: a plan, or random weights of a known shape."""
-        known = self.model_name in hub.shapes() and not Path(self.model_name).is_dir()
-        if known and (self._is_planned or (not self.is_pretrained and self.tokenizer != "auto")):
+        """Of the model's files; None where its shape is enough."""
+        with_weights = self.is_pretrained and not self._is_planned
+        if self.model_name in hub.shapes() and not with_weights:
             return None
-        if self.model_name == TINY and known:
-            return None
-        return hub.find_folder(self.model_name, with_weights=self.is_pretrained and not self._is_planned)
+        return hub.find_folder(self.model_name, with_weights=with_weights)
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        return tokens.load(self.tokenizer, self._folder)
+        its_own = hub.BYTES if self.model_name == TINY else str(self._folder or self.model_name)
+        return hub.load_tokenizer(its_own if self.tokenizer == "auto" else self.tokenizer)
 
     @functools.cached_property
     def config(self) -> Any:
         """The model's config, of transformers."""
         config = hub.read_config(self.model_name, self._folder)
-        count = config.vocab_size if self._is_planned and self._folder is None else len(self._tokenizer)
+        count = config.vocab_size if self._is_planned else len(self._tokenizer)
         if not self.is_pretrained:
-            config.vocab_size = hub.MULTIPLE * math.ceil(count / hub.MULTIPLE)
+            config.vocab_size = MULTIPLE * math.ceil(count / MULTIPLE)
             config.pad_token_id = config.bos_token_id = config.eos_token_id = None
         if count > config.vocab_size:
             raise TpukitError(
@@ -159,20 +157,19 @@ class LanguageModel(Task):
     @property
     def length(self) -> int:
         """T, the tokens of a row."""
-        most = self.config.max_position_embeddings
-        return self.sequence_length or min(LENGTH, most)
+        return self.sequence_length or min(LENGTH, self.config.max_position_embeddings)
 
     @property
     def _new(self) -> int:
         """Tokens that are written, at most half a row."""
         return min(self.new_tokens, max(1, self.length // 2))
 
-    def model(self) -> Network:
+    def model(self, dtype: torch.dtype | None = None) -> Network:
         from tpukit.tasks.text import network
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
         lora = (self.lora_rank, self.lora_alpha) if self.uses_lora else None
-        built = network.build(self.config, folder, lora=lora)
+        built = network.build(self.config, folder, lora=lora, dtype=dtype)
         if self.gradient_checkpointing:
             built.recompute_layers()
         return built
@@ -191,23 +188,16 @@ class LanguageModel(Task):
         from tpukit.devices.tensors import is_on_xla
 
         parameters = [p for p in model.parameters() if p.requires_grad]
-        if not parameters:
-            raise TpukitError(
-                f"freeze={self.freeze} leaves nothing of the adapter to train: leave out a part"
-            )
         groups = [
             dict(params=[p for p in parameters if p.ndim > 1], weight_decay=self.weight_decay),
             dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0),  # biases, norms
         ]
-        groups = [group for group in groups if group["params"]]
         # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
         return AdamW(groups, lr=self.lr, betas=(0.9, 0.95), capturable=is_on_xla(parameters[0]))
 
     def rates(self, model: Any, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """Tokens and TFLOP a second, over all cores; on a TPU also the share of what its chips could do.
-
-        Counted are the products of matrices and of attention, forward and backward, without what is computed
-        twice."""
+        """Tokens and TFLOP (see `Network.flops`) a second, over all cores; on a TPU also the share of what
+        its chips could do."""
         from tpukit.devices.chips import find_chip
 
         rate = samples_per_s * self.length
@@ -220,21 +210,22 @@ class LanguageModel(Task):
     def export_folder(self, model: Network, to: str, folder: Path) -> tuple[float, dict[str, str]]:
         """Write a trained model for `tpukit export`. Returns (the largest difference of its logits, loaded
         without tpukit; what goes in)."""
-        from tpukit.tasks.text.export import write
+        import torch
 
         if to == "peft" and not self.uses_lora:
             raise TpukitError("the model has no adapter, all its weights were trained: choose transformers")
-        difference = write(model, self._tokenizer, to, folder, self.model_name)
+        whole = self.model(torch.float32).eval()
+        whole.load_state_dict(model.state_dict())
+        difference = whole.export(self._tokenizer, to, folder, self.model_name)
         return difference, dict(input_ids="int64 (batch, tokens)")
 
     # Data
 
     def datasets(self) -> tuple[data.TextSet, data.TextSet]:
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        train, test = data.open_sets(
+        return data.open_sets(
             Path(self.dataset_dir), self._tokenizer, self.length, self.too_long, self.test_share
         )
-        return train, test
 
     def data_signature(self, data: data.TextSet) -> dict[str, str]:
         return {"texts, tokenizer or their packing": data.signature}
@@ -259,102 +250,82 @@ class LanguageModel(Task):
         return cross_entropy(hidden, model.head, labels) * batch["share"].mean() / len(labels)
 
     def predict(self, model: Network, batch: dict[str, Tensor], epoch: Any = None) -> dict[str, Tensor]:
-        """loss (B,), summed over the tokens of a row, and count (B,), how many these are."""
+        """For each row: loss (B,), summed over its tokens; count (B,), how many these are; and its beginning,
+        to be continued: written (B, L), prompt (B,) tokens. A conversation begins up to the first answer."""
         from tpukit.tasks.text.loss import row_losses
 
         hidden, labels = _run(model, batch)
-        return dict(loss=row_losses(hidden, model.head, labels), count=(labels >= 0).sum(1))
+        found = dict(loss=row_losses(hidden, model.head, labels), count=(labels >= 0).sum(1))
+        rows = batch["tokens"][:, : PROMPT + self._new]
+        answer = batch["learned"].int().argmax(1)  # 0 or 1 in a text
+        prompt = answer.where(answer > 1, FEW).clamp(max=rows.shape[1] - self._new)
+        return dict(found, written=rows, prompt=prompt)
 
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
-        """For a test set: predicts, and of the first batch continues the beginnings of its rows. For prompts,
-        see `read_files`: continues them."""
-        score: Any = super().predictor(model, runtime, epoch)
-        begin = runtime.inference(self._beginnings)
-        wanted = bool(self.samples)
+        """For a test set: predicts, and continues the beginnings of the first rows. For prompts, see
+        `read_files`: continues them."""
+        from tpukit.tasks.text.generate import write
+
+        score, left = super().predictor(model, runtime, epoch), self.samples
+        options: Any = dict(new=self._new, temperature=self.temperature)
+        options["seed"] = self.seed, epoch or 0, runtime.world.rank
 
         def predict(batch):
-            nonlocal wanted
-            if "lengths" in batch:
-                return self._continued(model, runtime, batch["tokens"], batch["lengths"], epoch)
-            found = score(batch)
-            tokens, lengths, none = begin(batch)
-            if wanted:
-                wanted = False
-                return found | self._continued(model, runtime, tokens, lengths, epoch)
-            return found | dict(written=tokens, prompt=none)
+            nonlocal left
+            found: Any = dict(batch) if "written" in batch else score(batch)
+            if "written" in batch or left > 0:
+                left -= len(found["prompt"])
+                found["written"] = write(model, runtime, found["written"], found["prompt"], **options)
+            return found
 
         return predict
-
-    def _beginnings(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens (B, L), lengths (B,), zeros (B,)): rows to be continued. A conversation from where an
-        answer begins, a text after a few words."""
-        tokens = batch["tokens"][:, : PROMPT + self._new]
-        most = tokens.shape[1] - self._new
-        answer = batch["learned"].int().argmax(1)  # 0 or 1 in a text
-        lengths = answer.where(answer > 1, FEW).clamp(max=most)
-        return tokens, lengths, lengths * 0
-
-    def _continued(self, model, runtime, rows, lengths, epoch):
-        """dict of written (B, L), the tokens of prompts and their continuations, and prompt (B,), the lengths
-        of the prompts: 0 where nothing is written."""
-        from tpukit.tasks.text import generate
-
-        steps = int(runtime.to_cpu(lengths).max()) + self._new - 1
-        seed = (self.seed, epoch or 0, runtime.world.rank)
-        written = generate.write(model, runtime, rows, lengths, steps, self.temperature, seed)
-        return dict(written=written, prompt=lengths)
 
     # Scores and texts
 
     def evaluate(self, predictions: Any) -> dict[str, Any]:
         """log_likelihood of a token (nats); test_loss, its negative; perplexity; tokens, how many were
         predicted; samples, a list of dict(prompt, written)."""
-        loss = tokens = 0.0
-        samples: list[dict] = []
+        loss, count, samples = 0.0, 0, []
         for found, batch in predictions:
             loss += float(found["loss"][batch["valid"]].double().sum())
-            tokens += int(found["count"][batch["valid"]].sum())
-            if len(samples) < self.samples and found["prompt"].any():
-                samples += self._texts(found)[: self.samples - len(samples)]
-        mean = loss / max(tokens, 1)
+            count += int(found["count"][batch["valid"]].sum())
+            if left := self.samples - len(samples):
+                samples += self._texts(found)[:left]
+        mean = loss / max(count, 1)
         perplexity = math.exp(min(mean, 700.0))
         return dict(
-            log_likelihood=-mean, test_loss=mean, perplexity=perplexity, tokens=int(tokens), samples=samples
+            log_likelihood=-mean, test_loss=mean, perplexity=perplexity, tokens=count, samples=samples
         )
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
-        """dict(prompt, written) of each row in which something was written."""
-        rows, prompts = (np.asarray(found[name]).tolist() for name in ("written", "prompt"))
-        pairs = zip(rows, prompts)
-        ends = [(row[: prompt + self._new], prompt) for row, prompt in pairs if prompt]
-        texts = [tokens.continuation(self._tokenizer, row, prompt) for row, prompt in ends]
-        return [dict(prompt=prompt, written=written) for prompt, written in texts]
+        """dict(prompt, written) of each row, what is written up to the end of a turn."""
+        ends, texts = set(self._tokenizer.all_special_ids), []
+        for row, prompt in zip(np.asarray(found["written"]).tolist(), np.asarray(found["prompt"]).tolist()):
+            new = row[prompt : prompt + self._new]
+            parts = row[:prompt], list(itertools.takewhile(lambda token: token not in ends, new))
+            first, second = self._tokenizer.batch_decode(parts, skip_special_tokens=True)
+            texts.append(dict(prompt=first, written=second))
+        return texts
 
-    def save_predictions(self, folder: Path, predictions: list, data: data.TextSet) -> None:
-        """samples.json: a list of dict(prompt, written)."""
-        samples = self.evaluate(predictions)["samples"]
-        text = json.dumps(samples, ensure_ascii=False, indent=1)
-        files.write_atomic(folder / "samples.json", text, durable=False)
-
-    def panels(self, batch: Any, prediction: Any = None) -> list[list[tuple[str, np.ndarray]]]:
+    def panels(self, batch: Any, prediction: Any = None) -> list[list[tuple[str, Any]]]:
         if prediction is None:
-            return [[("", _picture(self._tokenizer.decode(row)))] for row in np.asarray(batch["tokens"])]
-        texts = [f"{one['prompt']}\n\n{one['written']}" for one in self._texts(prediction)]
-        return [[("a prompt, and what was written", _picture(text))] for text in texts]
+            return [[("", self._tokenizer.decode(row))] for row in np.asarray(batch["tokens"])]
+        texts = self._texts(prediction)
+        return [[("a prompt, and what was written", f"{one['prompt']}\n\n{one['written']}")] for one in texts]
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
-        prompts = [prompt for path in paths for prompt in documents.read_prompts(path, self._tokenizer)]
-        size, most = self.length, self.length - self._new
-        rows, lengths = np.zeros((len(prompts), size), np.int32), np.ones(len(prompts), np.int32)
-        for number, (name, ids) in enumerate(prompts):
+        prompts = [prompt for path in paths for prompt in data.read_prompts(path, self._tokenizer)]
+        rows, most = np.zeros((len(prompts), self.length), np.int32), self.length - self._new
+        for row, (name, ids) in zip(rows, prompts):
             if not 0 < len(ids) <= most:
                 raise TpukitError(
                     f"{name}: a prompt of {len(ids)} tokens: it must have some, and at most {most} where"
                     f" {self._new} follow"
                 )
-            rows[number, : len(ids)], lengths[number] = ids, len(ids)
-        return dict(tokens=rows, lengths=lengths), [name for name, _ in prompts]
+            row[: len(ids)] = ids
+        names, lengths = [name for name, _ in prompts], [len(ids) for _, ids in prompts]
+        return dict(written=rows, prompt=np.array(lengths, np.int32)), names
 
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
         """prompt and written."""
@@ -367,13 +338,3 @@ def _run(model: Network, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     hidden = model(tokens[:, :-1], documents[:, :-1])
     is_next = batch["learned"][:, 1:] & (documents[:, 1:] == documents[:, :-1])
     return hidden, tokens[:, 1:].masked_fill(~is_next, -1)
-
-
-def _picture(text: str) -> np.ndarray:
-    """(H, W, 3) uint8: the text as a picture, for what shows pictures."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 60) or [""]][:40]
-    image = Image.new("RGB", (480, 16 * max(len(lines), 4) + 8), "white")
-    ImageDraw.Draw(image).multiline_text((6, 4), "\n".join(lines), "black", ImageFont.load_default(13))
-    return np.asarray(image)

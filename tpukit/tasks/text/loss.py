@@ -1,7 +1,7 @@
 """Cross entropy over a large vocabulary, for some positions at a time: the logits of a batch would be
 gigabytes.
 
-Shapes: B batch, T positions, t of them at a time, D width of the model, V entries of the vocabulary."""
+Shapes: B batch, T positions, t of them at a time, W width of the model, V entries of the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ MAX_LOGITS = 2**26  # that are there at a time, in float32: 256 MiB
 def row_losses(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
     """(B,) float32: the cross entropy of each row, summed over its positions. Without gradient.
 
-    hidden: (B, T, D), the model's output. head: (V, D), whose products with it are the logits. labels: (B, T)
+    hidden: (B, T, W), the model's output. head: (V, W), whose products with it are the logits. labels: (B, T)
     the right entry of each position; below 0: the position does not count."""
-    losses = [part.detach() for _, part, _ in _parts(hidden, head, labels)]
-    return torch.stack(losses).sum(0)
+    return torch.stack([losses.detach() for _, losses, _ in _parts(hidden, head, labels)]).sum(0)
 
 
 def cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
@@ -35,34 +34,27 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, labels):
-        wants_hidden, wants_head, _ = ctx.needs_input_grad
         loss, of_hidden, of_head = 0.0, [], None
         for h, losses, gradient in _parts(hidden, head, labels):
             loss = loss + losses.sum()
             # Not divided by the number of positions yet: in fp16 little would be left.
             gradient = gradient().to(h.dtype)  # (B, t, V), of the logits
-            if wants_hidden:
-                of_hidden.append((gradient @ head).to(h.dtype))
-            if wants_head:
+            of_hidden.append((gradient @ head).to(h.dtype))
+            if ctx.needs_input_grad[1]:
                 part = (gradient.flatten(0, 1).t() @ h.flatten(0, 1)).float()
                 of_head = part if of_head is None else of_head + part
-        ctx.save_for_backward(torch.cat(of_hidden, 1) if wants_hidden else None, of_head)
-        ctx.head_dtype = head.dtype
+        ctx.save_for_backward(torch.cat(of_hidden, 1), of_head)
         return loss
 
     @staticmethod
     def backward(ctx, *scales):
         of_hidden, of_head = ctx.saved_tensors
         [scale] = scales
-        if of_hidden is not None:
-            of_hidden = (of_hidden * scale).to(of_hidden.dtype)
-        if of_head is not None:
-            of_head = (of_head * scale).to(ctx.head_dtype)
-        return of_hidden, of_head, None
+        return of_hidden * scale, None if of_head is None else of_head * scale, None
 
 
 def _parts(hidden: Tensor, head: Tensor, labels: Tensor) -> Iterator[tuple]:
-    """Yield, for some positions at a time: hidden (B, t, D), losses (B,), and a function that returns the
+    """Yield, for some positions at a time: hidden (B, t, W), losses (B,), and a function that returns the
     gradient of their sum in the logits, (B, t, V)."""
     rows = hidden.shape[0] // cores_sharing(hidden)
     count = max(1, MAX_LOGITS // (rows * head.shape[0]))
@@ -70,10 +62,8 @@ def _parts(hidden: Tensor, head: Tensor, labels: Tensor) -> Iterator[tuple]:
     for h, label in zip(hidden.split(count, 1), labels.split(count, 1)):
         if losses is not None:  # XLA may else hold the logits of all parts at a time
             h = with_optimization_barrier(h, losses)
-        logits = (h @ head.t()).float()  # (B, t, V)
-        logs = logits.log_softmax(-1)
+        logs = (h @ head.t()).float().log_softmax(-1)  # (B, t, V)
         # Compared, because a gather and a scatter are slow on a TPU.
         is_right = label[..., None] == torch.arange(head.shape[0], device=label.device)
         losses = -torch.where(is_right, logs, 0.0).sum((1, 2))
-        counts = (label >= 0)[..., None]
-        yield h, losses, lambda: (logs.exp() - is_right.float()) * counts
+        yield h, losses, lambda: (logs.exp() - is_right.float()) * (label >= 0)[..., None]

@@ -1,0 +1,34 @@
+"""Files of Hugging Face datasets on disk: .parquet, and .arrow of `save_to_disk`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tpukit.host.errors import TpukitError, first_line
+
+ENDINGS = (".parquet", ".arrow")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[Any]:
+    """Context manager: pyarrow, to read a file by. Raises TpukitError where it is missing or too old, and for
+    a damaged file."""
+    try:
+        import pyarrow.parquet
+
+        version = pyarrow.__version__
+    except ImportError:
+        version = "0 (none)"
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (14, 0, 1):
+        raise TpukitError(
+            f"{path}: reading it needs pyarrow 14.0.1 or newer (pip install -U pyarrow), and {version} is"
+            " installed; an older one can run code from a table (CVE-2023-47248)"
+        )
+    try:
+        yield pyarrow
+    except (pyarrow.ArrowException, OSError) as error:
+        raise TpukitError(f"{path} is damaged ({first_line(error)}); copy or download it again") from error
