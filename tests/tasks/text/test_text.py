@@ -185,7 +185,7 @@ def test_every_setting_of_a_training_works_together(chats, model, tmp_path, cpu)
     after = checkpoint(run_of(tmp_path / "run", task, cpu))["model"]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if first not in name}
-    with refuses("leaves nothing of the adapter"):
+    with refuses("leaves nothing to train"):
         run_of(tmp_path / "none", task, cpu, freeze=("backbone",))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
+from tpukit.tasks.saved import SPLITS
 from tpukit.tasks.text import data, hub
 from tpukit.training.task import Task
 
@@ -44,7 +45,7 @@ class LanguageModel(Task):
     name: ClassVar[str] = "text"
     dataset: ClassVar[str] = "my-text"
     needs_own_data: ClassVar[bool] = True
-    dataset_parts: ClassVar[tuple[str, ...]] = tuple(data.SPLITS)
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
     synthetic_size: ClassVar[int] = 60
     synthesize = staticmethod(data.write_demo)
     score: ClassVar[str] = "log_likelihood"
@@ -175,25 +176,14 @@ class LanguageModel(Task):
         return built
 
     def layers(self, model: Network) -> list[list[str]]:
-        layers: dict[float, list[str]] = {}
-        for name, _ in model.named_parameters():
-            found = re.search(r"\.(?:h|layers)\.(\d+)\.", name)
-            number = int(found[1]) if found else -1 if layers.keys() <= {-1} else math.inf
-            layers.setdefault(number, []).append(name)
-        return [layers[number] for number in sorted(layers)]
+        names = [name for name, _ in model.named_parameters()]
+        layers = itertools.groupby(names, lambda name: re.findall(r"\.(?:h|layers)\.\d+\.", name))
+        return [list(layer) for _, layer in layers]
 
     def optimizer(self, model: Network) -> optim.Optimizer:
-        from torch.optim import AdamW
+        from tpukit.devices.optimizers import adamw
 
-        from tpukit.devices.tensors import is_on_xla
-
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        groups = [
-            dict(params=[p for p in parameters if p.ndim > 1], weight_decay=self.weight_decay),
-            dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0),  # biases, norms
-        ]
-        # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
-        return AdamW(groups, lr=self.lr, betas=(0.9, 0.95), capturable=is_on_xla(parameters[0]))
+        return adamw(model, self.lr, self.weight_decay, betas=(0.9, 0.95))
 
     def rates(self, model: Any, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
         """Tokens and TFLOP (see `Network.flops`) a second, over all cores; on a TPU also the share of what
@@ -229,9 +219,6 @@ class LanguageModel(Task):
 
     def data_signature(self, data: data.TextSet) -> dict[str, str]:
         return {"texts, tokenizer or their packing": data.signature}
-
-    def metadata(self, data: data.TextSet) -> dict[str, str]:
-        return dict(model_name=self.model_name)
 
     def example(self, count: int) -> dict[str, np.ndarray]:
         numbers = np.random.default_rng(0).integers(0, self.config.vocab_size, (count, self.length + 1))
