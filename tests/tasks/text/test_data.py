@@ -45,15 +45,13 @@ def everything(rows):
 
 def parts_of(rows, tokenizer):
     """[(text of a document in a row, text of what is to be learned of it)], in order."""
-    found = []
-    batch = everything(rows)
-    for row, numbers, learned in zip(batch["tokens"], batch["documents"], batch["learned"]):
+    batch, found = everything(rows), []
+    for row, numbers, labels in zip(batch["tokens"], batch["documents"], batch["labels"]):
         for number in sorted({*numbers.tolist()} - {0}):
             here = numbers == number
-            if here.sum() == 1:  # rows share a token
-                continue
-            whole, told = (tokenizer.decode(row[which].tolist()) for which in (here, here & learned))
-            found.append((whole, told))
+            told = labels[here & (labels >= 0)]
+            whole = [*row[here], *(labels[here][-1:] if labels[here][-1] >= 0 else [])]
+            found.append((tokenizer.decode(whole), tokenizer.decode(told)))
     return found
 
 
@@ -63,17 +61,16 @@ def test_a_text_fills_row_after_row_and_every_token_is_predicted_once(tmp_path, 
     (tmp_path / "test.txt").write_text("x" * 40)
     train, test = opened(tmp_path, tokenizer)
     batch = everything(train)
-    tokens, documents = batch["tokens"], batch["documents"]
-    assert tokens.shape[1] == 17 and np.array_equal(tokens[1:, 0], tokens[:-1, -1])
-    stream = np.concatenate([tokens[:-1, :-1].ravel(), tokens[-1][documents[-1] == 1]])
-    assert tokenizer.decode(stream.tolist()) == text + hub.END
-    assert batch["learned"][documents > 0].all() and train.targets == pytest.approx(300 / len(train))
-    assert parts_of(test, tokenizer)[-1] == ("x" * 8 + hub.END,) * 2
+    assert batch["tokens"].shape[1] == 16
+    stream, labels = (batch[name][batch["documents"] > 0].tolist() for name in ("tokens", "labels"))
+    assert stream + labels[-1:] == stream[:1] + labels == tokenizer(text + hub.END)["input_ids"]
+    assert (batch["labels"][batch["documents"] == 0] == -1).all() and train.targets == 300 / len(train)
+    assert parts_of(test, tokenizer)[-1] == ("x" * 8 + hub.END, "x" * 7 + hub.END)
     assert train.notes == "2 texts and conversations" and not test.notes
 
 
 def test_without_a_test_set_some_rows_are_left_out_for_tests(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("\ufeff" + "".join(chr(ord("a") + n // 16) for n in range(20 * 16 - 1)))
+    (tmp_path / "a.txt").write_text("\ufeff" + "".join(chr(ord("a") + n // 16) for n in range(20 * 16)))
     train, test = opened(tmp_path, tokenizer, length=16, test_share=0.2)
     assert len(train) == 16 and [whole[0] for whole, _ in parts_of(test, tokenizer)] == list("afkp")
     assert everything(train)["tokens"][:, 0].tolist() == [
@@ -96,8 +93,11 @@ def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
     for name in ("train_a", "train_b", "test"):
         (tmp_path / f"{name}.txt").write_text(name[-1] * 4)
     train, _ = opened(tmp_path, tokenizer)
-    assert parts_of(train, tokenizer) == [("aaaa" + hub.END,) * 2, ("bbbb" + hub.END,) * 2]
-    assert everything(train)["documents"].tolist() == [[1] * 5 + [2] * 5 + [0] * 6 + [3]]
+    assert parts_of(train, tokenizer) == [
+        ("aaaa" + hub.END, "aaa" + hub.END),
+        ("bbbb" + hub.END, "bbb" + hub.END),
+    ]
+    assert everything(train)["documents"].tolist() == [[1] * 4 + [2] * 4 + [0] * 8]
     assert train.targets == 8, "the first token of a document has none to be predicted from"
 
 
@@ -144,9 +144,9 @@ def test_a_conversation_longer_than_a_row_is_split_cut_or_left_out_and_counted(t
     train, _ = opened(tmp_path, tokenizer, too_long=too_long)
     found = [part for part in parts_of(train, tokenizer) if "q" not in part[0]]
     end = hub.END
-    if too_long == "split":  # as a text, of which each row begins with the last token of the one before
-        wanted = [("p" * 6 + "c" * 11, "c" * 11), ("c" * 17, "c" * 17), ("c" * 14 + end, "c" * 14 + end)]
-        assert [part for part in found if part[1]] == [*wanted, ("t" * 13 + "u" + end, "u" + end)]
+    if too_long == "split":  # as a text, of which each row goes on where the one before ended
+        wanted = [("p" * 6 + "c" * 11, "c" * 11), ("c" * 17, "c" * 16), ("c" * 14 + end, "c" * 13 + end)]
+        assert [part for part in found if part[1]] == [*wanted, ("t" * 12 + "u" + end, "u" + end)]
     elif too_long == "cut":
         assert found == [("p" * 6 + "c" * 11, "c" * 11)], "of the other one, nothing would be learned"
     else:
@@ -174,7 +174,7 @@ def test_texts_are_tokenised_once_and_anew_where_files_or_settings_change(tmp_pa
     first, _ = opened(tmp_path, tokenizer)
     again, _ = opened(tmp_path, tokenizer)
     assert len(made) == 1 and first.signature == again.signature
-    assert isinstance(again.tokens, np.memmap)
+    assert isinstance(again.rows, np.memmap)
     assert opened(tmp_path, tokenizer, length=20)[0].signature != first.signature
     (tmp_path / "a.txt").write_text("abd " * 50)
     assert opened(tmp_path, tokenizer)[0].signature != first.signature and len(made) == 3
@@ -257,7 +257,7 @@ def test_prompts_come_from_text_files_and_from_lines(tmp_path, tokenizer, chats)
 
 def test_the_cache_survives_a_damaged_file(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("abc " * 50)
-    first = np.array(opened(tmp_path, tokenizer)[0].tokens)
-    for path in arrays.files.cache_folder().glob("text-*/tokens.npy"):
+    first = np.array(opened(tmp_path, tokenizer)[0].rows)
+    for path in arrays.files.cache_folder().glob("text-*/rows.npy"):
         path.write_bytes(b"damaged")
-    assert np.array_equal(opened(tmp_path, tokenizer)[0].tokens, first)
+    assert np.array_equal(opened(tmp_path, tokenizer)[0].rows, first)

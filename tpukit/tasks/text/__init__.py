@@ -1,7 +1,7 @@
 """Language models: pretraining on texts, fine-tuning on conversations, by transformers and peft.
 
 torch, transformers and peft are imported where they are used, so that the help of the command line need not
-wait for them. Shapes: B batch, T positions of a row, which has T + 1 tokens."""
+wait for them. Shapes: B batch, T tokens of a row."""
 
 from __future__ import annotations
 
@@ -149,16 +149,15 @@ class LanguageModel(Task):
                 f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do"
                 " not fit; leave tokenizer at auto, or start from random weights (pretrained='no')"
             )
-        if (self.sequence_length or 1) > (most := config.max_position_embeddings):
-            raise TpukitError(
-                f"sequence_length={self.sequence_length}: {self.model_name} takes at most {most}"
-            )
         return config
 
     @property
     def length(self) -> int:
         """T, the tokens of a row."""
-        return self.sequence_length or min(LENGTH, self.config.max_position_embeddings)
+        length, most = self.sequence_length, self.config.max_position_embeddings
+        if length and length > most:
+            raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
+        return length or min(LENGTH, most)
 
     @property
     def _new(self) -> int:
@@ -221,10 +220,9 @@ class LanguageModel(Task):
         return {"texts, tokenizer or their packing": data.signature}
 
     def example(self, count: int) -> dict[str, np.ndarray]:
-        numbers = np.random.default_rng(0).integers(0, self.config.vocab_size, (count, self.length + 1))
-        ones = np.ones_like(numbers, np.int32)
-        share = np.full(count, 1 / self.length, np.float32)
-        return dict(tokens=numbers.astype(np.int32), documents=ones, learned=ones.astype(bool), share=share)
+        shape, share = (count, self.length), np.full(count, 1 / self.length, np.float32)
+        tokens = np.random.default_rng(0).integers(self.config.vocab_size, size=shape, dtype=np.int32)
+        return dict(tokens=tokens, labels=tokens, documents=np.ones_like(tokens), share=share)
 
     # Loss and predictions
 
@@ -233,20 +231,19 @@ class LanguageModel(Task):
         micro-batches and cores add up to the same, however these are spread."""
         from tpukit.tasks.text.loss import cross_entropy
 
-        hidden, labels = _run(model, batch)
-        return cross_entropy(hidden, model.head, labels) * batch["share"].mean() / len(labels)
+        hidden = model(batch["tokens"], batch["documents"])
+        return cross_entropy(hidden, model.head, batch["labels"]) * batch["share"].mean() / len(hidden)
 
     def predict(self, model: Network, batch: dict[str, Tensor], epoch: Any = None) -> dict[str, Tensor]:
         """For each row: loss (B,), summed over its tokens; count (B,), how many these are; and its beginning,
         to be continued: written (B, L), prompt (B,) tokens. A conversation begins up to the first answer."""
         from tpukit.tasks.text.loss import row_losses
 
-        hidden, labels = _run(model, batch)
-        found = dict(loss=row_losses(hidden, model.head, labels), count=(labels >= 0).sum(1))
-        rows = batch["tokens"][:, : PROMPT + self._new]
-        answer = batch["learned"].int().argmax(1)  # 0 or 1 in a text
-        prompt = answer.where(answer > 1, FEW).clamp(max=rows.shape[1] - self._new)
-        return dict(found, written=rows, prompt=prompt)
+        losses = row_losses(model(batch["tokens"], batch["documents"]), model.head, batch["labels"])
+        is_learned, rows = batch["labels"] >= 0, batch["tokens"][:, : PROMPT + self._new]
+        before = is_learned.int().argmax(1)  # 0 in a text
+        prompt = (before + 1).where(before > 0, FEW).clamp(max=rows.shape[1] - self._new)
+        return dict(loss=losses, count=is_learned.sum(1), written=rows, prompt=prompt)
 
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
         """For a test set: predicts, and continues the beginnings of the first rows. For prompts, see
@@ -317,11 +314,3 @@ class LanguageModel(Task):
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
         """prompt and written."""
         return self._texts(predictions)
-
-
-def _run(model: Network, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(hidden states (B, T, W), labels (B, T), below 0 where nothing is to be predicted)."""
-    tokens, documents = batch["tokens"], batch["documents"]
-    hidden = model(tokens[:, :-1], documents[:, :-1])
-    is_next = batch["learned"][:, 1:] & (documents[:, 1:] == documents[:, :-1])
-    return hidden, tokens[:, 1:].masked_fill(~is_next, -1)

@@ -1,6 +1,6 @@
 """Texts, conversations and prompts in a user's files, tokenised once and packed into rows of one length.
 
-Shapes: R rows, B batch, T positions of a row; a row has T + 1 tokens, the last one only to be predicted."""
+Shapes: R rows, B batch, T tokens of a row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"
 PIECE = 2**17  # characters of a text that are one document
 MANY = 256  # documents that are tokenised at once, on all cores
 VERSION = 2  # of what `_pack` makes of the same files, which is cached
-TOKEN = np.dtype([("tokens", np.int32), ("documents", np.int32), ("learned", bool)])
+TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.int32)])
 # Of conversations, where the tokenizer has no template of its own: one text after another.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"
@@ -37,24 +37,23 @@ TEMPLATE = (
 class TextSet:
     """One split of packed rows.
 
-    `batch(indices, numbers)` -> dict of (B, T + 1) each: tokens; documents, numbers that tell them apart, 0
-    where nothing is; learned, bool; and share (B,), one over the tokens that a row predicts on average.
-    `notes`: sentences for the log."""
+    `batch(indices, numbers)` -> dict of (B, T) each: tokens; labels, the next ones, or -1 where nothing is to
+    be learned; documents, numbers that tell them apart, 0 where nothing is; and share (B,), one over the
+    labels of a row on average. `notes`: sentences for the log."""
 
     num_uniforms = 0
 
-    def __init__(self, packed: dict[str, np.ndarray], kept: np.ndarray, signature: str, notes: str) -> None:
-        self.tokens, self.kept, self.signature, self.notes = packed["tokens"], kept, signature, notes
-        self.targets = float(packed["targets"][kept].mean())
-        self.length = (len(self.tokens) - 1) // len(packed["targets"])
+    def __init__(
+        self, rows: np.ndarray, kept: np.ndarray, targets: float, signature: str, notes: str
+    ) -> None:
+        self.rows, self.kept, self.targets = rows, kept, targets
+        self.signature, self.notes = signature, notes
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def batch(self, indices: Any, numbers: Any = None) -> dict[str, np.ndarray]:
-        # The last token of a row is the first one of the next.
-        starts = self.kept[indices] * self.length
-        rows = self.tokens[starts[:, None] + np.arange(self.length + 1)]
+        rows = self.rows[self.kept[indices]]
         share = np.full(len(rows), 1 / self.targets, np.float32)
         return dict(share=share, **{name: np.ascontiguousarray(rows[name]) for name in TOKEN.names or ()})
 
@@ -70,18 +69,19 @@ def open_sets(
     key = [VERSION, names, arrays.content_key(folder, like=names), length, too_long, test_share]
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
     packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, too_long, test_share))
-    sets, signature, notes = [], arrays.digest(key), printable(str(packed["notes"]))
-    for split, is_here in (("train", ~packed["is_test"]), ("test", packed["is_test"])):
-        kept = np.flatnonzero(is_here & (packed["targets"] > 0))
+    rows, targets, is_test = (packed[name] for name in ("rows", "targets", "is_test"))
+    sets, notes = [], printable(str(packed["notes"]))
+    for split, is_here in (("train", ~is_test), ("test", is_test)):
+        kept = np.flatnonzero(is_here & (targets > 0))
         if not len(kept):
             raise TpukitError(f"{place}: nothing to learn is left for the {split} split: add texts")
-        sets.append(TextSet(packed, kept, signature, notes if split == "train" else ""))
+        sets.append(TextSet(rows, kept, targets[kept].mean(), arrays.digest(key), notes))
+        notes = ""
     return sets[0], sets[1]
 
 
 def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarray]:
-    """tokens (R * T + 1,) of `TOKEN`; of each row (R,) targets, how many tokens it predicts, and is_test; and
-    notes."""
+    """rows (R, T) of `TOKEN`; of each (R,) targets, how many labels it has, and is_test; and notes."""
     file, at, number, longer, border = tempfile.TemporaryFile(), 0, 0, 0, 0
 
     def write(tokens):
@@ -91,42 +91,40 @@ def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarra
 
     def end_row():
         nonlocal at
-        at += file.write(bytes(-at % length * TOKEN.itemsize)) // TOKEN.itemsize
+        nothing = np.array([(0, -1, 0)], TOKEN)
+        at += file.write(nothing.tobytes() * (-at % length)) // TOKEN.itemsize
 
     for split in ("train", "test"):
-        end_row()
         border = at // length
         for some in _tokenised(files[split], tokenizer):
             whole = []  # conversations, each of which stays in one row
             for tokens, is_conversation in some:
-                is_longer = is_conversation and len(tokens) > length + 1
+                is_longer = is_conversation and len(tokens) > length
                 longer += is_longer
                 if not is_conversation or (is_longer and too_long == "split"):
                     write(tokens)
                 elif not is_longer or too_long == "cut":
-                    whole.append(tokens[: length + 1])
+                    whole.append(tokens[:length])
             whole.sort(key=len)
             while whole:  # always the longest that fits into what is left of a row
-                if index := bisect.bisect_right(whole, length - at % length + 1, key=len):
+                if index := bisect.bisect_right(whole, length - at % length, key=len):
                     write(whole.pop(index - 1))
                 else:
                     end_row()
-    end_row()
-    file.write(bytes(TOKEN.itemsize))
+        end_row()
     file.flush()
-    tokens, count = np.memmap(file, TOKEN, "r"), at // length
-    rows = (tokens[row * length : (row + 1) * length + 1] for row in range(count))
-    targets = [(row["learned"][1:] & (row["documents"][1:] == row["documents"][:-1])).sum() for row in rows]
-    is_test = np.arange(count) >= border
+    rows = np.memmap(file, TOKEN, "r", shape=(at // length, length)) if at else np.zeros((0, length), TOKEN)
+    targets = np.array([(row["labels"] >= 0).sum() for row in rows])
+    is_test = np.arange(len(rows)) >= border
     if not files["test"]:
-        is_test = np.diff(np.ceil(np.arange(count + 1) * test_share)) > 0
+        is_test = np.diff(np.ceil(np.arange(len(rows) + 1) * test_share)) > 0
     notes = f"{number} texts and conversations"
     notes += f"; {longer} conversations longer than {length} tokens: {too_long}" if longer else ""
-    return dict(tokens=tokens, targets=np.array(targets), is_test=is_test, notes=np.array(notes))
+    return dict(rows=rows, targets=targets, is_test=is_test, notes=np.array(notes))
 
 
 def _tokenised(paths, tokenizer) -> Iterator[list[tuple[np.ndarray, bool]]]:
-    """Yield, for some documents at a time, [(tokens, whether it is a conversation)]."""
+    """Yield, for some documents at a time, [(array of `TOKEN`, whether it is a conversation)]."""
     from tqdm.auto import tqdm
 
     rows = (parts_of(row, tokenizer, where) for path in paths for where, row in _read_rows(path))
@@ -136,10 +134,11 @@ def _tokenised(paths, tokenizer) -> Iterator[list[tuple[np.ndarray, bool]]]:
         encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
         found = []
         for parts, is_conversation in some:
-            pieces = [np.array(ids, TOKEN["tokens"]) for _, ids in zip(parts, encoded)]
-            tokens = np.zeros(sum(map(len, pieces)), TOKEN)
-            tokens["tokens"] = np.concatenate(pieces)
-            tokens["learned"] = np.repeat([learned for _, learned in parts], list(map(len, pieces)))
+            pieces = [np.array(ids, np.int32) for _, ids in zip(parts, encoded)]
+            ids = np.concatenate(pieces)
+            learned = np.repeat([learned for _, learned in parts], list(map(len, pieces)))
+            tokens = np.zeros(max(len(ids) - 1, 0), TOKEN)
+            tokens["tokens"], tokens["labels"] = ids[:-1], np.where(learned, ids, -1)[1:]
             found.append((tokens, is_conversation))
         yield found
 

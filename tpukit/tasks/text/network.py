@@ -99,12 +99,13 @@ class Network(nn.Module):
         ).last_hidden_state
 
     def flops(self, length: int) -> float:
-        """FLOP of a training step for each token of rows of this length: of all weights but those that are
-        only looked up, and of attention, forward and backward, without what is computed twice."""
-        config, embedding = self.causal.config, self.causal.get_input_embeddings().weight
-        used = [value for value in self.parameters() if value is not embedding or value is self.head]
-        both = 4 * sum(value.numel() for value in used)  # forward, and backward to the inputs
-        trained = 2 * sum(value.numel() for value in used if value.requires_grad)
+        """FLOP of a training step for each token of rows of this length: the products of matrices and of
+        attention, forward and backward, without what is computed twice."""
+        config, embeddings = self.causal.config, [m for m in self.modules() if isinstance(m, nn.Embedding)]
+        tables = {id(module.weight) for module in embeddings} - {id(self.head)}  # only looked up
+        matrices = [p for p in self.parameters() if p.ndim == 2 and id(p) not in tables]
+        both = 4 * sum(p.numel() for p in matrices)  # forward, and backward to the inputs
+        trained = 2 * sum(p.numel() for p in matrices if p.requires_grad)
         width = config.num_attention_heads * self.head_width
         return both + trained + 3 * 4 * config.num_hidden_layers * length * width
 
