@@ -39,9 +39,9 @@ def bigram_loss(train_set: TextSet, test_set: TextSet) -> float:
 
 def _pairs(data):
     """(tokens, the tokens that follow them and are predicted)"""
-    tokens, documents = np.asarray(data.tokens, np.int64), np.asarray(data.documents)
-    counts = data.learned[:, 1:] & (documents[:, 1:] == documents[:, :-1])
-    return tokens[:, :-1][counts], tokens[:, 1:][counts]
+    batch = data.batch(np.arange(len(data)))
+    is_learned = batch["labels"] >= 0
+    return batch["tokens"][is_learned], batch["labels"][is_learned]
 
 
 def plain(task: LanguageModel, data: TextSet, steps: int) -> float:
@@ -55,13 +55,16 @@ def plain(task: LanguageModel, data: TextSet, steps: int) -> float:
     others = [p for p in network.parameters() if p.ndim <= 1]
     groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.95))
-    rows = torch.from_numpy(np.array(data.tokens, np.int64))
+    batch = data.batch(np.arange(len(data)))
+    rows, labels = (torch.from_numpy(batch[name]).long() for name in ("tokens", "labels"))
     order, started = torch.randperm(len(rows)), time.perf_counter()
     for step in range(steps):
-        chosen = rows[order[step * task.batch_size : (step + 1) * task.batch_size]]
+        chosen = order[step * task.batch_size : (step + 1) * task.batch_size]
         optimizer.zero_grad(set_to_none=True)
-        logits = network(chosen[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), chosen[:, 1:].flatten())
+        logits = network(rows[chosen]).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[chosen].flatten(), ignore_index=-1
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()

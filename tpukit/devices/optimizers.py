@@ -1,10 +1,14 @@
 """The tensors of an optimizer, those that it updates and those that it keeps, and its settings."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import Module
+from torch.optim import AdamW, Optimizer
+
+from tpukit.devices.tensors import is_on_xla
 
 OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
 
@@ -27,6 +31,18 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state, wherever they lie."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Optimizer:
+    """AdamW of what trains in a model on the device; weights that are no matrices, as those of norms, and
+    biases do not decay."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim <= 1]
+    groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+    # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
+    capturable = is_on_xla(parameters[0])
+    return AdamW([g for g in groups if g["params"]], lr=lr, capturable=capturable, **options)
 
 
 class HostNumbers:

@@ -1,5 +1,8 @@
 """What a model asks of the device that its tensors lie on: of XLA, mostly. Elsewhere nothing changes."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
@@ -22,6 +25,16 @@ def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
     tensor = tensor.clone()
     xm.optimization_barrier_([tensor, *after])
     return tensor
+
+
+def recomputed(function: Callable, tensor: Tensor, *others: Any) -> Any:
+    """function(tensor, *others), of which nothing but `tensor` and `others` is kept for the backward pass:
+    that computes it once more. There may be no random numbers in it."""
+    if tensor.device.type == "xla":  # XLA would optimise torch's own away, as the same computation twice
+        from torch_xla.utils.checkpoint import checkpoint
+    else:
+        from torch.utils.checkpoint import checkpoint
+    return checkpoint(function, tensor, *others, use_reentrant=True, preserve_rng_state=False)
 
 
 def cores_sharing(tensor: Tensor) -> int:

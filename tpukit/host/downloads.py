@@ -2,11 +2,14 @@
 uses the internet."""
 
 import contextlib
+import functools
 import os
 import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from tpukit.host.errors import TpukitError, first_line
 
@@ -46,3 +49,26 @@ def stall_timeout() -> Iterator[None]:
         yield
     finally:
         socket.setdefaulttimeout(before)
+
+
+def from_hub(name: str, *patterns: str) -> Path:
+    """The folder of a model's files in the cache of the Hugging Face hub, downloaded if there is an internet.
+    patterns: of the files that are needed; those in folders of the model are left out. Raises TpukitError
+    where neither has it."""
+    try:
+        import huggingface_hub as library
+    except Exception as error:  # not installed, or damaged
+        raise TpukitError(f"{name}: {first_line(error)}: pip install huggingface_hub") from error
+    options: Any = dict(allow_patterns=list(patterns), ignore_patterns=["*/*"])
+    download = functools.partial(library.snapshot_download, name, **options)
+    try:
+        check_reachable(library.constants.ENDPOINT)
+        return Path(download())
+    except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
+        with contextlib.suppress(OSError, ValueError):
+            return Path(download(local_files_only=True))
+        raise TpukitError(
+            f"{name} is not on this machine and cannot be downloaded ({first_line(error)}): check its name"
+            " and the internet; if it is gated, accept its terms on its page on the Hugging Face hub and give"
+            " your token (`hf auth login`, or HF_TOKEN among the secrets)"
+        ) from error

@@ -1,5 +1,8 @@
 """The one kind of error that is meant for the user."""
 
+import contextlib
+from collections.abc import Iterator
+
 from tpukit.host.tables import printable
 
 
@@ -17,3 +20,15 @@ class Damaged(TpukitError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Context manager: an error of a foreign library, of whatever type, becomes a TpukitError that begins
+    with `what`. One that is a TpukitError already stays."""
+    try:
+        yield
+    except TpukitError:
+        raise
+    except Exception as error:
+        raise TpukitError(f"{what}: {first_line(error)}") from error

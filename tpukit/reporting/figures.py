@@ -21,7 +21,8 @@ SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), ("#CC79A7", "D"))  # colour 
 MAX_LABEL = 60  # characters
 MAX_NAME = 36  # characters of a file's name below a panel's title
 MARKS = {RIGHT: GREEN, WRONG: RED}  # sign at the beginning of a panel's title -> colour of its frame
-Panel = tuple[str, Any]  # a title, and an array (H, W) or (H, W, 3)
+Panel = tuple[str, Any]  # a title, and an array (H, W) or (H, W, 3), or a text
+TEXT_LINES = 18  # of a panel
 
 
 def as_png(figure: "Figure") -> bytes:
@@ -197,16 +198,26 @@ def panels_figure(rows: list[list[Panel]], title: str, names: Iterable[str] = ()
 
 
 def draw_panels(axes, panels):
-    """Each panel as a picture with its title, which may have two lines; axes without one are hidden."""
+    """Each panel as a picture, or a text, with its title, which may have two lines; axes without one are
+    hidden."""
     hide(axes[len(panels) :])
     for axis, (title, array) in zip(axes, panels):
         colour = MARKS.get(title[:1], GREY)  # an edge for a white image, too
         axis.set(xticks=(), yticks=())
         axis.spines[:].set(color=colour, linewidth=0.8 if colour == GREY else 2.5)
+        axis.set_title("\n".join(map(label, title.split("\n", 1))), fontsize=8, color=colour)
+        if isinstance(array, str):
+            lines = [
+                part for line in array.splitlines() for part in textwrap.wrap(printable(line), 38) or [""]
+            ]
+            text = "\n".join(lines[:TEXT_LINES])
+            axis.text(
+                0.02, 0.98, text, fontsize=6, va="top", color=GREY, transform=axis.transAxes, parse_math=False
+            )
+            continue
         # The range of its type: scaled to its own values, a mask that is true everywhere would be black.
         low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
         axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
-        axis.set_title("\n".join(map(label, title.split("\n", 1))), fontsize=8, color=colour)
 
 
 # The common look

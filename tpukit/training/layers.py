@@ -71,10 +71,10 @@ def freeze(task: Task, model: nn.Module) -> None:
             raise TpukitError(
                 f"freeze={part!r}: the model has no such part; it has {', '.join(near)}; or use {BACKBONE!r}"
             )
-    if len(frozen) == len(names):
-        raise TpukitError(f"freeze={', '.join(task.freeze)} leaves nothing to train: leave out a part")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in frozen)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TpukitError(f"freeze={', '.join(task.freeze)} leaves nothing to train: leave out a part")
     for module in model.modules():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):

@@ -265,8 +265,9 @@ class Task:
         second, over all cores."""
         return {}
 
-    def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, np.ndarray]]]:
-        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
+    def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, Any]]]:
+        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3), or
+        (title, text).
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
         data alone. A title that begins with ✓ or ✗ gets a green or a red frame. By default `image`, titled by

@@ -104,10 +104,8 @@ def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(kind, chats, tmp_
     data, _ = task.datasets()
     batch = {name: torch.as_tensor(values) for name, values in data.batch(np.arange(len(data))).items()}
     network = task.model()
-    hidden = network(batch["tokens"][:, :-1], batch["documents"][:, :-1])
-    counts = batch["learned"][:, 1:] & (batch["documents"][:, 1:] == batch["documents"][:, :-1])
-    logits = hidden @ network.head.t()
-    expected = cross_entropy(logits[counts], batch["tokens"][:, 1:][counts].long())
+    logits = network(batch["tokens"], batch["documents"]) @ network.head.t()
+    expected = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten().long(), ignore_index=-1)
     torch.testing.assert_close(task.loss(network, batch, 0), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -185,7 +183,7 @@ def test_every_setting_of_a_training_works_together(chats, model, tmp_path, cpu)
     after = checkpoint(run_of(tmp_path / "run", task, cpu))["model"]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if first not in name}
-    with refuses("leaves nothing of the adapter"):
+    with refuses("leaves nothing to train"):
         run_of(tmp_path / "none", task, cpu, freeze=("backbone",))
 
 
@@ -210,7 +208,6 @@ def test_a_run_says_what_was_written_and_how_fast(finished, capsys, cpu):
             [record["scores"] for record in run.records("evaluation")], key=lambda one: one["log_likelihood"]
         )["test_loss"]
     )
-    assert json.loads((run.path / "predictions/samples.json").read_text())[0]["prompt"]
 
 
 def test_flop_are_counted_as_by_hand(tmp_path, model):
@@ -247,12 +244,11 @@ def test_an_adapter_and_the_merged_model_load_without_tpukit(finished, model, tm
     assert all(one.is_equal() for one in exported) and "MB" in str(exported[0])
     assert not list(tmp_path.rglob("*.bin")) and (tmp_path / "peft/adapter_model.safetensors").is_file()
     task = task_of_run(run.config)
-    ours = dataclasses.replace(task, weights=run.best()).model()
+    ours = dataclasses.replace(task, weights=run.best()).model(torch.float32)
     weights.load(ours, run.best())
-    ours.to_float32()
     numbers = torch.arange(24)[None]
     expected = ours(numbers, torch.ones_like(numbers)) @ ours.head.t()
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).float()
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "transformers")
     assert not torch.allclose(base(numbers).logits, expected, atol=1e-2), "the training changed nothing"
     torch.testing.assert_close(merged(numbers).logits, expected, rtol=1e-4, atol=1e-4)

@@ -256,16 +256,9 @@ class ImageClassifier(Task):
         return [groups[number] for number in sorted(groups)]
 
     def optimizer(self, model):
-        from torch.optim import AdamW
+        from tpukit.devices.optimizers import adamw
 
-        from tpukit.devices.tensors import is_on_xla
-
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        decayed = [p for p in parameters if p.ndim > 1]
-        others = [p for p in parameters if p.ndim <= 1]  # biases, norms, scales of layers
-        groups = [dict(params=decayed, weight_decay=self.weight_decay), dict(params=others, weight_decay=0.0)]
-        # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
-        return AdamW([g for g in groups if g["params"]], lr=self.lr, capturable=is_on_xla(parameters[0]))
+        return adamw(model, self.lr, self.weight_decay)
 
     def loss(self, model: "Module", batch: "dict[str, Tensor]", epoch: "Tensor | int") -> "Tensor":
         from torch.nn.functional import cross_entropy

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tpukit.host import downloads, files
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained, first_line
 from tpukit.runs import weights
 
 if TYPE_CHECKING:
@@ -50,13 +50,8 @@ def describe(name: str) -> Network:
 
 
 def _describe_torchvision(name):
-    try:
+    with explained("neither timm nor torchvision can be imported (pip install timm)"):
         from torchvision import models
-    except Exception as error:  # not installed, or made for another torch
-        why = first_line(error)
-        raise TpukitError(
-            f"neither timm nor torchvision can be imported ({why}): pip install timm"
-        ) from error
     known = models.list_models(module=models)  # without those of segmentation and detection
     _require_known(name, known, "torchvision, as timm is not installed,")
     published = models.get_model_weights(name)["DEFAULT"]
@@ -99,10 +94,8 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
     for name in [f"{head}.{part}" for head in _heads(model) for part in ("weight", "bias")]:
         if name in own and (name not in state or state[name].shape != own[name].shape):
             state[name] = own[name]
-    try:
+    with explained(f"weights {pretrained} do not fit {network.name}"):
         return _make(network, classes, size, state)
-    except Exception as error:
-        raise TpukitError(f"weights {pretrained} do not fit {network.name}: {first_line(error)}") from error
 
 
 def _heads(model):
@@ -171,12 +164,6 @@ def _find_published(network):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     torch.hub.download_url_to_file(network.published, str(path))
             return path
-        import huggingface_hub
-
-        path = huggingface_hub.try_to_load_from_cache(network.published, "model.safetensors")
-        if not isinstance(path, str):
-            downloads.check_reachable(f"https://huggingface.co/{network.published}")
-            path = huggingface_hub.hf_hub_download(network.published, "model.safetensors")
-        return Path(path)
+        return downloads.from_hub(network.published, "model.safetensors") / "model.safetensors"
     except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
         raise TpukitError(f"{network.published}: {first_line(error)}") from error

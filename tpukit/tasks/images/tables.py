@@ -5,20 +5,15 @@ import csv
 import functools
 import io
 import json
-import re
 import threading
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.tasks import arrow
+from tpukit.tasks import saved
+from tpukit.tasks.saved import SPLITS
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-SPLITS = {  # names of folders, of files and in a column of splits, in lower case
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
 LABEL_COLUMNS = "label labels class class_name category target species breed diagnosis y".split()
 SPLIT_COLUMNS = "split subset partition set".split()
@@ -42,7 +37,7 @@ def read_tables(place: Path, images_dir: Path | None) -> tuple[list[Sample], lis
 
     Raises TpukitError for a damaged file, and for several CSV files that are not named after splits."""
     samples, classes = [], []
-    for path in sorted(path for path in place.rglob("*") if path.suffix in arrow.ENDINGS):
+    for path in sorted(path for path in place.rglob("*") if path.suffix in saved.ENDINGS):
         if not path.name.startswith(("cache-", ".")):  # the Hugging Face library's own, of the same samples
             rows, names = _read_saved(path, path.relative_to(place))
             samples += rows
@@ -142,9 +137,7 @@ def _read_saved(path, name):
     classes = features.get(label, {}).get("names") or []
     if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
         raise TpukitError(f"{path}: its class names, {str(classes)[:80]}, must be a list of texts")
-    # train/data-00000-of-00001.arrow or data/test-00000-of-00001.parquet
-    words = (re.split("[-.]", part.lower())[0] for part in name.parts)
-    split, samples = next((SPLITS[word] for word in words if word in SPLITS), None), []
+    split, samples = saved.split_of(name), []
     for row, value in enumerate(_read_column(path, label).to_pylist()):
         if classes and isinstance(value, int):
             value = classes[value] if 0 <= value < len(classes) else None
@@ -165,7 +158,7 @@ def _features(schema):
 
 def _read_column(path, column=None):
     """A column, a pyarrow.ChunkedArray; without a name the schema. Raises TpukitError for a damaged file."""
-    with arrow.reading(path) as pyarrow:
+    with saved.reading(path) as pyarrow:
         if path.suffix == ".parquet":
             file = pyarrow.parquet.ParquetFile(path)
             return file.read([column]).column(column) if column else file.schema_arrow

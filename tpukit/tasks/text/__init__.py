@@ -1,7 +1,7 @@
 """Language models: pretraining on texts, fine-tuning on conversations, by transformers and peft.
 
 torch, transformers and peft are imported where they are used, so that the help of the command line need not
-wait for them. Shapes: B batch, T positions of a row, which has T + 1 tokens."""
+wait for them. Shapes: B batch, T tokens of a row."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
+from tpukit.tasks.saved import SPLITS
 from tpukit.tasks.text import data, hub
 from tpukit.training.task import Task
 
@@ -44,7 +45,7 @@ class LanguageModel(Task):
     name: ClassVar[str] = "text"
     dataset: ClassVar[str] = "my-text"
     needs_own_data: ClassVar[bool] = True
-    dataset_parts: ClassVar[tuple[str, ...]] = tuple(data.SPLITS)
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
     synthetic_size: ClassVar[int] = 60
     synthesize = staticmethod(data.write_demo)
     score: ClassVar[str] = "log_likelihood"
@@ -148,16 +149,15 @@ class LanguageModel(Task):
                 f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do"
                 " not fit; leave tokenizer at auto, or start from random weights (pretrained='no')"
             )
-        if (self.sequence_length or 1) > (most := config.max_position_embeddings):
-            raise TpukitError(
-                f"sequence_length={self.sequence_length}: {self.model_name} takes at most {most}"
-            )
         return config
 
     @property
     def length(self) -> int:
         """T, the tokens of a row."""
-        return self.sequence_length or min(LENGTH, self.config.max_position_embeddings)
+        length, most = self.sequence_length, self.config.max_position_embeddings
+        if length and length > most:
+            raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
+        return length or min(LENGTH, most)
 
     @property
     def _new(self) -> int:
@@ -175,25 +175,14 @@ class LanguageModel(Task):
         return built
 
     def layers(self, model: Network) -> list[list[str]]:
-        layers: dict[float, list[str]] = {}
-        for name, _ in model.named_parameters():
-            found = re.search(r"\.(?:h|layers)\.(\d+)\.", name)
-            number = int(found[1]) if found else -1 if layers.keys() <= {-1} else math.inf
-            layers.setdefault(number, []).append(name)
-        return [layers[number] for number in sorted(layers)]
+        names = [name for name, _ in model.named_parameters()]
+        layers = itertools.groupby(names, lambda name: re.findall(r"\.(?:h|layers)\.\d+\.", name))
+        return [list(layer) for _, layer in layers]
 
     def optimizer(self, model: Network) -> optim.Optimizer:
-        from torch.optim import AdamW
+        from tpukit.devices.optimizers import adamw
 
-        from tpukit.devices.tensors import is_on_xla
-
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        groups = [
-            dict(params=[p for p in parameters if p.ndim > 1], weight_decay=self.weight_decay),
-            dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0),  # biases, norms
-        ]
-        # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
-        return AdamW(groups, lr=self.lr, betas=(0.9, 0.95), capturable=is_on_xla(parameters[0]))
+        return adamw(model, self.lr, self.weight_decay, betas=(0.9, 0.95))
 
     def rates(self, model: Any, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
         """Tokens and TFLOP (see `Network.flops`) a second, over all cores; on a TPU also the share of what
@@ -230,14 +219,10 @@ class LanguageModel(Task):
     def data_signature(self, data: data.TextSet) -> dict[str, str]:
         return {"texts, tokenizer or their packing": data.signature}
 
-    def metadata(self, data: data.TextSet) -> dict[str, str]:
-        return dict(model_name=self.model_name)
-
     def example(self, count: int) -> dict[str, np.ndarray]:
-        numbers = np.random.default_rng(0).integers(0, self.config.vocab_size, (count, self.length + 1))
-        ones = np.ones_like(numbers, np.int32)
-        share = np.full(count, 1 / self.length, np.float32)
-        return dict(tokens=numbers.astype(np.int32), documents=ones, learned=ones.astype(bool), share=share)
+        shape, share = (count, self.length), np.full(count, 1 / self.length, np.float32)
+        tokens = np.random.default_rng(0).integers(self.config.vocab_size, size=shape, dtype=np.int32)
+        return dict(tokens=tokens, labels=tokens, documents=np.ones_like(tokens), share=share)
 
     # Loss and predictions
 
@@ -246,20 +231,19 @@ class LanguageModel(Task):
         micro-batches and cores add up to the same, however these are spread."""
         from tpukit.tasks.text.loss import cross_entropy
 
-        hidden, labels = _run(model, batch)
-        return cross_entropy(hidden, model.head, labels) * batch["share"].mean() / len(labels)
+        hidden = model(batch["tokens"], batch["documents"])
+        return cross_entropy(hidden, model.head, batch["labels"]) * batch["share"].mean() / len(hidden)
 
     def predict(self, model: Network, batch: dict[str, Tensor], epoch: Any = None) -> dict[str, Tensor]:
         """For each row: loss (B,), summed over its tokens; count (B,), how many these are; and its beginning,
         to be continued: written (B, L), prompt (B,) tokens. A conversation begins up to the first answer."""
         from tpukit.tasks.text.loss import row_losses
 
-        hidden, labels = _run(model, batch)
-        found = dict(loss=row_losses(hidden, model.head, labels), count=(labels >= 0).sum(1))
-        rows = batch["tokens"][:, : PROMPT + self._new]
-        answer = batch["learned"].int().argmax(1)  # 0 or 1 in a text
-        prompt = answer.where(answer > 1, FEW).clamp(max=rows.shape[1] - self._new)
-        return dict(found, written=rows, prompt=prompt)
+        losses = row_losses(model(batch["tokens"], batch["documents"]), model.head, batch["labels"])
+        is_learned, rows = batch["labels"] >= 0, batch["tokens"][:, : PROMPT + self._new]
+        before = is_learned.int().argmax(1)  # 0 in a text
+        prompt = (before + 1).where(before > 0, FEW).clamp(max=rows.shape[1] - self._new)
+        return dict(loss=losses, count=is_learned.sum(1), written=rows, prompt=prompt)
 
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
         """For a test set: predicts, and continues the beginnings of the first rows. For prompts, see
@@ -330,11 +314,3 @@ class LanguageModel(Task):
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
         """prompt and written."""
         return self._texts(predictions)
-
-
-def _run(model: Network, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(hidden states (B, T, W), labels (B, T), below 0 where nothing is to be predicted)."""
-    tokens, documents = batch["tokens"], batch["documents"]
-    hidden = model(tokens[:, :-1], documents[:, :-1])
-    is_next = batch["learned"][:, 1:] & (documents[:, 1:] == documents[:, :-1])
-    return hidden, tokens[:, 1:].masked_fill(~is_next, -1)

@@ -1,40 +1,32 @@
 """Texts, conversations and prompts in a user's files, tokenised once and packed into rows of one length.
 
-Shapes: R rows, B batch, T positions of a row; a row has T + 1 tokens, the last one only to be predicted."""
+Shapes: R rows, B batch, T tokens of a row."""
 
 from __future__ import annotations
 
 import bisect
-import functools
 import glob
 import itertools
 import json
-import math
 import pydoc_data.topics
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tpukit.host import arrays
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.json_types import has_type
 from tpukit.host.tables import printable
-from tpukit.tasks import arrow
-from tpukit.tasks.text.hub import explained
+from tpukit.tasks import saved
 
-SPLITS = {  # first words of folders and files, in lower case
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("test", "testing", "val", "valid", "validation", "dev", "eval"), "test"),
-}
 TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"
-PIECE = 2**16  # characters of a text that are tokenised at once
-MANY = 512  # documents that are tokenised at once, on all cores
+PIECE = 2**17  # characters of a text that are one document
+MANY = 256  # documents that are tokenised at once, on all cores
 VERSION = 2  # of what `_pack` makes of the same files, which is cached
-TOKEN = np.dtype([("tokens", np.int32), ("documents", np.int32), ("learned", bool)])
+TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.int32)])
 # Of conversations, where the tokenizer has no template of its own: one text after another.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"
@@ -45,34 +37,25 @@ TEMPLATE = (
 class TextSet:
     """One split of packed rows.
 
-    `batch(indices, numbers)` -> dict of (B, T + 1) each: tokens; documents, numbers that tell them apart, 0
-    where nothing is; learned, bool; and share (B,), one over the tokens that a row predicts on average.
-    `notes`: sentences for the log."""
+    `batch(indices, numbers)` -> dict of (B, T) each: tokens; labels, the next ones, or -1 where nothing is to
+    be learned; documents, numbers that tell them apart, 0 where nothing is; and share (B,), one over the
+    labels of a row on average. `notes`: sentences for the log."""
 
     num_uniforms = 0
 
-    def __init__(self, packed: dict[str, np.ndarray], split: str, length: int, signature: str) -> None:
-        # The last token of a row is the first one of the next.
-        self.rows = np.lib.stride_tricks.sliding_window_view(packed[split], length + 1)[::length]
-        self.targets, self.signature = float(packed[f"{split}_targets"]) / len(self.rows), signature
-        self.notes = printable(str(packed["notes"])) if split == "train" else ""
+    def __init__(
+        self, rows: np.ndarray, kept: np.ndarray, targets: float, signature: str, notes: str
+    ) -> None:
+        self.rows, self.kept, self.targets = rows, kept, targets
+        self.signature, self.notes = signature, notes
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.kept)
 
     def batch(self, indices: Any, numbers: Any = None) -> dict[str, np.ndarray]:
-        rows = self.rows[indices]
+        rows = self.rows[self.kept[indices]]
         share = np.full(len(rows), 1 / self.targets, np.float32)
-        return {name: np.ascontiguousarray(rows[name]) for name in TOKEN.names or ()} | dict(share=share)
-
-
-class Document(NamedTuple):
-    """A conversation, or a piece of a text. parts: (text, whether it is to be learned)"""
-
-    split: str
-    parts: list[tuple[str, bool]]
-    is_conversation: bool
-    begins: bool = True
+        return dict(share=share, **{name: np.ascontiguousarray(rows[name]) for name in TOKEN.names or ()})
 
 
 def open_sets(
@@ -81,83 +64,83 @@ def open_sets(
     """(training set, test set) of a file or a folder, made anew or from the cache. length: T. too_long,
     test_share: see `LanguageModel`. Raises TpukitError, with the file and the line, for what cannot be
     trained on."""
-    folder = place if place.is_dir() else place.parent
-    names = [glob.escape(str(path.relative_to(folder))) for path, _ in find_files(place)]
+    folder, files = place if place.is_dir() else place.parent, find_files(place)
+    names = [glob.escape(str(path.relative_to(folder))) for path in itertools.chain(*files.values())]
     key = [VERSION, names, arrays.content_key(folder, like=names), length, too_long, test_share]
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
-    packed = arrays.mapped("text", key, lambda: _pack(place, tokenizer, length, too_long, test_share))
-    train, test = (TextSet(packed, split, length, arrays.digest(key)) for split in ("train", "test"))
-    return train, test
+    packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, too_long, test_share))
+    rows, targets, is_test = (packed[name] for name in ("rows", "targets", "is_test"))
+    sets, notes = [], printable(str(packed["notes"]))
+    for split, is_here in (("train", ~is_test), ("test", is_test)):
+        kept = np.flatnonzero(is_here & (targets > 0))
+        if not len(kept):
+            raise TpukitError(f"{place}: nothing to learn is left for the {split} split: add texts")
+        sets.append(TextSet(rows, kept, targets[kept].mean(), arrays.digest(key), notes))
+        notes = ""
+    return sets[0], sets[1]
 
 
-# Packing
+def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarray]:
+    """rows (R, T) of `TOKEN`; of each (R,) targets, how many labels it has, and is_test; and notes."""
+    file, at, number, longer, border = tempfile.TemporaryFile(), 0, 0, 0, 0
+
+    def write(tokens):
+        nonlocal at, number
+        tokens["documents"] = number = number + 1
+        at += file.write(tokens.tobytes()) // TOKEN.itemsize
+
+    def end_row():
+        nonlocal at
+        nothing = np.array([(0, -1, 0)], TOKEN)
+        at += file.write(nothing.tobytes() * (-at % length)) // TOKEN.itemsize
+
+    for split in ("train", "test"):
+        border = at // length
+        for some in _tokenised(files[split], tokenizer):
+            whole = []  # conversations, each of which stays in one row
+            for tokens, is_conversation in some:
+                is_longer = is_conversation and len(tokens) > length
+                longer += is_longer
+                if not is_conversation or (is_longer and too_long == "split"):
+                    write(tokens)
+                elif not is_longer or too_long == "cut":
+                    whole.append(tokens[:length])
+            whole.sort(key=len)
+            while whole:  # always the longest that fits into what is left of a row
+                if index := bisect.bisect_right(whole, length - at % length, key=len):
+                    write(whole.pop(index - 1))
+                else:
+                    end_row()
+        end_row()
+    file.flush()
+    rows = np.memmap(file, TOKEN, "r", shape=(at // length, length)) if at else np.zeros((0, length), TOKEN)
+    targets = np.array([(row["labels"] >= 0).sum() for row in rows])
+    is_test = np.arange(len(rows)) >= border
+    if not files["test"]:
+        is_test = np.diff(np.ceil(np.arange(len(rows) + 1) * test_share)) > 0
+    notes = f"{number} texts and conversations"
+    notes += f"; {longer} conversations longer than {length} tokens: {too_long}" if longer else ""
+    return dict(rows=rows, targets=targets, is_test=is_test, notes=np.array(notes))
 
 
-def _pack(place, tokenizer, length, too_long, test_share) -> dict[str, np.ndarray]:
-    """What `TextSet` takes: of each split the tokens of all rows, and how many of them are predicted."""
+def _tokenised(paths, tokenizer) -> Iterator[list[tuple[np.ndarray, bool]]]:
+    """Yield, for some documents at a time, [(array of `TOKEN`, whether it is a conversation)]."""
     from tqdm.auto import tqdm
 
-    splits, longer = dict(train=_Stream(length), test=_Stream(length)), 0
-    documents = tqdm(read_documents(place, tokenizer, test_share), disable=None, leave=False, unit=" texts")
-    waiting = iter(documents)
-    while some := list(itertools.islice(waiting, MANY)):
-        texts = [text for document in some for text, _ in document.parts]
+    rows = (parts_of(row, tokenizer, where) for path in paths for where, row in _read_rows(path))
+    documents = iter(tqdm(rows, disable=None, leave=False, unit=" texts"))
+    while some := list(itertools.islice(documents, MANY)):
+        texts = [text for parts, _ in some for text, _ in parts]
         encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        for document in some:
-            pairs = [(id, 0, learned) for (_, learned), ids in zip(document.parts, encoded) for id in ids]
-            tokens, stream = np.array(pairs, TOKEN), splits[document.split]
-            is_whole = document.is_conversation
-            if is_whole and len(tokens) > length + 1:
-                longer += 1
-                is_whole = too_long != "split"
-                tokens = tokens[: dict(cut=length + 1, split=len(tokens)).get(too_long, 0)]
-            if is_whole:
-                stream.waiting.append(tokens)
-            else:
-                stream.append(tokens, document.begins)
-        for stream in splits.values():
-            stream.append_waiting()
-    packed = {}
-    for split, stream in splits.items():
-        if not stream.targets:
-            raise TpukitError(f"{place}: nothing to learn is left for the {split} split: add texts")
-        packed[split], packed[f"{split}_targets"] = stream.finish(), np.array(stream.targets)
-    note = f"{splits['train'].number} texts and conversations to train, {splits['test'].number} to test"
-    note += f"; {longer} conversations longer than {length} tokens: {too_long}" if longer else ""
-    return packed | dict(notes=np.array(note))
-
-
-class _Stream:
-    """The tokens of a split's rows, one after another in a file without a name."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.file, self.waiting = length, tempfile.TemporaryFile(), []
-        self.at = self.number = self.targets = 0
-
-    def append(self, tokens: np.ndarray, begins: bool = True) -> None:
-        self.number += begins
-        tokens["documents"] = self.number
-        self.targets += int(tokens["learned"][int(begins) :].sum())
-        self._write(tokens)
-
-    def append_waiting(self) -> None:
-        """Conversations, each in one row: always the longest that fits into what is left of it."""
-        self.waiting.sort(key=len)
-        while self.waiting:
-            left = self.length - self.at % self.length
-            if index := bisect.bisect_right(self.waiting, left + 1, key=len):
-                self.append(self.waiting.pop(index - 1))
-            else:
-                self._write(np.zeros(left, TOKEN))
-
-    def finish(self) -> np.ndarray:
-        self._write(np.zeros((1 - self.at) % self.length, TOKEN))
-        self.file.flush()
-        return np.memmap(self.file, TOKEN, "r")
-
-    def _write(self, tokens):
-        self.file.write(tokens.tobytes())
-        self.at += len(tokens)
+        found = []
+        for parts, is_conversation in some:
+            pieces = [np.array(ids, np.int32) for _, ids in zip(parts, encoded)]
+            ids = np.concatenate(pieces)
+            learned = np.repeat([learned for _, learned in parts], list(map(len, pieces)))
+            tokens = np.zeros(max(len(ids) - 1, 0), TOKEN)
+            tokens["tokens"], tokens["labels"] = ids[:-1], np.where(learned, ids, -1)[1:]
+            found.append((tokens, is_conversation))
+        yield found
 
 
 # Reading
@@ -172,67 +155,41 @@ def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
         place.write_text(text, encoding="utf-8")
 
 
-def find_files(place: Path) -> list[tuple[Path, str | None]]:
-    """(file, its split), texts first. Where some are in splits, the others are left out; without one for
-    tests all splits are None. Raises TpukitError where there is no file."""
-    found, folder = [], place if place.is_dir() else place.parent
+def find_files(place: Path) -> dict[str, list[Path]]:
+    """The files of train and of test. Where some are in train, those in no split are left out. Raises
+    TpukitError where there is none to train on."""
+    found, folder = dict(train=[], test=[], none=[]), place if place.is_dir() else place.parent
     for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
         is_hidden = path.name.startswith((".", "cache-"))  # the second: the Hugging Face library's own
-        if path.suffix in (*TEXTS, LINES, *arrow.ENDINGS) and path.is_file() and not is_hidden:
-            words = (re.split("[-_.]", part.lower())[0] for part in path.relative_to(folder).parts)
-            found.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
-    if not found:
+        if path.suffix in (*TEXTS, LINES, *saved.ENDINGS) and path.is_file() and not is_hidden:
+            split = saved.split_of(path.relative_to(folder)) or "none"
+            found[split.replace("val", "test")].append(path)
+    train, test = found["train"] or found["none"], found["test"]
+    if not train:
         raise TpukitError(
-            f"{place} does not exist or has no texts: it should be text files ({', '.join(TEXTS)}), .jsonl"
-            " files with text, prompt and completion, or messages in each line, or a Hugging Face dataset"
-            " saved on disk"
+            f"{place} does not exist or has no texts to train on: it should be text files"
+            f" ({', '.join(TEXTS)}), .jsonl files with text, prompt and completion, or messages in each line,"
+            " or a Hugging Face dataset saved on disk"
         )
-    splits = {split for _, split in found}
-    found = [(path, split) for path, split in found if split or splits == {None}]
-    found.sort(key=lambda pair: pair[0].suffix not in TEXTS)  # or a conversation would come between pieces
-    return [(path, split if "test" in splits else None) for path, split in found]
-
-
-def read_documents(place: Path, tokenizer: Any, test_share: float) -> Iterator[Document]:
-    """Yield the documents of a file, or of all files below a folder. Where no file says what is for tests, it
-    is the end of each text, and of lists every so many documents, the first among them."""
-    number = 0
-    for path, split in find_files(place):
-        if path.suffix in TEXTS:
-            yield from _read_text(path, split, tokenizer, test_share)
-            continue
-        for where, row in _read_rows(path):
-            is_test = math.ceil((number + 1) * test_share) > math.ceil(number * test_share)
-            number += 1
-            yield Document(split or ("test" if is_test else "train"), *parts_of(row, tokenizer, where))
-
-
-def _read_text(path, split, tokenizer, test_share) -> Iterator[Document]:
-    with (
-        explained(f"{path} is not a text in UTF-8: save it as one"),
-        open(path, encoding="utf-8-sig") as file,
-    ):
-        count = sum(map(len, iter(functools.partial(file.read, PIECE), "")))
-        cut = {None: count - round(test_share * count), "train": count, "test": 0}[split]
-        file.seek(0)
-        for name, first, last in (("train", 0, cut), ("test", cut, count)):
-            for at in range(first, last, PIECE):
-                start, text, end = parts_of(dict(text=file.read(min(PIECE, last - at))), tokenizer, "")[0]
-                parts = [start] * (at == first) + [text] + [end] * (at + PIECE >= last)
-                yield Document(name, parts, False, begins=at == first)
+    return dict(train=train, test=test)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where it is, content) of the lines of a .jsonl file, or the rows of a file of a dataset."""
+    """(where it is, content) of pieces of a text, of lines of a .jsonl file, or of rows of a dataset."""
+    if path.suffix in TEXTS:
+        with explained(f"{path} is not a text in UTF-8"), open(path, encoding="utf-8-sig") as file:
+            while text := file.read(PIECE):
+                yield str(path), dict(text=text)
+        return
     if path.suffix == LINES:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    with explained(f"{path}, line {number}: not JSON in UTF-8, so mend or delete it"):
+                    with explained(f"{path}, line {number} is not JSON in UTF-8, so mend or delete it"):
                         row = json.loads(line)
                     yield f"{path}, line {number}", row
         return
-    with arrow.reading(path) as pyarrow:
+    with saved.reading(path) as pyarrow:
         if path.suffix == ".parquet":
             batches = pyarrow.parquet.ParquetFile(path).iter_batches(1000)
         else:
@@ -247,33 +204,31 @@ def parts_of(row: Any, tokenizer: Any, where: str) -> tuple[list[tuple[str, bool
 
     What the assistant says is to be learned, but for turns that the chat template writes in another way once
     others follow."""
-    messages = _messages(row, where)
-    if isinstance(messages, str):
+    said = _said(row, where)
+    if isinstance(said, str):
         start = tokenizer.decode(tokenizer("")["input_ids"][:1])  # what the model expects first, if anything
-        return [(start, False), (messages, True), (tokenizer.eos_token, True)], False
-    if not any(one["role"] == "assistant" and one["content"].strip() for one in messages):
+        return [(start, False), (said, True), (tokenizer.eos_token, True)], False
+    if not any(one["role"] == "assistant" and one["content"].strip() for one in said):
         raise TpukitError(f"{where}: the completion is empty: there is nothing to learn")
-    whole, parts, at = _render(messages, tokenizer, where), [], 0
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _render(messages[:number], tokenizer, where, prompt=True)
-            after = _render(messages[: number + 1], tokenizer, where)
-            if len(before) >= at and after.startswith(before) and whole.startswith(after):
-                parts += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
-                at = len(after)
+    whole, parts, at = _render(said, tokenizer, where), [], 0
+    for number in [number for number, one in enumerate(said) if one["role"] == "assistant"]:
+        before = _render(said[:number], tokenizer, where, prompt=True)
+        after = _render(said[: number + 1], tokenizer, where)
+        if len(before) >= at and after.startswith(before) and whole.startswith(after):
+            parts += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
+            at = len(after)
     if not parts:
         raise TpukitError(f"{where}: the model's chat template does not show where the assistant begins")
     return [*parts, (whole[at:], False)], True
 
 
-def _messages(row: Any, where: str) -> list[dict[str, str]] | str:
+def _said(row: Any, where: str) -> list[dict[str, str]] | str:
     """The messages of a row, or its text."""
     row = row if isinstance(row, dict) else {}
     messages, text, roles = row.get("messages"), row.get("text"), dict(prompt="user", completion="assistant")
     if messages is None and row.get("prompt") is not None:
-        given = {name: row[name] for name in roles if row.get(name) is not None}
-        messages = [dict(role=roles[name], content=content) for name, content in given.items()]
-    if messages is None and isinstance(text, str):
+        messages = [dict(role=roles[name], content=row[name]) for name in roles if row.get(name) is not None]
+    elif messages is None and isinstance(text, str):
         return text
     is_list = isinstance(messages, list) and messages
     if not is_list or not all(has_type(one, dict(role=str, content=str)) for one in messages):
@@ -293,14 +248,11 @@ def _render(messages: list[dict], tokenizer: Any, where: str, *, prompt: bool = 
 
 def read_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
     """[(name, tokens)] of the prompts in a text file, which is one, or in the lines of a .jsonl file, each
-    with `prompt` or `messages`."""
-    rows: Any = _read_rows(path)
-    if path.suffix != LINES:
-        with explained(f"{path} is not a text in UTF-8: save it as one"):
-            rows = [(str(path), dict(prompt=path.read_text("utf-8-sig").rstrip("\n")))]
+    with `prompt` or `messages`, or with `text` that has no template."""
     prompts = []
-    for where, row in rows:
-        said, name = _messages(row, where), f"{path.name}{where.removeprefix(str(path))}"
+    for where, row in _read_rows(path):
+        row = dict(prompt=row["text"].rstrip("\n")) if path.suffix in TEXTS else row
+        said, name = _said(row, where), f"{path.name}{where.removeprefix(str(path))}"
         if not isinstance(said, str):
             is_answered = len(said) > 1 and said[-1]["role"] == "assistant"
             said = _render(said[: len(said) - is_answered], tokenizer, name, prompt=True)

@@ -20,21 +20,13 @@ COLDEST = 1e-6  # a temperature at which the most probable token is drawn
 
 
 def write(
-    model: Network,
-    runtime: Runtime,
-    tokens: Tensor,
-    prompt: Tensor,
-    *,
-    new: int,
-    temperature: float,
-    seed: Any,
+    model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int, temperature: float, seed: Any
 ) -> Tensor:
     """(B, L): prompts on the device, and at least `new` tokens that the model writes after them, if there is
     room.
 
-    tokens: (B, L), each row's prompt first. prompt: (B,) the lengths of the prompts, 1 or more. temperature:
-    0 takes the most probable token, 1 draws by the model's probabilities. seed: of the numbers to draw by, as
-    for `np.random.SeedSequence`."""
+    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more. temperature: 0 takes the
+    most probable token, 1 draws by the model's probabilities. seed: for `np.random.SeedSequence`."""
     rows, size = tokens.shape
     config, drawn = model.causal.config, np.random.default_rng(np.random.SeedSequence(seed))
     numbers = 1 - drawn.random((rows, size), np.float32)  # in (0, 1]
@@ -57,8 +49,8 @@ def write_token(model: Network, state: dict[str, Any], fixed: dict[str, Tensor])
     prompt; `place` (1,); `layers`, the cache of `Seen`."""
     tokens, place, layers = state["tokens"], state["place"], list(state["layers"])
     there = torch.arange(tokens.shape[1], device=tokens.device)
-    is_here, is_next = there[None] == place, there[None] == place + 1  # (1, L)
-    seen = Seen((there <= place)[None, None, None], place, layers, is_here)
+    is_here, is_next = there == place, there == place + 1  # (L,)
+    seen = Seen((there <= place)[None, None, None], place, layers, is_here[:, None])
     token = torch.where(is_here, tokens, 0).sum(1, keepdim=True)  # (B, 1)
     hidden = model.run(token, place[None].expand(len(tokens), 1), seen)[:, 0]
     logits = (hidden @ model.head.t()).float()  # (B, V)

@@ -6,29 +6,17 @@ torch; transformers and peft where they are used."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tpukit.host import downloads
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text")  # by the `model_type` of a config
 BYTES = "bytes"
 END = "<|endoftext|>"  # of a text, after the 256 bytes
-# What to do about a model
-GATED = (
-    "accept its terms on its page on the Hugging Face hub, then give this session your token (`hf auth"
-    " login`, or HF_TOKEN among the secrets)"
-)
-OFFLINE = (
-    "check its name, switch the internet on, or give a folder with config.json, tokenizer.json and"
-    " model.safetensors"
-)
 
 
 def shapes() -> dict[str, dict[str, Any]]:
@@ -48,18 +36,6 @@ def imported(name: str) -> Any:
     return package
 
 
-@contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Context manager: an error of a foreign library, of whatever type, becomes a TpukitError that begins
-    with `what`."""
-    try:
-        yield
-    except TpukitError:
-        raise
-    except Exception as error:
-        raise TpukitError(f"{what}: {first_line(error)}") from error
-
-
 def find_folder(name: str, *, with_weights: bool) -> Path:
     """The folder of a model: a folder itself, or what the Hugging Face hub has of that name, downloaded or
     from its cache. with_weights: else only config and tokenizer. Raises TpukitError where there is none."""
@@ -68,29 +44,15 @@ def find_folder(name: str, *, with_weights: bool) -> Path:
         raise TpukitError(f"{folder} holds an adapter: as model_name, give the model that it is for")
     if folder.is_dir():
         return folder
-    library: Any = imported("huggingface_hub")
-    wanted = ["*.json", "*.jinja", *(["*.safetensors"] if with_weights else [])]  # no code, no pickles
-    download = functools.partial(
-        library.snapshot_download, name, allow_patterns=wanted, ignore_patterns=["*/*", "adapter*"]
-    )
-    try:
-        downloads.check_reachable(library.constants.ENDPOINT)
-        return Path(download())
-    except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
-        with contextlib.suppress(OSError, ValueError):
-            return Path(download(local_files_only=True))
-        is_gated = isinstance(error, library.errors.GatedRepoError)
-        raise TpukitError(
-            f"{name} is not on this machine, and {'gated' if is_gated else 'cannot be downloaded'}"
-            f" ({first_line(error)}): {GATED if is_gated else OFFLINE}"
-        ) from error
+    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if with_weights else [])]  # no code, no pickles
+    return downloads.from_hub(name, *patterns)
 
 
 def read_config(name: str, folder: Path | None) -> Any:
     """The config of transformers, of a model's folder or of the `shapes`. Raises TpukitError for a model that
     is not of the `FAMILIES`, or needs code of its own."""
     kind = imported("transformers").AutoConfig
-    with explained(f"{name}: no config.json for a model of transformers without code of its own"):
+    with explained(f"{name} has no config.json for a model of transformers without code of its own"):
         if folder is None:
             config = kind.for_model(**shapes()[name])
         else:
@@ -108,7 +70,7 @@ def read_config(name: str, folder: Path | None) -> Any:
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model, by its folder or its name on the hub. bytes: 256 tokens, one for each byte of
     UTF-8, and one for the end of a text. Raises TpukitError where it cannot be had."""
-    transformers = imported("transformers")
+    kind = imported("transformers").PreTrainedTokenizerFast
     if name == BYTES:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -116,9 +78,9 @@ def load_tokenizer(name: str) -> Any:
         tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
-    kind, folder = transformers.PreTrainedTokenizerFast, find_folder(name, with_weights=False)
-    with explained(f"{name}: no tokenizer.json that can be read (tokenizer={BYTES!r} needs none)"):
+        return kind(tokenizer_object=tokenizer, eos_token=END)
+    folder = find_folder(name, with_weights=False)
+    with explained(f"{name} has no tokenizer.json that can be read (tokenizer={BYTES!r} needs none)"):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise TpukitError(f"the tokenizer of {name} has no token for the end of a text (eos_token)")

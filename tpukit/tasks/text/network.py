@@ -11,24 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tpukit.devices.tensors import is_on_xla, with_optimization_barrier
-from tpukit.host.errors import TpukitError
+from tpukit.devices.tensors import is_on_xla, recomputed
+from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks.text import hub
 
 ATTENTION = "tpukit"  # name of `_attention` in transformers
 
 
 class Seen(NamedTuple):
-    """What the tokens of a row see."""
+    """What the tokens of a row see: mask (B, 1, T, L) bool, where L is T without a cache; places (T,), those
+    of the tokens in the row. With a cache: layers, keys and values (B, H / G, L, D) of each, to which each
+    adds its own; is_new (L, 1) bool, their place in there."""
 
     mask: Tensor
-    """(B, 1, T, L) bool; L is T without a cache"""
     places: Tensor
-    """(T,) of the tokens in the row"""
-    layers: list[tuple[Tensor, Tensor]] | None = None
-    """the cache: keys and values of each layer, (B, H / G, L, D), to which each adds its own"""
+    layers: list[tuple[Tensor, Tensor]] = []
     is_new: Tensor | None = None
-    """(1, L) bool: their place in there"""
 
 
 def build(
@@ -41,15 +39,14 @@ def build(
     transformers.AttentionInterface.register(ATTENTION, _attention)
     kind, options = transformers.AutoModelForCausalLM, dict(attn_implementation=ATTENTION)
     options |= dict(dtype=dtype or (torch.bfloat16 if lora else torch.float32), trust_remote_code=False)
-    problems: dict = {}
-    with hub.explained(f"the model of {folder or config.model_type} cannot be made"):
+    with explained(f"the model of {folder or config.model_type} cannot be made"):
         if folder is None:
             model = kind.from_config(config, **options)
         else:
             options |= dict(use_safetensors=True, local_files_only=True, output_loading_info=True)
-            model, problems = kind.from_pretrained(folder, config=config, **options)
-    for wrong in (*problems.get("missing_keys", ()), *problems.get("mismatched_keys", ())):
-        raise TpukitError(f"{folder}: the weights do not fit its config.json, {wrong} first")
+            model, found = kind.from_pretrained(folder, config=config, **options)
+            for wrong in (*found["missing_keys"], *found["mismatched_keys"]):
+                raise TpukitError(f"{folder}: the weights do not fit its config.json, {wrong} first")
     if lora:
         peft, (rank, alpha) = hub.imported("peft"), lora
         settings = dict(target_modules="all-linear", fan_in_fan_out=config.model_type == "gpt2")
@@ -102,12 +99,13 @@ class Network(nn.Module):
         ).last_hidden_state
 
     def flops(self, length: int) -> float:
-        """FLOP of a training step for each token of rows of this length: of all weights but those that are
-        only looked up, and of attention, forward and backward, without what is computed twice."""
-        config, embedding = self.causal.config, self.causal.get_input_embeddings().weight
-        used = [value for value in self.parameters() if value is not embedding or value is self.head]
-        both = 4 * sum(value.numel() for value in used)  # forward, and backward to the inputs
-        trained = 2 * sum(value.numel() for value in used if value.requires_grad)
+        """FLOP of a training step for each token of rows of this length: the products of matrices and of
+        attention, forward and backward, without what is computed twice."""
+        config, embeddings = self.causal.config, [m for m in self.modules() if isinstance(m, nn.Embedding)]
+        tables = {id(module.weight) for module in embeddings} - {id(self.head)}  # only looked up
+        matrices = [p for p in self.parameters() if p.ndim == 2 and id(p) not in tables]
+        both = 4 * sum(p.numel() for p in matrices)  # forward, and backward to the inputs
+        trained = 2 * sum(p.numel() for p in matrices if p.requires_grad)
         width = config.num_attention_heads * self.head_width
         return both + trained + 3 * 4 * config.num_hidden_layers * length * width
 
@@ -138,10 +136,6 @@ class Network(nn.Module):
 
     def recompute_layers(self) -> None:
         """Keep only the input of each layer for the backward pass, which computes the layer once more."""
-
-        def recomputed(function, hidden, *others):
-            return _Recomputed.apply(hidden, function, others)
-
         self.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputed)
 
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -162,12 +156,10 @@ class Network(nn.Module):
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, seen: Seen, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. query: (B, H, T, D); key, value: (B, H / G, T, D). Returns
-    ((B, T, H, D), None)."""
-    if seen.layers is not None and seen.is_new is not None:
-        old_key, old_value = seen.layers[module.layer_idx]
-        key = torch.where(seen.is_new[..., None], key.to(old_key.dtype), old_key)
-        value = torch.where(seen.is_new[..., None], value.to(old_value.dtype), old_value)
+    """((B, T, H, D), None), for transformers. query: (B, H, T, D); key, value: (B, H / G, T, D)."""
+    if seen.is_new is not None:
+        old = seen.layers[module.layer_idx]
+        key, value = (torch.where(seen.is_new, new.to(was.dtype), was) for new, was in zip((key, value), old))
         seen.layers[module.layer_idx] = key, value
     allowed = seen.mask
     if window := options.get("sliding_window"):
@@ -187,26 +179,3 @@ def _attention(
     weights = logits.float().masked_fill(~allowed[:, :, None], float("-inf")).softmax(-1)
     out = weights.to(value.dtype) @ value[:, :, None]
     return out.flatten(1, 2).transpose(1, 2), None
-
-
-class _Recomputed(torch.autograd.Function):
-    """function(hidden, *others), which keeps `hidden` alone, and of the others computes no gradients.
-
-    torch's own checkpoint would be optimised away by XLA, which sees the same computation twice."""
-
-    @staticmethod
-    def forward(ctx, hidden, function, others):
-        ctx.save_for_backward(hidden)
-        device = hidden.device.type
-        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.function = lambda hidden: function(hidden, *others)
-        return ctx.function(hidden)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        [hidden], [gradient] = ctx.saved_tensors, gradients
-        hidden = with_optimization_barrier(hidden.detach(), gradient).requires_grad_()
-        with torch.enable_grad(), torch.autocast(*ctx.autocast):
-            out = ctx.function(hidden)
-        torch.autograd.backward(out, gradient)  # which adds to the gradients of the layer's weights
-        return hidden.grad, None, None

@@ -1,4 +1,4 @@
-"""Files of Hugging Face datasets on disk: .parquet, and .arrow of `save_to_disk`."""
+"""What tasks share of users' data: names of splits, and files of Hugging Face datasets on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from typing import Any
 
 from tpukit.host.errors import TpukitError, first_line
 
-ENDINGS = (".parquet", ".arrow")
+SPLITS = {  # names of folders, of files and in a column of splits, in lower case
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+ENDINGS = (".parquet", ".arrow")  # of the second, `save_to_disk` writes streams
+
+
+def split_of(name: Path) -> str | None:
+    """train, val or test: what the path of a file in its dataset says, as train/data-00000-of-00001.arrow or
+    data/test-00000-of-00001.parquet do."""
+    words = (re.split("[-_.]", part.lower())[0] for part in name.parts)
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
 @contextlib.contextmanager
