@@ -349,7 +349,7 @@ def test_the_notebook_on_conversations_answers_a_question_before_and_after_and_e
     small = dict(MODEL=str(model), EPOCHS=2, BATCH_SIZE=4, SEQUENCE_LENGTH=128, LORA_RANK=2, CORES=2)
     notebook = run_notebook("finetune_llm.ipynb", tmp_path, RUN_NAME="run", **small)
     output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
-    assert "89 documents" in output and "epoch 2: loss" in output and "all 2 cores started" in output
+    assert "174 texts and conversations" in output and "epoch 2: loss" in output and "all 2 cores started" in output
     assert "largest difference to the trained model" in output and "perplexity " in output
     assert all(f">{word}<" in tables for word in ("before", "after", "what the model writes"))
     with zipfile.ZipFile(tmp_path / "outputs/run.zip") as archive:
@@ -370,7 +370,7 @@ def test_the_notebook_on_conversations_takes_the_tiny_model_where_a_large_one_ca
     notebook = run_notebook("finetune_llm.ipynb", tmp_path, on_a_tpu, **small)
     output = text(notebook)
     assert "the tiny model, because Qwen/Qwen3-0.6B is not on this machine" in output
-    assert "10 documents" in output
+    assert "10 texts and conversations" in output
     assert (tmp_path / "outputs/run/transformers/model.safetensors").is_file()
 
 
