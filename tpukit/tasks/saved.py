@@ -18,11 +18,17 @@ SPLITS = {  # names of folders, of files and in a column of splits, in lower cas
 ENDINGS = (".parquet", ".arrow")  # of the second, `save_to_disk` writes streams
 
 
-def split_of(name: Path) -> str | None:
-    """train, val or test: what the path of a file in its dataset says, as train/data-00000-of-00001.arrow or
-    data/test-00000-of-00001.parquet do."""
-    words = (re.split("[-_.]", part.lower())[0] for part in name.parts)
-    return next((SPLITS[word] for word in words if word in SPLITS), None)
+def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | None]]:
+    """(file, its split: train, val, test or None) of a file, or of all below a folder, sorted, by what their
+    paths say, as train/data-00000-of-00001.arrow and data/test-00000-of-00001.parquet do. Without those that
+    are hidden, and those of the Hugging Face library's own cache."""
+    found = []
+    for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        if path.suffix in endings and path.is_file() and not path.name.startswith((".", "cache-")):
+            parts = path.relative_to(place if place.is_dir() else place.parent).parts
+            words = (re.split("[-_.]", part.lower())[0] for part in parts)
+            found.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
+    return found
 
 
 @contextlib.contextmanager

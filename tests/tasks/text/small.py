@@ -48,7 +48,7 @@ def plain_model(family, folder, **changes):
     """A model of transformers, with its own attention."""
     import transformers
 
-    config = hub.read_config(family, write_config(folder, family, **changes))
+    config = hub.read_config(write_config(folder, family, **changes))
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():

@@ -66,7 +66,7 @@ def test_a_text_fills_row_after_row_and_every_token_is_predicted_once(tmp_path, 
     assert stream + labels[-1:] == stream[:1] + labels == tokenizer(text + hub.END)["input_ids"]
     assert (batch["labels"][batch["documents"] == 0] == -1).all() and train.targets == 300 / len(train)
     assert parts_of(test, tokenizer)[-1] == ("x" * 8 + hub.END, "x" * 7 + hub.END)
-    assert train.notes == "2 texts and conversations" and not test.notes
+    assert train.notes == "340 tokens to predict, in rows of 16" and not test.notes
 
 
 def test_without_a_test_set_some_rows_are_left_out_for_tests(tmp_path, tokenizer):
@@ -151,7 +151,7 @@ def test_a_conversation_longer_than_a_row_is_split_cut_or_left_out_and_counted(t
         assert found == [("p" * 6 + "c" * 11, "c" * 11)], "of the other one, nothing would be learned"
     else:
         assert found == []
-    assert f"2 conversations longer than 16 tokens: {too_long}" in train.notes
+    assert f"2 conversations longer than that: {too_long}" in train.notes
 
 
 def test_conversations_of_all_lengths_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
@@ -236,7 +236,7 @@ def test_places_without_texts_and_other_encodings_are_told(tmp_path, tokenizer):
     with refuses("has no texts", ".jsonl"):
         opened(tmp_path, tokenizer)
     (tmp_path / "empty.txt").write_text("")
-    with refuses("nothing to learn is left"):
+    with refuses("nothing is left"):
         opened(tmp_path, tokenizer)
     (tmp_path / "latin.txt").write_bytes("Füße".encode("latin-1"))
     with refuses("latin.txt", "UTF-8"):

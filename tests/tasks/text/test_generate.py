@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tasks.text.small import CONFIGS, plain_model
-from tpukit.tasks.text import generate, network
+from tpukit.tasks.text import network
 
 pytest.importorskip("transformers")
 
@@ -30,7 +30,7 @@ def prompts_of(lengths, size=20):
 def write(ours, runtime, tokens, lengths, **options):
     options = dict(new=19, temperature=0.0, seed=0) | options
     on_device = runtime.put(dict(tokens=tokens, lengths=lengths)).values()
-    return runtime.to_cpu(generate.write(runtime.to_device(ours), runtime, *on_device, **options))
+    return runtime.to_cpu(network.write(runtime.to_device(ours), runtime, *on_device, **options))
 
 
 @pytest.mark.parametrize("pair", CONFIGS, indirect=True)

@@ -25,9 +25,9 @@ def family(request):
     return request.param
 
 
-def network_of(plain, lora=None):
+def network_of(plain, lora=None, recompute=False):
     """The network with the weights of a plain model."""
-    built = network.build(copy.deepcopy(plain.config), None, lora=lora)
+    built = network.build(copy.deepcopy(plain.config), None, lora=lora, recompute=recompute)
     built.float().causal.load_state_dict(plain.state_dict(), strict=lora is None)
     return built.train()
 
@@ -44,15 +44,14 @@ def assert_same_gradients(found, expected):
 @pytest.mark.parametrize("way", ["as on a GPU", "as on a TPU, layers computed twice"])
 def test_logits_and_gradients_are_those_of_plain_transformers(family, way, tmp_path, monkeypatch):
     plain = plain_model(family, tmp_path)
-    ours = network_of(plain)
+    ours = network_of(plain, recompute="TPU" in way)
     if "TPU" in way:
         monkeypatch.setattr(network, "is_on_xla", lambda tensor: True)
-        ours.recompute_layers()
     logits = plain(TOKENS[:, :-1]).logits
     cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
     hidden = ours(TOKENS[:, :-1], ONE[:, :-1])
     torch.testing.assert_close(hidden @ ours.head.t(), logits, rtol=1e-5, atol=1e-5)
-    in_parts(hidden, ours.head, TOKENS[:, 1:]).backward()
+    in_parts(hidden, ours.head, TOKENS[:, 1:])[0].backward()
     assert_same_gradients(dict(ours.causal.named_parameters()), dict(plain.named_parameters()))
 
 
@@ -65,9 +64,9 @@ def test_lora_gives_the_logits_and_gradients_of_peft_itself_and_merged_the_same(
     ours = network.build(copy.deepcopy(plain.config), None, lora=(3, 12.0))
     assert {p.dtype for p in ours.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for p in ours.parameters() if p.requires_grad} == {torch.float32}
-    ours = network.build(copy.deepcopy(plain.config), None, lora=(3, 12.0), dtype=torch.float32)
-    ours.recompute_layers()
-    ours.train()
+    ours = network.build(
+        copy.deepcopy(plain.config), None, lora=(3, 12.0), recompute=True, dtype=torch.float32
+    ).train()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if parameter.requires_grad:
@@ -77,7 +76,7 @@ def test_lora_gives_the_logits_and_gradients_of_peft_itself_and_merged_the_same(
     cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
     hidden = ours(TOKENS[:, :-1], ONE[:, :-1])
     torch.testing.assert_close(hidden @ ours.head.t(), logits, rtol=1e-5, atol=1e-5)
-    in_parts(hidden, ours.head, TOKENS[:, 1:]).backward()
+    in_parts(hidden, ours.head, TOKENS[:, 1:])[0].backward()
     found, expected = dict(ours.net.named_parameters()), dict(theirs.named_parameters())
     assert_same_gradients(found, expected)
     assert all((found[name].grad is None) == (expected[name].grad is None) for name in expected)
@@ -96,8 +95,7 @@ def test_packed_documents_give_what_each_gives_alone(family, tmp_path):
 
 def test_the_state_is_what_trains_and_comes_back(tmp_path):
     whole, lora = (
-        network.build(hub.read_config("m", write_config(tmp_path)), None, lora=lora)
-        for lora in (None, (2, 4.0))
+        network.build(hub.read_config(write_config(tmp_path)), None, lora=lora) for lora in (None, (2, 4.0))
     )
     assert len(whole.state_dict()) == len(list(whole.parameters())), "the tied head is there twice"
     names = lora.state_dict()
@@ -111,7 +109,7 @@ def test_the_state_is_what_trains_and_comes_back(tmp_path):
 
 
 def test_a_tied_head_stays_tied_on_another_device(tmp_path, xla):
-    model = network.build(hub.read_config("m", write_config(tmp_path)), None, lora=None)
+    model = network.build(hub.read_config(write_config(tmp_path)), None, lora=None)
     moved = xla.to_device(model)
     assert moved.head.device.type == "xla" and moved.head is moved.causal.get_input_embeddings().weight
 
@@ -120,7 +118,7 @@ def test_a_pretrained_model_is_read_from_its_folder_as_transformers_reads_it(fam
     import transformers
 
     folder = write_model(tmp_path / "model", family)
-    ours = network.build(hub.read_config("m", folder), folder, lora=None)
+    ours = network.build(hub.read_config(folder), folder, lora=None)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert ours.causal.state_dict().keys() == plain.state_dict().keys()
     assert all(
@@ -139,9 +137,12 @@ PUBLISHED = {  # parameters
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_shapes_that_travel_with_tpukit_have_the_published_numbers_of_parameters(name):
-    assert hub.shapes().keys() == {"tiny", *PUBLISHED}
+    assert {str(path.parent.relative_to(hub.SHAPES)) for path in hub.SHAPES.rglob("config.json")} == {
+        "tiny",
+        *PUBLISHED,
+    }
     with torch.device("meta"):
-        model = network.build(hub.read_config(name, None), None, lora=None)
+        model = network.build(hub.read_config(hub.find_folder(name, "config")), None, lora=None)
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
 
 
@@ -161,7 +162,7 @@ def test_the_shapes_that_travel_with_tpukit_have_the_published_numbers_of_parame
 )
 def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
     with refuses(*told):
-        config = hub.read_config("m", write_config(tmp_path, **changes))
+        config = hub.read_config(write_config(tmp_path, **changes))
         network.build(config, None, lora=None)
 
 
@@ -171,25 +172,25 @@ def test_code_in_a_models_folder_is_never_run(tmp_path):
     settings = dict(auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
     settings |= dict(attn_implementation="someone/kernels", _attn_implementation="someone/kernels")
     write_config(folder, **settings)
-    built = network.build(hub.read_config("m", folder), folder, lora=None)
+    built = network.build(hub.read_config(folder), folder, lora=None)
     assert built.causal.config._attn_implementation == network.ATTENTION
 
 
 def test_weights_in_a_pickle_are_refused_and_missing_ones_named(tmp_path):
     folder = write_model(tmp_path / "model")
-    config = hub.read_config("m", write_config(folder, n_layer=3))
+    config = hub.read_config(write_config(folder, n_layer=3))
     with refuses("do not fit", "h.2"):
         network.build(config, folder, lora=None)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with refuses("no file named model.safetensors"):
-        network.build(hub.read_config("m", write_config(folder)), folder, lora=None)
+        network.build(hub.read_config(write_config(folder)), folder, lora=None)
 
 
 def test_a_name_without_internet_a_gated_and_an_unknown_one_are_told_in_a_sentence(monkeypatch):
     library = pytest.importorskip("huggingface_hub")
     for name in ("Qwen/Qwen3-0.6B", "no/such/folder"):
         with refuses(name, "TPUKIT_OFFLINE", "not on this machine"):
-            hub.find_folder(name, with_weights=True)
+            hub.find_folder(name, "weights")
     monkeypatch.setattr(hub.downloads, "check_reachable", lambda url: None)
     response = type("Response", (), dict(headers={}, status_code=403, request=None))()
     for kind, told in (
@@ -204,7 +205,7 @@ def test_a_name_without_internet_a_gated_and_an_unknown_one_are_told_in_a_senten
 
         monkeypatch.setattr(library, "snapshot_download", download)
         with refuses(told, "google/gemma-3-1b-pt"):
-            hub.find_folder("google/gemma-3-1b-pt", with_weights=True)
+            hub.find_folder("google/gemma-3-1b-pt", "weights")
 
 
 def test_of_a_hub_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path):
@@ -217,5 +218,6 @@ def test_of_a_hub_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path)
 
     monkeypatch.setattr(library, "snapshot_download", download)
     write_config(tmp_path)
-    assert hub.find_folder("gpt2", with_weights=False) == tmp_path
-    assert asked == [("*.json", "*.jinja", "*/*")]
+    assert hub.find_folder("gpt2", "tokenizer") == tmp_path
+    assert asked == [("*.json", "*.jinja", "*/*")] and hub.find_folder("gpt2", "weights") == tmp_path
+    assert asked[1] == ("*.json", "*.jinja", "*.safetensors", "*/*")

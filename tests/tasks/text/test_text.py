@@ -286,7 +286,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_takes_is_refused(model, cha
 def test_a_prompt_that_leaves_no_room_is_refused(finished, tmp_path):
     _, run = finished
     (tmp_path / "long.txt").write_text("x" * 100)
-    with refuses("long.txt", "at most 58"):
+    with refuses("long.txt", "from 1 to 58"):
         predict(run, [tmp_path / "long.txt"], progress=False)
 
 

@@ -37,11 +37,10 @@ def read_tables(place: Path, images_dir: Path | None) -> tuple[list[Sample], lis
 
     Raises TpukitError for a damaged file, and for several CSV files that are not named after splits."""
     samples, classes = [], []
-    for path in sorted(path for path in place.rglob("*") if path.suffix in saved.ENDINGS):
-        if not path.name.startswith(("cache-", ".")):  # the Hugging Face library's own, of the same samples
-            rows, names = _read_saved(path, path.relative_to(place))
-            samples += rows
-            classes = names or classes
+    for path, split in saved.find_files(place, saved.ENDINGS) if place.is_dir() else ():
+        rows, names = _read_saved(path, path.relative_to(place), split)
+        samples += rows
+        classes = names or classes
     lists = []
     if not samples:
         lists = [place] if place.is_file() else list(filter(_lists_images, sorted(place.glob("*.csv"))))
@@ -127,9 +126,9 @@ def _inside(base, name, where):
 # Saved datasets
 
 
-def _read_saved(path, name):
+def _read_saved(path, name, split):
     """(samples, names of the classes or []) of a parquet or arrow file, of which the labels alone are read.
-    name: its path in the dataset's folder, which may say the split."""
+    name: its path in the dataset's folder."""
     schema = _read_column(path)
     features = _features(schema)
     kinds = {features.get(column, {}).get("_type"): column for column in reversed(schema.names)}
@@ -137,7 +136,7 @@ def _read_saved(path, name):
     classes = features.get(label, {}).get("names") or []
     if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
         raise TpukitError(f"{path}: its class names, {str(classes)[:80]}, must be a list of texts")
-    split, samples = saved.split_of(name), []
+    samples = []
     for row, value in enumerate(_read_column(path, label).to_pylist()):
         if classes and isinstance(value, int):
             value = classes[value] if 0 <= value < len(classes) else None

@@ -62,25 +62,23 @@ class LanguageModel(Task):
     lr: float = 5e-4
     """Learning rate of AdamW (betas 0.9 and 0.95)."""
     schedule: Literal["constant", "cosine", "step"] = "cosine"
-    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`. step: times
-    `decay_factor` every `decay_epochs`."""
+    """After the warm-up. cosine: down to `final_lr`. step: times `decay_factor` every `decay_epochs`."""
     warmup_epochs: float = 0.1
-    """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
+    """Epochs in which the learning rate rises from nearly 0 to `lr`."""
     clip_norm: float | None = 1.0
     """Scale gradients of a larger norm down to it; None: do not clip."""
     weight_decay: float = 0.1
     """Of AdamW; not for biases and norms."""
     model_name: str = TINY
-    """A model of the Hugging Face hub by its name (gpt2, Qwen/Qwen3-0.6B), a folder that save_pretrained of
-    transformers wrote, or tiny, a GPT of four layers with random weights."""
+    """A model of the Hugging Face hub by its name (gpt2, Qwen/Qwen3-0.6B), a folder of save_pretrained of
+    transformers, or tiny, a GPT of four layers with random weights."""
     pretrained: Literal["auto", "yes", "no"] = "auto"
     """Start from the model's weights (yes, and auto for all but tiny), or from random ones of its shape."""
     tokenizer: str = "auto"
-    """auto: the model's, or bytes for tiny. Else the name of another model, a folder with a tokenizer.json,
-    or bytes: each byte of UTF-8 is a token."""
+    """auto: the model's, or bytes for tiny. bytes: each byte is a token. Else another model or its folder."""
     adapter: Literal["auto", "lora", "none"] = "auto"
-    """lora: small matrices beside those of the layers train, and the model's own are frozen, in bf16. none:
-    all weights train. auto: lora for pretrained weights."""
+    """lora: small matrices beside those of the layers train, and all else is frozen, in bf16. none: all
+    weights train. auto: lora for pretrained weights."""
     lora_rank: int = 16
     """Rank of the matrices of LoRA."""
     lora_alpha: float = 32.0
@@ -88,13 +86,11 @@ class LanguageModel(Task):
     sequence_length: int | None = None
     """Tokens of a row, into which texts are packed. None: 1024, or what the model takes if that is less."""
     too_long: Literal["split", "cut", "leave-out"] = "split"
-    """What becomes of a conversation with more tokens than a row. split: it goes on in another row."""
+    """What becomes of a conversation with more tokens than a row. split: it goes on in the next one."""
     test_share: float = 0.1
-    """Of data without a test split: the share that is held out, of texts at their ends, of conversations by a
-    hash."""
+    """Of data without a test split: the share of the rows, evenly spaced, that is held out."""
     gradient_checkpointing: bool = True
-    """Keep only the input of each layer for the backward pass, which computes the layer again: a third more
-    time for a fraction of the memory."""
+    """Compute each layer again for the backward pass: a third more time for a fraction of the memory."""
     samples: int = setting(4, free=True)
     """Texts that are written at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)
@@ -124,22 +120,20 @@ class LanguageModel(Task):
         return self.dataset_dir is None and self.weights is None
 
     @functools.cached_property
-    def _folder(self) -> Path | None:
-        """Of the model's files; None where its shape is enough."""
-        with_weights = self.is_pretrained and not self._is_planned
-        if self.model_name in hub.shapes() and not with_weights:
-            return None
-        return hub.find_folder(self.model_name, with_weights=with_weights)
+    def _folder(self) -> Path:
+        """Of the model's config, and of its weights where these are loaded."""
+        is_loaded = self.is_pretrained and not self._is_planned
+        return hub.find_folder(self.model_name, "weights" if is_loaded else "config")
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        its_own = hub.BYTES if self.model_name == TINY else str(self._folder or self.model_name)
+        its_own = hub.BYTES if self.model_name == TINY else self.model_name
         return hub.load_tokenizer(its_own if self.tokenizer == "auto" else self.tokenizer)
 
     @functools.cached_property
     def config(self) -> Any:
         """The model's config, of transformers."""
-        config = hub.read_config(self.model_name, self._folder)
+        config = hub.read_config(self._folder)
         count = config.vocab_size if self._is_planned else len(self._tokenizer)
         if not self.is_pretrained:
             config.vocab_size = MULTIPLE * math.ceil(count / MULTIPLE)
@@ -169,10 +163,8 @@ class LanguageModel(Task):
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
         lora = (self.lora_rank, self.lora_alpha) if self.uses_lora else None
-        built = network.build(self.config, folder, lora=lora, dtype=dtype)
-        if self.gradient_checkpointing:
-            built.recompute_layers()
-        return built
+        options = dict(recompute=self.gradient_checkpointing, dtype=dtype)
+        return network.build(self.config, folder, lora=lora, **options)
 
     def layers(self, model: Network) -> list[list[str]]:
         names = [name for name, _ in model.named_parameters()]
@@ -212,9 +204,8 @@ class LanguageModel(Task):
 
     def datasets(self) -> tuple[data.TextSet, data.TextSet]:
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        return data.open_sets(
-            Path(self.dataset_dir), self._tokenizer, self.length, self.too_long, self.test_share
-        )
+        place, options = Path(self.dataset_dir), (self.length, self.too_long, self.test_share)
+        return data.open_sets(place, self._tokenizer, *options)
 
     def data_signature(self, data: data.TextSet) -> dict[str, str]:
         return {"texts, tokenizer or their packing": data.signature}
@@ -232,23 +223,23 @@ class LanguageModel(Task):
         from tpukit.tasks.text.loss import cross_entropy
 
         hidden = model(batch["tokens"], batch["documents"])
-        return cross_entropy(hidden, model.head, batch["labels"]) * batch["share"].mean() / len(hidden)
+        loss, _ = cross_entropy(hidden, model.head, batch["labels"])
+        return loss * batch["share"].mean() / len(hidden)
 
     def predict(self, model: Network, batch: dict[str, Tensor], epoch: Any = None) -> dict[str, Tensor]:
-        """For each row: loss (B,), summed over its tokens; count (B,), how many these are; and its beginning,
-        to be continued: written (B, L), prompt (B,) tokens. A conversation begins up to the first answer."""
-        from tpukit.tasks.text.loss import row_losses
+        """For each row: loss (B,), summed over count (B,) labels; and written (B, L), of which prompt (B,)
+        tokens are to be continued: up to the first answer, or a few of a text."""
+        from tpukit.tasks.text.loss import cross_entropy
 
-        losses = row_losses(model(batch["tokens"], batch["documents"]), model.head, batch["labels"])
+        _, losses = cross_entropy(model(batch["tokens"], batch["documents"]), model.head, batch["labels"])
         is_learned, rows = batch["labels"] >= 0, batch["tokens"][:, : PROMPT + self._new]
         before = is_learned.int().argmax(1)  # 0 in a text
         prompt = (before + 1).where(before > 0, FEW).clamp(max=rows.shape[1] - self._new)
         return dict(loss=losses, count=is_learned.sum(1), written=rows, prompt=prompt)
 
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
-        """For a test set: predicts, and continues the beginnings of the first rows. For prompts, see
-        `read_files`: continues them."""
-        from tpukit.tasks.text.generate import write
+        """For a test set: predicts, and continues the first rows. For prompts (`read_files`): continues."""
+        from tpukit.tasks.text.network import write
 
         score, left = super().predictor(model, runtime, epoch), self.samples
         options: Any = dict(new=self._new, temperature=self.temperature)
@@ -276,10 +267,8 @@ class LanguageModel(Task):
             if left := self.samples - len(samples):
                 samples += self._texts(found)[:left]
         mean = loss / max(count, 1)
-        perplexity = math.exp(min(mean, 700.0))
-        return dict(
-            log_likelihood=-mean, test_loss=mean, perplexity=perplexity, tokens=count, samples=samples
-        )
+        scores = dict(log_likelihood=-mean, test_loss=mean, perplexity=math.exp(min(mean, 700.0)))
+        return dict(scores, tokens=count, samples=samples)
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
         """dict(prompt, written) of each row, what is written up to the end of a turn."""
@@ -303,10 +292,7 @@ class LanguageModel(Task):
         rows, most = np.zeros((len(prompts), self.length), np.int32), self.length - self._new
         for row, (name, ids) in zip(rows, prompts):
             if not 0 < len(ids) <= most:
-                raise TpukitError(
-                    f"{name}: a prompt of {len(ids)} tokens: it must have some, and at most {most} where"
-                    f" {self._new} follow"
-                )
+                raise TpukitError(f"{name}: it must have from 1 to {most} tokens, and has {len(ids)}")
             row[: len(ids)] = ids
         names, lengths = [name for name, _ in prompts], [len(ids) for _, ids in prompts]
         return dict(written=rows, prompt=np.array(lengths, np.int32)), names

@@ -44,10 +44,11 @@ class TextSet:
     num_uniforms = 0
 
     def __init__(
-        self, rows: np.ndarray, kept: np.ndarray, targets: float, signature: str, notes: str
+        self, packed: dict[str, np.ndarray], is_here: np.ndarray, signature: str, notes: str
     ) -> None:
-        self.rows, self.kept, self.targets = rows, kept, targets
-        self.signature, self.notes = signature, notes
+        self.rows, self.signature, self.notes = packed["rows"], signature, notes
+        self.kept = np.flatnonzero(is_here & (packed["targets"] > 0))
+        self.targets = packed["targets"][self.kept].sum() / max(1, len(self.kept))
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -69,30 +70,23 @@ def open_sets(
     key = [VERSION, names, arrays.content_key(folder, like=names), length, too_long, test_share]
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
     packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, too_long, test_share))
-    rows, targets, is_test = (packed[name] for name in ("rows", "targets", "is_test"))
-    sets, notes = [], printable(str(packed["notes"]))
-    for split, is_here in (("train", ~is_test), ("test", is_test)):
-        kept = np.flatnonzero(is_here & (targets > 0))
-        if not len(kept):
-            raise TpukitError(f"{place}: nothing to learn is left for the {split} split: add texts")
-        sets.append(TextSet(rows, kept, targets[kept].mean(), arrays.digest(key), notes))
-        notes = ""
-    return sets[0], sets[1]
+    is_test, signature = packed["is_test"], arrays.digest(key)
+    train = TextSet(packed, ~is_test, signature, printable(str(packed["notes"])))
+    test = TextSet(packed, is_test, signature, "")
+    if not len(train) or not len(test):
+        raise TpukitError(f"{place}: nothing is left to train on or to test with, so add texts")
+    return train, test
 
 
 def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarray]:
     """rows (R, T) of `TOKEN`; of each (R,) targets, how many labels it has, and is_test; and notes."""
-    file, at, number, longer, border = tempfile.TemporaryFile(), 0, 0, 0, 0
+    file, at, longer, border = tempfile.TemporaryFile(), 0, 0, 0
+    nothing = np.array([(0, -1, 0)], TOKEN)
 
     def write(tokens):
-        nonlocal at, number
-        tokens["documents"] = number = number + 1
-        at += file.write(tokens.tobytes()) // TOKEN.itemsize
-
-    def end_row():
         nonlocal at
-        nothing = np.array([(0, -1, 0)], TOKEN)
-        at += file.write(nothing.tobytes() * (-at % length)) // TOKEN.itemsize
+        file.write(tokens.tobytes())
+        at += len(tokens)
 
     for split in ("train", "test"):
         border = at // length
@@ -107,19 +101,18 @@ def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarra
                     whole.append(tokens[:length])
             whole.sort(key=len)
             while whole:  # always the longest that fits into what is left of a row
-                if index := bisect.bisect_right(whole, length - at % length, key=len):
-                    write(whole.pop(index - 1))
-                else:
-                    end_row()
-        end_row()
+                index = bisect.bisect_right(whole, length - at % length, key=len)
+                write(whole.pop(index - 1) if index else nothing.repeat(-at % length))
+        write(nothing.repeat(-at % length))
+    write(nothing.repeat(length))  # no file is empty
     file.flush()
-    rows = np.memmap(file, TOKEN, "r", shape=(at // length, length)) if at else np.zeros((0, length), TOKEN)
+    rows = np.memmap(file, TOKEN, "r", shape=(at // length, length))
     targets = np.array([(row["labels"] >= 0).sum() for row in rows])
     is_test = np.arange(len(rows)) >= border
     if not files["test"]:
         is_test = np.diff(np.ceil(np.arange(len(rows) + 1) * test_share)) > 0
-    notes = f"{number} texts and conversations"
-    notes += f"; {longer} conversations longer than {length} tokens: {too_long}" if longer else ""
+    notes = f"{targets.sum()} tokens to predict, in rows of {length}"
+    notes += f"; {longer} conversations longer than that: {too_long}" if longer else ""
     return dict(rows=rows, targets=targets, is_test=is_test, notes=np.array(notes))
 
 
@@ -128,7 +121,7 @@ def _tokenised(paths, tokenizer) -> Iterator[list[tuple[np.ndarray, bool]]]:
     from tqdm.auto import tqdm
 
     rows = (parts_of(row, tokenizer, where) for path in paths for where, row in _read_rows(path))
-    documents = iter(tqdm(rows, disable=None, leave=False, unit=" texts"))
+    documents, numbers = iter(tqdm(rows, disable=None, leave=False, unit=" texts")), itertools.count(1)
     while some := list(itertools.islice(documents, MANY)):
         texts = [text for parts, _ in some for text, _ in parts]
         encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -139,6 +132,7 @@ def _tokenised(paths, tokenizer) -> Iterator[list[tuple[np.ndarray, bool]]]:
             learned = np.repeat([learned for _, learned in parts], list(map(len, pieces)))
             tokens = np.zeros(max(len(ids) - 1, 0), TOKEN)
             tokens["tokens"], tokens["labels"] = ids[:-1], np.where(learned, ids, -1)[1:]
+            tokens["documents"] = next(numbers)
             found.append((tokens, is_conversation))
         yield found
 
@@ -158,13 +152,10 @@ def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
 def find_files(place: Path) -> dict[str, list[Path]]:
     """The files of train and of test. Where some are in train, those in no split are left out. Raises
     TpukitError where there is none to train on."""
-    found, folder = dict(train=[], test=[], none=[]), place if place.is_dir() else place.parent
-    for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
-        is_hidden = path.name.startswith((".", "cache-"))  # the second: the Hugging Face library's own
-        if path.suffix in (*TEXTS, LINES, *saved.ENDINGS) and path.is_file() and not is_hidden:
-            split = saved.split_of(path.relative_to(folder)) or "none"
-            found[split.replace("val", "test")].append(path)
-    train, test = found["train"] or found["none"], found["test"]
+    found: dict[str | None, list[Path]] = dict(train=[], val=[], test=[])
+    for path, split in saved.find_files(place, (*TEXTS, LINES, *saved.ENDINGS)):
+        found.setdefault(split, []).append(path)
+    train, test = found["train"] or found.get(None), found["val"] + found["test"]
     if not train:
         raise TpukitError(
             f"{place} does not exist or has no texts to train on: it should be text files"

@@ -1,27 +1,20 @@
-"""Models of transformers and their tokenizers: in a folder, in the cache of the Hugging Face hub, or
-downloaded.
-
-No code of a model's own is run (`trust_remote_code` is never True), and nothing is unpickled. Imports no
-torch; transformers and peft where they are used."""
+"""Models of transformers and their tokenizers, found. No code of theirs is run (`trust_remote_code` is never
+True), and nothing is unpickled. Imports no torch; transformers and peft where they are used."""
 
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tpukit.host import downloads
 from tpukit.host.errors import TpukitError, explained
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text")  # by the `model_type` of a config
+SHAPES = Path(__file__).with_name("shapes")  # config.json of published models, and of `tiny`, tpukit's own
+DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
 BYTES = "bytes"
 END = "<|endoftext|>"  # of a text, after the 256 bytes
-
-
-def shapes() -> dict[str, dict[str, Any]]:
-    """The configs that travel with tpukit, by the model's name."""
-    return tomllib.loads(Path(__file__).with_name("shapes.toml").read_text())
 
 
 def imported(name: str) -> Any:
@@ -36,34 +29,30 @@ def imported(name: str) -> Any:
     return package
 
 
-def find_folder(name: str, *, with_weights: bool) -> Path:
-    """The folder of a model: a folder itself, or what the Hugging Face hub has of that name, downloaded or
-    from its cache. with_weights: else only config and tokenizer. Raises TpukitError where there is none."""
+def find_folder(name: str, wanted: Literal["config", "tokenizer", "weights"]) -> Path:
+    """A folder with what is wanted of a model, at least: the folder `name`, the model's of the `SHAPES`, or
+    what the Hugging Face hub has of that name. Raises TpukitError where there is none."""
     folder = Path(name).expanduser()
     if (folder / "adapter_config.json").is_file():
         raise TpukitError(f"{folder} holds an adapter: as model_name, give the model that it is for")
     if folder.is_dir():
         return folder
-    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if with_weights else [])]  # no code, no pickles
-    return downloads.from_hub(name, *patterns)
+    if wanted == "config" and (SHAPES / name / "config.json").is_file():
+        return SHAPES / name
+    weights = ["*.safetensors"] if wanted == "weights" else []
+    return downloads.from_hub(name, "*.json", "*.jinja", *weights)  # no code, no pickles
 
 
-def read_config(name: str, folder: Path | None) -> Any:
-    """The config of transformers, of a model's folder or of the `shapes`. Raises TpukitError for a model that
-    is not of the `FAMILIES`, or needs code of its own."""
+def read_config(folder: Path) -> Any:
+    """The config of transformers, of a model's folder. Raises TpukitError for a model that is not of the
+    `FAMILIES`, or needs code of its own."""
     kind = imported("transformers").AutoConfig
-    with explained(f"{name} has no config.json for a model of transformers without code of its own"):
-        if folder is None:
-            config = kind.for_model(**shapes()[name])
-        else:
-            config = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    if config.model_type not in FAMILIES:
-        raise TpukitError(f"{name} is a {config.model_type!r} model: tpukit trains {', '.join(FAMILIES)}")
-    if getattr(config, "quantization_config", None):
-        raise TpukitError(f"{name} is quantized, so that it cannot be trained: take what it was made from")
-    for key in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout"):
-        if hasattr(config, key):
-            setattr(config, key, 0.0)  # a recomputed layer has to equal itself
+    with explained(f"{folder} has no config.json for a model of transformers without code of its own"):
+        options = dict.fromkeys(DROPOUTS, 0.0)  # a layer that is computed twice has to equal itself
+        config = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
+    if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
+        kind = f"{config.model_type!r} model{', quantized' if config.model_type in FAMILIES else ''}"
+        raise TpukitError(f"{folder} is a {kind}: tpukit trains {', '.join(FAMILIES)}, not quantized")
     return config
 
 
@@ -79,7 +68,7 @@ def load_tokenizer(name: str) -> Any:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         return kind(tokenizer_object=tokenizer, eos_token=END)
-    folder = find_folder(name, with_weights=False)
+    folder = find_folder(name, "tokenizer")
     with explained(f"{name} has no tokenizer.json that can be read (tokenizer={BYTES!r} needs none)"):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if tokenizer.eos_token_id is None:

@@ -15,16 +15,12 @@ from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
 MAX_LOGITS = 2**26  # that are there at a time, in float32: 256 MiB
 
 
-def row_losses(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    """(B,) float32: the cross entropy of each row, summed over its positions. Without gradient.
+def cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(scalar, differentiable in hidden and head: the sum of all; (B,): the cross entropy of each row, summed
+    over its positions, without gradient), float32.
 
     hidden: (B, T, W), the model's output. head: (V, W), whose products with it are the logits. labels: (B, T)
     the right entry of each position; below 0: the position does not count."""
-    return torch.stack([losses.detach() for _, losses, _ in _parts(hidden, head, labels)]).sum(0)
-
-
-def cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    """Scalar float32: the sum of `row_losses`, differentiable in hidden and head."""
     return _CrossEntropy.apply(hidden, head, labels)  # pyright: ignore[reportReturnType]
 
 
@@ -34,23 +30,24 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, labels):
-        loss, of_hidden, of_head = 0.0, [], None
+        rows, of_hidden, of_head = 0.0, [], None
         for h, losses, gradient in _parts(hidden, head, labels):
-            loss = loss + losses.sum()
-            # Not divided by the number of positions yet: in fp16 little would be left.
-            gradient = gradient().to(h.dtype)  # (B, t, V), of the logits
-            of_hidden.append((gradient @ head).to(h.dtype))
-            if ctx.needs_input_grad[1]:
-                part = (gradient.flatten(0, 1).t() @ h.flatten(0, 1)).float()
-                of_head = part if of_head is None else of_head + part
-        ctx.save_for_backward(torch.cat(of_hidden, 1), of_head)
-        return loss
+            rows = rows + losses
+            if ctx.needs_input_grad[0]:
+                # Not divided by the number of positions yet: in fp16 little would be left.
+                gradient = gradient().to(h.dtype)  # (B, t, V), of the logits
+                of_hidden.append((gradient @ head).to(h.dtype))
+                if ctx.needs_input_grad[1]:
+                    part = (gradient.flatten(0, 1).t() @ h.flatten(0, 1)).float()
+                    of_head = part if of_head is None else of_head + part
+        ctx.save_for_backward(torch.cat(of_hidden, 1) if of_hidden else None, of_head)
+        ctx.mark_non_differentiable(rows)
+        return rows.sum(), rows
 
     @staticmethod
     def backward(ctx, *scales):
         of_hidden, of_head = ctx.saved_tensors
-        [scale] = scales
-        return of_hidden * scale, None if of_head is None else of_head * scale, None
+        return of_hidden * scales[0], None if of_head is None else of_head * scales[0], None
 
 
 def _parts(hidden: Tensor, head: Tensor, labels: Tensor) -> Iterator[tuple]:

@@ -1,13 +1,15 @@
-"""Language models of transformers, with adapters of peft: built, and run on packed documents.
+"""Language models of transformers, with adapters of peft: built, run on packed documents, writing text.
 
 Shapes: B batch, T positions, L positions of a cache, H heads, G queries to a key, D numbers of a head, W
 width of the model, V vocabulary."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,26 +17,25 @@ from tpukit.devices.tensors import is_on_xla, recomputed
 from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks.text import hub
 
+if TYPE_CHECKING:
+    from tpukit.devices.runtime import Runtime
+
 ATTENTION = "tpukit"  # name of `_attention` in transformers
-
-
-class Seen(NamedTuple):
-    """What the tokens of a row see: mask (B, 1, T, L) bool, where L is T without a cache; places (T,), those
-    of the tokens in the row. With a cache: layers, keys and values (B, H / G, L, D) of each, to which each
-    adds its own; is_new (L, 1) bool, their place in there."""
-
-    mask: Tensor
-    places: Tensor
-    layers: list[tuple[Tensor, Tensor]] = []
-    is_new: Tensor | None = None
+COLDEST = 1e-6  # a temperature at which the most probable token is drawn
 
 
 def build(
-    config: Any, folder: Path | None, *, lora: tuple[int, float] | None, dtype: torch.dtype | None = None
+    config: Any,
+    folder: Path | None,
+    *,
+    lora: tuple[int, float] | None,
+    recompute: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Network:
     """The `Network` of a config, on the CPU. folder: of the weights; None: random ones. lora: (rank, alpha):
-    low-rank adapters of all matrices of the layers train, and all else is frozen; None: all trains. dtype:
-    of all but adapters; None: bfloat16 for what is frozen, else float32."""
+    low-rank adapters of all matrices of the layers train, and all else is frozen; None: all trains.
+    recompute: keep only the input of each layer for the backward pass, which computes the layer once more.
+    dtype: of all but adapters; None: bfloat16 for what is frozen, else float32."""
     transformers = hub.imported("transformers")
     transformers.AttentionInterface.register(ATTENTION, _attention)
     kind, options = transformers.AutoModelForCausalLM, dict(attn_implementation=ATTENTION)
@@ -52,7 +53,10 @@ def build(
         settings = dict(target_modules="all-linear", fan_in_fan_out=config.model_type == "gpt2")
         settings |= dict(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, peft.LoraConfig(**settings))
-    return Network(model)
+    network = Network(model)
+    if recompute:
+        network.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputed)
+    return network
 
 
 class Network(nn.Module):
@@ -87,20 +91,21 @@ class Network(nn.Module):
         is_same = documents[:, :, None] == documents[:, None, :]
         places = torch.arange(tokens.shape[1], device=tokens.device)
         mask = is_same & (places[:, None] >= places)  # (B, T, T)
-        return self.run(tokens, mask.sum(-1) - 1, Seen(mask[:, None], places))
+        return self.run(tokens, mask.sum(-1) - 1, mask[:, None], places)
 
-    def run(self, tokens: Tensor, positions: Tensor, seen: Seen) -> Tensor:
-        """(B, T, W). tokens: (B, T). positions: (B, T) of each in its document."""
+    def run(self, tokens: Tensor, positions: Tensor, mask: Tensor, places: Tensor, *cache: Any) -> Tensor:
+        """(B, T, W). tokens: (B, T). positions: (B, T) of each in its document. mask: (B, 1, T, L) bool, what
+        each sees; L is T without a cache. places: (T,) in the row. cache: keys and values (B, H / G, L, D) of
+        each layer, a list to which each adds its own, and (L, 1) bool, where."""
         embedded = self.causal.get_input_embeddings()(tokens)
         if self.training and not embedded.requires_grad:
             embedded.requires_grad_()  # else a layer that is computed twice has nothing to differentiate by
-        return self.causal.base_model(
-            inputs_embeds=embedded, position_ids=positions, use_cache=False, seen=seen
-        ).last_hidden_state
+        options = dict(position_ids=positions, use_cache=False, seen=(mask, places, *cache))
+        return self.causal.base_model(inputs_embeds=embedded, **options).last_hidden_state
 
     def flops(self, length: int) -> float:
-        """FLOP of a training step for each token of rows of this length: the products of matrices and of
-        attention, forward and backward, without what is computed twice."""
+        """FLOP of a training step for each token of a row: the products of matrices and of attention, forward
+        and backward, without what is computed twice."""
         config, embeddings = self.causal.config, [m for m in self.modules() if isinstance(m, nn.Embedding)]
         tables = {id(module.weight) for module in embeddings} - {id(self.head)}  # only looked up
         matrices = [p for p in self.parameters() if p.ndim == 2 and id(p) not in tables]
@@ -110,10 +115,9 @@ class Network(nn.Module):
         return both + trained + 3 * 4 * config.num_hidden_layers * length * width
 
     def export(self, tokenizer: Any, to: str, folder: Path, base: str) -> float:
-        """Write it with its tokenizer to a folder. to: "peft", the adapter alone, or "transformers", the
-        whole model with the adapter merged into it. base: the name of the model that the adapter is for.
-        Returns the largest difference of the logits once it is loaded from there, relative to the largest
-        logit, or to 1 if that is smaller."""
+        """Write it with its tokenizer to a folder: to "peft", the adapter alone, which is for the model
+        `base`, or to "transformers", the whole model with the adapter in it. Returns the largest difference
+        of the logits once that is loaded, relative to the largest logit, or to 1 if that is smaller."""
         net, config = self.net, self.causal.config
         rows = (torch.arange(64) % config.vocab_size).view(2, 32)[:, : config.max_position_embeddings]
         with torch.no_grad():
@@ -134,10 +138,6 @@ class Network(nn.Module):
             difference = (plain.eval()(rows).logits.float() - expected).abs().max()
         return float(difference / expected.abs().max().clamp(min=1.0))
 
-    def recompute_layers(self) -> None:
-        """Keep only the input of each layer for the backward pass, which computes the layer once more."""
-        self.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputed)
-
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         state = super().state_dict(*arguments, **options)
         return {name: state[name] for name in self.trained}
@@ -154,28 +154,70 @@ class Network(nn.Module):
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, seen: Seen, **options: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, seen: tuple, **options: Any
 ) -> tuple[Tensor, None]:
     """((B, T, H, D), None), for transformers. query: (B, H, T, D); key, value: (B, H / G, T, D)."""
-    if seen.is_new is not None:
-        old = seen.layers[module.layer_idx]
-        key, value = (torch.where(seen.is_new, new.to(was.dtype), was) for new, was in zip((key, value), old))
-        seen.layers[module.layer_idx] = key, value
-    allowed = seen.mask
+    allowed, places, *cache = seen
+    if cache:
+        [layers, is_new] = cache
+        pairs = zip((key, value), layers[module.layer_idx])
+        key, value = (torch.where(is_new, new.to(old.dtype), old) for new, old in pairs)
+        layers[module.layer_idx] = key, value
     if window := options.get("sliding_window"):
         # A row's documents lie one after another, so that places differ as positions do.
         there = torch.arange(key.shape[2], device=key.device)
-        allowed = allowed & (seen.places[:, None] - there < window)
+        allowed = allowed & (places[:, None] - there < window)
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    group = query.shape[1] // key.shape[1]
     if not is_on_xla(query):
-        # Repeated, because no fast kernel takes groups with a mask.
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        out = nn.functional.scaled_dot_product_attention(query, key, value, allowed, scale=scale)
-        return out.transpose(1, 2), None
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, allowed, scaling=scale)
     # Written out, because torch would multiply in float32 there, in six passes of a TPU.
-    grouped = query.unflatten(1, (-1, group))  # (B, H / G, G, T, D)
+    grouped = query.unflatten(1, (key.shape[1], -1))  # (B, H / G, G, T, D)
     logits = (grouped * scale) @ key[:, :, None].mT
     weights = logits.float().masked_fill(~allowed[:, :, None], float("-inf")).softmax(-1)
     out = weights.to(value.dtype) @ value[:, :, None]
     return out.flatten(1, 2).transpose(1, 2), None
+
+
+def write(
+    model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int, temperature: float, seed: Any
+) -> Tensor:
+    """(B, L): prompts on the device, and at least `new` tokens that the model writes after them, if there is
+    room.
+
+    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more. temperature: 0 takes the
+    most probable token, 1 draws by the model's probabilities. seed: for `np.random.SeedSequence`."""
+    rows, size = tokens.shape
+    config, drawn = model.causal.config, np.random.default_rng(np.random.SeedSequence(seed))
+    numbers = 1 - drawn.random((rows, size), np.float32)  # in (0, 1]
+    cold = np.array([max(temperature, COLDEST)], np.float32)
+    fixed = dict(runtime.put(dict(numbers=numbers, temperature=cold)), prompt=prompt)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    empty = torch.zeros(rows, heads, size, model.head_width, dtype=model.head.dtype)
+    # From the host: made on an XLA device, they would be a graph of their own.
+    made = [runtime.put(dict(keys=empty, values=empty)) for _ in range(config.num_hidden_layers)]
+    state: dict[str, Any] = dict(tokens=tokens, layers=[(one["keys"], one["values"]) for one in made])
+    state |= runtime.put(dict(place=np.zeros(1, np.int32)))
+    step = runtime.inference(functools.partial(write_token, model))
+    for _ in range(min(int(runtime.to_cpu(prompt).max()) + new, size) - 1):
+        state = step(state, fixed)
+    return state["tokens"]
+
+
+def write_token(model: Network, state: dict[str, Any], fixed: dict[str, Tensor]) -> dict[str, Any]:
+    """The state after one more place: `tokens` (B, L), in which the next one is written unless it is of a
+    prompt; `place` (1,); `layers`, the cache of `run`."""
+    tokens, place, layers = state["tokens"], state["place"], list(state["layers"])
+    there = torch.arange(tokens.shape[1], device=tokens.device)
+    is_here, is_next = there == place, there == place + 1  # (L,)
+    seen = (there <= place)[None, None, None], place, layers, is_here[:, None]
+    token = torch.where(is_here, tokens, 0).sum(1, keepdim=True)  # (B, 1)
+    hidden = model.run(token, place[None].expand(len(tokens), 1), *seen)[:, 0]
+    logits = (hidden @ model.head.t()).float()  # (B, V)
+    shares = (logits / fixed["temperature"]).softmax(-1).cumsum(-1)
+    number = torch.where(is_next, fixed["numbers"], 0.0).sum(1, keepdim=True)
+    drawn = (shares < number * shares[:, -1:]).sum(-1, keepdim=True)
+    is_written = is_next & (place + 1 >= fixed["prompt"][:, None])
+    tokens = torch.where(is_written, drawn.to(tokens.dtype), tokens)
+    return dict(tokens=tokens, place=place + 1, layers=layers)
