@@ -349,7 +349,7 @@ def test_the_notebook_on_conversations_answers_a_question_before_and_after_and_e
     small = dict(MODEL=str(model), EPOCHS=2, BATCH_SIZE=4, SEQUENCE_LENGTH=128, LORA_RANK=2, CORES=2)
     notebook = run_notebook("finetune_llm.ipynb", tmp_path, RUN_NAME="run", **small)
     output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
-    assert "174 texts and conversations" in output and "epoch 2: loss" in output and "all 2 cores started" in output
+    assert all(words in output for words in ("rows to train", "all 2 cores started", "epoch 2: loss"))
     assert "largest difference to the trained model" in output and "perplexity " in output
     assert all(f">{word}<" in tables for word in ("before", "after", "what the model writes"))
     with zipfile.ZipFile(tmp_path / "outputs/run.zip") as archive:
@@ -364,13 +364,13 @@ def test_the_notebook_on_conversations_takes_the_tiny_model_where_a_large_one_ca
     monkeypatch.setenv("TPUKIT_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
     chats = tmp_path / "mine.jsonl"
-    chats.write_text('{"prompt": "a", "completion": "b"}\n' * 9 + '{"prompt": "c", "completion": "d"}\n')
+    chats.write_text('{"prompt": "a", "completion": "b"}\n' * 200)
     on_a_tpu = ('env.accelerator in ("tpu", "cuda")', "True")
     small = dict(DATASET_DIR=str(chats), EPOCHS=1, BATCH_SIZE=1, RUN_NAME="run")
     notebook = run_notebook("finetune_llm.ipynb", tmp_path, on_a_tpu, **small)
     output = text(notebook)
     assert "the tiny model, because Qwen/Qwen3-0.6B is not on this machine" in output
-    assert "10 texts and conversations" in output
+    assert "epoch 1: loss" in output
     assert (tmp_path / "outputs/run/transformers/model.safetensors").is_file()
 
 
@@ -379,7 +379,7 @@ def test_the_notebook_on_pretraining_counts_sessions_resumes_and_draws_the_line_
     pytest.importorskip("transformers")
     from benchmarks.text import bigram_loss
 
-    texts = make_synthetic("my-text", tmp_path / "texts", size=12)
+    texts = make_synthetic("my-text", tmp_path / "texts", size=6)
     small = dict(DATASET_DIR=str(texts), MODEL="tiny", BATCH_SIZE=8, RUN_NAME="run")
     notebook = run_notebook("pretrain_gpt.ipynb", tmp_path, EPOCHS=1, **small)
     output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
