@@ -35,11 +35,13 @@ SETTINGS = dict(
 SETTINGS_OF = {
     "mnist_quickstart": dict(BATCH_SIZE=64),
     "many_sessions": dict(EPOCHS=3),
+    "pretrain_gpt": dict(EPOCHS=1),
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
     "hardware_check": dict(REHEARSE=True, ONLY="precision"),
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
-NEEDS_INTERNET: dict[str, str] = {}  # notebook -> the package that no image has
+# notebook -> the package that not every image has
+NEEDS_INTERNET = {"finetune_llm": "peft", "pretrain_gpt": "transformers"}
 CELL_LIMIT_S = 600
 VERSIONS = ("torch", "torch-xla", "jax", "libtpu")  # that the table names
 # XLA optimises less, as in the Makefile: a step compiles in a third of the time.

@@ -2,6 +2,7 @@
 known errors."""
 
 import ast
+import contextlib
 import functools
 import glob
 import json
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ from PIL import Image
 import tpukit
 from release import reference, troubleshooting
 from tests.conftest import ROOT
-from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, cli, train
+from tests.tasks.text.small import CHAT, write_model
+from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, cli, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host.known_errors import KNOWN_ERRORS
 
@@ -41,6 +44,7 @@ TINY = {
     "mshnet": {"--base-size": "32", "--crop-size": "32", "--batch-size": "4"},
     "mnist": {"--batch-size": "8"},
     "images": {"--image-size": "32", "--batch-size": "4"},
+    "text": {"--sequence-length": "128", "--batch-size": "4"},
     "cdeit": {
         "--patch": "16",
         "--width": "16",
@@ -71,6 +75,8 @@ SMALL |= {
     "--test-samples": "3",
     "--workers": "1",
 }
+# A small language model takes the place of the pages'.
+PUBLISHED = {"Qwen/Qwen3-0.6B": "model", "gpt2": "model"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), and
 # a model of 110 million parameters (tests/tasks/cdeit), and what needs an account (tests/tools/send).
 ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit", "tpukit send")
@@ -238,7 +244,7 @@ def test_make_says_what_a_python_lacks_before_it_installs_anything(lacking, mess
 def smaller(command):
     """The command with numbers that let it end in seconds."""
     words = shlex.split(command)[1:]
-    words = [SMALL.get(before, word) for before, word in zip(["", *words], words)]
+    words = [SMALL.get(before, PUBLISHED.get(word, word)) for before, word in zip(["", *words], words)]
     words = ["outputs/new" if before == "--out" else word for before, word in zip(["", *words], words)]
     if words[0] == "compare" and "--plan" in words:  # which asks a compiler for minutes
         words = words[: words.index("--plan")]
@@ -316,6 +322,19 @@ def place(tmp_path_factory, digits, infrared, tank, shapes):
     ):
         task = kind(dataset_dir=folder / data, epochs=1, batch_size=4, **sizes)
         train(task, Run.open(folder / "outputs" / task.name, task), runtime=Runtime("cpu"), progress=False)
+    write_model(folder / "model", chat=CHAT, n_positions=128)
+    for name, line in (
+        ("my-chats/chats.jsonl", dict(prompt="Greet Ada.", completion="Hello, Ada!")),
+        ("my-text/texts.jsonl", dict(text="Once upon a time there was a compiler.")),
+        ("questions.jsonl", dict(prompt="Greet Ada.")),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("\n".join([json.dumps(line)] * (60 if "/" in name else 2)))
+    for run, data, pretrained in (("chats", "my-chats", "yes"), ("gpt", "my-text", "no")):
+        settings = dict(model_name="model", pretrained=pretrained, sequence_length=128, new_tokens=6)
+        with contextlib.chdir(folder):
+            task = LanguageModel(dataset_dir=Path(data), epochs=1, batch_size=4, **settings)
+            train(task, Run.open(Path("outputs", run), task), runtime=Runtime("cpu"), progress=False)
     code = "import torch\n\nmodel = torch.nn.Linear(3, 1).cuda()\n"
     cell = dict(cell_type="code", id="a", metadata={}, outputs=[], execution_count=None, source=code)
     book = json.dumps(dict(cells=[cell], metadata={}, nbformat=4, nbformat_minor=5))
