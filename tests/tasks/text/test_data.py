@@ -211,6 +211,7 @@ BAD_LINES = {
     "an empty completion": (dict(prompt="a", completion=" "), "line 2", "completion is empty"),
     "nothing said": (dict(messages=[dict(role="user", content="a")]), "line 2", "completion is empty"),
     "no messages": (dict(messages=[]), "line 2", "messages, a list"),
+    "a number": (dict(messages=5), "line 2", "messages, a list"),
     "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),
     "deep": ("[" * 5000, "line 2", "not JSON"),
 }

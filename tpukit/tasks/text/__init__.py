@@ -163,7 +163,7 @@ class LanguageModel(Task):
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
         lora = (self.lora_rank, self.lora_alpha) if self.uses_lora else None
-        options = dict(recompute=self.gradient_checkpointing, dtype=dtype)
+        options: Any = dict(recompute=self.gradient_checkpointing, dtype=dtype)
         return network.build(self.config, folder, lora=lora, **options)
 
     def layers(self, model: Network) -> list[list[str]]:

@@ -152,10 +152,11 @@ def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
 def find_files(place: Path) -> dict[str, list[Path]]:
     """The files of train and of test. Where some are in train, those in no split are left out. Raises
     TpukitError where there is none to train on."""
-    found: dict[str | None, list[Path]] = dict(train=[], val=[], test=[])
-    for path, split in saved.find_files(place, (*TEXTS, LINES, *saved.ENDINGS)):
-        found.setdefault(split, []).append(path)
-    train, test = found["train"] or found.get(None), found["val"] + found["test"]
+    found = saved.find_files(place, (*TEXTS, LINES, *saved.ENDINGS))
+    train, test = (
+        [path for path, split in found if split in names] for names in (["train"], ["val", "test"])
+    )
+    train = train or [path for path, split in found if split is None]
     if not train:
         raise TpukitError(
             f"{place} does not exist or has no texts to train on: it should be text files"
@@ -216,13 +217,14 @@ def parts_of(row: Any, tokenizer: Any, where: str) -> tuple[list[tuple[str, bool
 def _said(row: Any, where: str) -> list[dict[str, str]] | str:
     """The messages of a row, or its text."""
     row = row if isinstance(row, dict) else {}
-    messages, text, roles = row.get("messages"), row.get("text"), dict(prompt="user", completion="assistant")
+    messages: Any = row.get("messages")
+    roles = dict(prompt="user", completion="assistant")
     if messages is None and row.get("prompt") is not None:
         messages = [dict(role=roles[name], content=row[name]) for name in roles if row.get(name) is not None]
-    elif messages is None and isinstance(text, str):
-        return text
-    is_list = isinstance(messages, list) and messages
-    if not is_list or not all(has_type(one, dict(role=str, content=str)) for one in messages):
+    if messages is None and isinstance(row.get("text"), str):
+        return row["text"]
+    message = dict(role=str, content=str)
+    if not isinstance(messages, list) or not messages or not all(has_type(one, message) for one in messages):
         raise TpukitError(
             f"{where}: it needs a text, or a prompt and a completion, or messages, a list of {{role: TEXT,"
             f" content: TEXT}}, and has {', '.join(map(str, row)) or 'none of them'}"
