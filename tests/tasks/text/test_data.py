@@ -79,7 +79,8 @@ def test_without_a_test_set_some_rows_are_left_out_for_tests(tmp_path, tokenizer
 
 
 def test_a_long_text_is_tokenised_in_pieces(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 40)
+    monkeypatch.setattr(data, "PIECE", 20)
+    monkeypatch.setattr(data, "PIECES", 2)
     monkeypatch.setattr(data, "MANY", 2)
     (tmp_path / "train.txt").write_text("abcdefghij" * 10)
     write_lines(tmp_path / "train.jsonl", dict(prompt="1", completion="2"))

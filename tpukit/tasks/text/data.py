@@ -22,8 +22,8 @@ from tpukit.host.json_types import has_type
 from tpukit.tasks import saved
 
 TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"
-PIECE, PIECES = 2**16, 16  # characters that are tokenised at once; how many of them are one document
-MANY = 128  # documents, or fewer conversations, from which rows are filled
+PIECE, PIECES = 2**16, 8  # characters that are tokenised at once; how many of them are one document
+MANY = 256  # documents, or fewer conversations, from which rows are filled
 VERSION = 2  # of what `_pack` makes of the same files, which is cached
 TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.int32)])
 # Of conversations, where the tokenizer has no template of its own: one text after another.
