@@ -38,7 +38,7 @@ def write_model(folder, family="gpt2", chat=None, **changes):
     """A folder as save_pretrained writes it, with random weights and the tokenizer of bytes."""
     plain = plain_model(family, folder, **changes)
     plain.save_pretrained(folder)
-    tokenizer = hub.load_tokenizer("bytes")
+    tokenizer = hub.load_tokenizer("tiny")
     tokenizer.chat_template = chat
     tokenizer.save_pretrained(folder)
     return folder

@@ -11,17 +11,17 @@ from tpukit.host import arrays
 from tpukit.tasks.text import data, hub
 
 pytest.importorskip("transformers")
-END = 256  # of a text, in the tokenizer of bytes
+END = "<|endoftext|>"
 
 
 @pytest.fixture
 def tokenizer():
-    return hub.load_tokenizer("bytes")
+    return hub.load_tokenizer("tiny")
 
 
 @pytest.fixture
 def chats():
-    found = hub.load_tokenizer("bytes")
+    found = hub.load_tokenizer("tiny")
     found.chat_template = CHAT
     return found
 
@@ -63,9 +63,9 @@ def test_a_text_fills_row_after_row_and_every_token_is_predicted_once(tmp_path, 
     batch = everything(train)
     assert batch["tokens"].shape[1] == 16
     stream, labels = (batch[name][batch["documents"] > 0].tolist() for name in ("tokens", "labels"))
-    assert stream + labels[-1:] == stream[:1] + labels == tokenizer(text + hub.END)["input_ids"]
+    assert stream + labels[-1:] == stream[:1] + labels == tokenizer(text + END)["input_ids"]
     assert (batch["labels"][batch["documents"] == 0] == -1).all() and train.targets == 300 / len(train)
-    assert parts_of(test, tokenizer)[-1] == ("x" * 8 + hub.END, "x" * 7 + hub.END)
+    assert parts_of(test, tokenizer)[-1] == ("x" * 8 + END, "x" * 7 + END)
     assert train.notes == "340 tokens to predict, in rows of 16" and not test.notes
 
 
@@ -79,13 +79,14 @@ def test_without_a_test_set_some_rows_are_left_out_for_tests(tmp_path, tokenizer
 
 
 def test_a_long_text_is_tokenised_in_pieces(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 40)
+    monkeypatch.setattr(data, "PIECE", 20)
+    monkeypatch.setattr(data, "PIECES", 2)
     monkeypatch.setattr(data, "MANY", 2)
     (tmp_path / "train.txt").write_text("abcdefghij" * 10)
     write_lines(tmp_path / "train.jsonl", dict(prompt="1", completion="2"))
     (tmp_path / "test.txt").write_text("xyz")
     train, _ = opened(tmp_path, tokenizer, length=128)
-    found = [whole.removesuffix(hub.END) for whole, _ in parts_of(train, tokenizer)]
+    found = [whole.removesuffix(END) for whole, _ in parts_of(train, tokenizer)]
     assert sorted(found) == ["12", "abcdefghij" * 2, *["abcdefghij" * 4] * 2]
 
 
@@ -94,8 +95,8 @@ def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
         (tmp_path / f"{name}.txt").write_text(name[-1] * 4)
     train, _ = opened(tmp_path, tokenizer)
     assert parts_of(train, tokenizer) == [
-        ("aaaa" + hub.END, "aaa" + hub.END),
-        ("bbbb" + hub.END, "bbb" + hub.END),
+        ("aaaa" + END, "aaa" + END),
+        ("bbbb" + END, "bbb" + END),
     ]
     assert everything(train)["documents"].tolist() == [[1] * 4 + [2] * 4 + [0] * 8]
     assert train.targets == 8, "the first token of a document has none to be predicted from"
@@ -132,7 +133,7 @@ def test_a_prompt_without_a_template_is_followed_by_its_completion_and_the_end(t
     rows = [dict(prompt=f"{n}+1=", completion=str(n + 1)) for n in range(9)]
     train, test = opened(write_lines(tmp_path / "sums.jsonl", *rows), tokenizer)
     found = sorted(parts_of(train, tokenizer) + parts_of(test, tokenizer))
-    assert found == sorted((f"{n}+1={n + 1}{hub.END}", f"{n + 1}{hub.END}") for n in range(9))
+    assert found == sorted((f"{n}+1={n + 1}{END}", f"{n + 1}{END}") for n in range(9))
 
 
 @pytest.mark.parametrize("too_long", ["split", "cut", "leave-out"])
@@ -143,7 +144,7 @@ def test_a_conversation_longer_than_a_row_is_split_cut_or_left_out_and_counted(t
     write_lines(tmp_path / "test.jsonl", rows[1])
     train, _ = opened(tmp_path, tokenizer, too_long=too_long)
     found = [part for part in parts_of(train, tokenizer) if "q" not in part[0]]
-    end = hub.END
+    end = END
     if too_long == "split":  # as a text, of which each row goes on where the one before ended
         wanted = [("p" * 6 + "c" * 11, "c" * 11), ("c" * 17, "c" * 16), ("c" * 14 + end, "c" * 13 + end)]
         assert [part for part in found if part[1]] == [*wanted, ("t" * 12 + "u" + end, "u" + end)]
@@ -211,6 +212,7 @@ BAD_LINES = {
     "an empty completion": (dict(prompt="a", completion=" "), "line 2", "completion is empty"),
     "nothing said": (dict(messages=[dict(role="user", content="a")]), "line 2", "completion is empty"),
     "no messages": (dict(messages=[]), "line 2", "messages, a list"),
+    "a number": (dict(messages=5), "line 2", "messages, a list"),
     "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),
     "deep": ("[" * 5000, "line 2", "not JSON"),
 }

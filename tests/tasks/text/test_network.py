@@ -1,6 +1,7 @@
 """The network: equal to plain transformers and peft, with documents that do not see each other."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
 def test_code_in_a_models_folder_is_never_run(tmp_path):
     folder = write_model(tmp_path / "model")
     (folder / "own.py").write_text("raise SystemExit('run')")
-    settings = dict(auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
+    settings: Any = dict(auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
     settings |= dict(attn_implementation="someone/kernels", _attn_implementation="someone/kernels")
     write_config(folder, **settings)
     built = network.build(hub.read_config(folder), folder, lora=None)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,7 +245,8 @@ def test_an_adapter_and_the_merged_model_load_without_tpukit(finished, model, tm
     assert all(one.is_equal() for one in exported) and "MB" in str(exported[0])
     assert not list(tmp_path.rglob("*.bin")) and (tmp_path / "peft/adapter_model.safetensors").is_file()
     task = task_of_run(run.config)
-    ours = dataclasses.replace(task, weights=run.best()).model(torch.float32)
+    ours: Any = dataclasses.replace(task, weights=run.best())
+    ours = ours.model(torch.float32)
     weights.load(ours, run.best())
     numbers = torch.arange(24)[None]
     expected = ours(numbers, torch.ones_like(numbers)) @ ours.head.t()

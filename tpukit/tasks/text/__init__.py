@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
     from tpukit.tasks.text.network import Network
 
-TINY = "tiny"
 LENGTH = 1024  # tokens of a row by default, or what the model takes if that is less
 MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
 PROMPT, FEW = 128, 16  # tokens at most that begin a sample, and those of a text
@@ -69,7 +68,7 @@ class LanguageModel(Task):
     """Scale gradients of a larger norm down to it; None: do not clip."""
     weight_decay: float = 0.1
     """Of AdamW; not for biases and norms."""
-    model_name: str = TINY
+    model_name: str = hub.TINY
     """A model of the Hugging Face hub by its name (gpt2, Qwen/Qwen3-0.6B), a folder of save_pretrained of
     transformers, or tiny, a GPT of four layers with random weights."""
     pretrained: Literal["auto", "yes", "no"] = "auto"
@@ -108,7 +107,7 @@ class LanguageModel(Task):
 
     @property
     def is_pretrained(self) -> bool:
-        return self.pretrained == "yes" or (self.pretrained == "auto" and self.model_name != TINY)
+        return self.pretrained == "yes" or (self.pretrained == "auto" and self.model_name != hub.TINY)
 
     @property
     def uses_lora(self) -> bool:
@@ -127,8 +126,8 @@ class LanguageModel(Task):
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        its_own = hub.BYTES if self.model_name == TINY else self.model_name
-        return hub.load_tokenizer(its_own if self.tokenizer == "auto" else self.tokenizer)
+        names = dict(auto=self.model_name, bytes=hub.TINY)
+        return hub.load_tokenizer(names.get(self.tokenizer, self.tokenizer))
 
     @functools.cached_property
     def config(self) -> Any:
@@ -163,7 +162,7 @@ class LanguageModel(Task):
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
         lora = (self.lora_rank, self.lora_alpha) if self.uses_lora else None
-        options = dict(recompute=self.gradient_checkpointing, dtype=dtype)
+        options: Any = dict(recompute=self.gradient_checkpointing, dtype=dtype)
         return network.build(self.config, folder, lora=lora, **options)
 
     def layers(self, model: Network) -> list[list[str]]:

@@ -19,12 +19,11 @@ import numpy as np
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.json_types import has_type
-from tpukit.host.tables import printable
 from tpukit.tasks import saved
 
 TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"
-PIECE = 2**17  # characters of a text that are one document
-MANY = 256  # documents that are tokenised at once, on all cores
+PIECE, PIECES = 2**16, 8  # characters that are tokenised at once; how many of them are one document
+MANY = 256  # documents, or fewer conversations, from which rows are filled
 VERSION = 2  # of what `_pack` makes of the same files, which is cached
 TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.int32)])
 # Of conversations, where the tokenizer has no template of its own: one text after another.
@@ -71,7 +70,7 @@ def open_sets(
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
     packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, too_long, test_share))
     is_test, signature = packed["is_test"], arrays.digest(key)
-    train = TextSet(packed, ~is_test, signature, printable(str(packed["notes"])))
+    train = TextSet(packed, ~is_test, signature, str(packed["notes"]))
     test = TextSet(packed, is_test, signature, "")
     if not len(train) or not len(test):
         raise TpukitError(f"{place}: nothing is left to train on or to test with, so add texts")
@@ -80,6 +79,8 @@ def open_sets(
 
 def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarray]:
     """rows (R, T) of `TOKEN`; of each (R,) targets, how many labels it has, and is_test; and notes."""
+    from tqdm.auto import tqdm
+
     file, at, longer, border = tempfile.TemporaryFile(), 0, 0, 0
     nothing = np.array([(0, -1, 0)], TOKEN)
 
@@ -90,9 +91,13 @@ def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarra
 
     for split in ("train", "test"):
         border = at // length
-        for some in _tokenised(files[split], tokenizer):
+        rows = ((row, where) for path in files[split] for where, row in _read_rows(path))
+        documents = enumerate(tqdm(rows, disable=None, leave=False, unit=" texts"), 1)
+        while some := list(itertools.islice(documents, MANY)):
             whole = []  # conversations, each of which stays in one row
-            for tokens, is_conversation in some:
+            for number, (row, where) in some:
+                tokens, is_conversation = tokens_of(row, tokenizer, where)
+                tokens["documents"] = number
                 is_longer = is_conversation and len(tokens) > length
                 longer += is_longer
                 if not is_conversation or (is_longer and too_long == "split"):
@@ -116,27 +121,6 @@ def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarra
     return dict(rows=rows, targets=targets, is_test=is_test, notes=np.array(notes))
 
 
-def _tokenised(paths, tokenizer) -> Iterator[list[tuple[np.ndarray, bool]]]:
-    """Yield, for some documents at a time, [(array of `TOKEN`, whether it is a conversation)]."""
-    from tqdm.auto import tqdm
-
-    rows = (parts_of(row, tokenizer, where) for path in paths for where, row in _read_rows(path))
-    documents, numbers = iter(tqdm(rows, disable=None, leave=False, unit=" texts")), itertools.count(1)
-    while some := list(itertools.islice(documents, MANY)):
-        texts = [text for parts, _ in some for text, _ in parts]
-        encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        found = []
-        for parts, is_conversation in some:
-            pieces = [np.array(ids, np.int32) for _, ids in zip(parts, encoded)]
-            ids = np.concatenate(pieces)
-            learned = np.repeat([learned for _, learned in parts], list(map(len, pieces)))
-            tokens = np.zeros(max(len(ids) - 1, 0), TOKEN)
-            tokens["tokens"], tokens["labels"] = ids[:-1], np.where(learned, ids, -1)[1:]
-            tokens["documents"] = next(numbers)
-            found.append((tokens, is_conversation))
-        yield found
-
-
 # Reading
 
 
@@ -152,10 +136,11 @@ def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
 def find_files(place: Path) -> dict[str, list[Path]]:
     """The files of train and of test. Where some are in train, those in no split are left out. Raises
     TpukitError where there is none to train on."""
-    found: dict[str | None, list[Path]] = dict(train=[], val=[], test=[])
-    for path, split in saved.find_files(place, (*TEXTS, LINES, *saved.ENDINGS)):
-        found.setdefault(split, []).append(path)
-    train, test = found["train"] or found.get(None), found["val"] + found["test"]
+    found = saved.find_files(place, (*TEXTS, LINES, *saved.ENDINGS))
+    train, test = (
+        [path for path, split in found if split in names] for names in (["train"], ["val", "test"])
+    )
+    train = train or [path for path, split in found if split is None]
     if not train:
         raise TpukitError(
             f"{place} does not exist or has no texts to train on: it should be text files"
@@ -169,7 +154,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(where it is, content) of pieces of a text, of lines of a .jsonl file, or of rows of a dataset."""
     if path.suffix in TEXTS:
         with explained(f"{path} is not a text in UTF-8"), open(path, encoding="utf-8-sig") as file:
-            while text := file.read(PIECE):
+            while text := file.read(PIECES * PIECE):
                 yield str(path), dict(text=text)
         return
     if path.suffix == LINES:
@@ -189,16 +174,28 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}, row {number}", row
 
 
+def tokens_of(row: Any, tokenizer: Any, where: str) -> tuple[np.ndarray, bool]:
+    """(array of `TOKEN`, whether it is a conversation) of a dict with `messages`, with `prompt` and
+    `completion`, or with `text`. where: for errors."""
+    parts, is_conversation = parts_of(row, tokenizer, where)
+    encoded = tokenizer([text for text, _ in parts], add_special_tokens=False)["input_ids"]
+    ids = np.array(list(itertools.chain(*encoded)), np.int32)
+    learned = np.repeat([learned for _, learned in parts], list(map(len, encoded)))
+    tokens = np.zeros(max(len(ids) - 1, 0), TOKEN)
+    tokens["tokens"], tokens["labels"] = ids[:-1], np.where(learned, ids, -1)[1:]
+    return tokens, is_conversation
+
+
 def parts_of(row: Any, tokenizer: Any, where: str) -> tuple[list[tuple[str, bool]], bool]:
-    """([(text, whether it is to be learned)], whether it is a conversation) of a dict with `messages`, with
-    `prompt` and `completion`, or with `text`. where: for errors.
+    """([(text, whether it is to be learned)], whether it is a conversation), see `tokens_of`.
 
     What the assistant says is to be learned, but for turns that the chat template writes in another way once
     others follow."""
     said = _said(row, where)
     if isinstance(said, str):
         start = tokenizer.decode(tokenizer("")["input_ids"][:1])  # what the model expects first, if anything
-        return [(start, False), (said, True), (tokenizer.eos_token, True)], False
+        pieces = [said[first : first + PIECE] for first in range(0, len(said), PIECE)]
+        return [(text, True) for text in (start, *pieces, tokenizer.eos_token)], False
     if not any(one["role"] == "assistant" and one["content"].strip() for one in said):
         raise TpukitError(f"{where}: the completion is empty: there is nothing to learn")
     whole, parts, at = _render(said, tokenizer, where), [], 0
@@ -216,13 +213,14 @@ def parts_of(row: Any, tokenizer: Any, where: str) -> tuple[list[tuple[str, bool
 def _said(row: Any, where: str) -> list[dict[str, str]] | str:
     """The messages of a row, or its text."""
     row = row if isinstance(row, dict) else {}
-    messages, text, roles = row.get("messages"), row.get("text"), dict(prompt="user", completion="assistant")
+    messages: Any = row.get("messages")
+    roles = dict(prompt="user", completion="assistant")
     if messages is None and row.get("prompt") is not None:
         messages = [dict(role=roles[name], content=row[name]) for name in roles if row.get(name) is not None]
-    elif messages is None and isinstance(text, str):
-        return text
-    is_list = isinstance(messages, list) and messages
-    if not is_list or not all(has_type(one, dict(role=str, content=str)) for one in messages):
+    if messages is None and isinstance(row.get("text"), str):
+        return row["text"]
+    message = dict(role=str, content=str)
+    if not isinstance(messages, list) or not messages or not all(has_type(one, message) for one in messages):
         raise TpukitError(
             f"{where}: it needs a text, or a prompt and a completion, or messages, a list of {{role: TEXT,"
             f" content: TEXT}}, and has {', '.join(map(str, row)) or 'none of them'}"

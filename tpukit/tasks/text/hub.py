@@ -11,10 +11,9 @@ from tpukit.host import downloads
 from tpukit.host.errors import TpukitError, explained
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text")  # by the `model_type` of a config
-SHAPES = Path(__file__).with_name("shapes")  # config.json of published models, and of `tiny`, tpukit's own
+SHAPES = Path(__file__).with_name("shapes")  # of published models, and all but the weights of TINY
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
-BYTES = "bytes"
-END = "<|endoftext|>"  # of a text, after the 256 bytes
+TINY = "tiny"  # a GPT of four layers, with a token for each byte of UTF-8, and one for the end of a text
 
 
 def imported(name: str) -> Any:
@@ -37,7 +36,7 @@ def find_folder(name: str, wanted: Literal["config", "tokenizer", "weights"]) ->
         raise TpukitError(f"{folder} holds an adapter: as model_name, give the model that it is for")
     if folder.is_dir():
         return folder
-    if wanted == "config" and (SHAPES / name / "config.json").is_file():
+    if wanted != "weights" and (SHAPES / name / f"{wanted}.json").is_file():
         return SHAPES / name
     weights = ["*.safetensors"] if wanted == "weights" else []
     return downloads.from_hub(name, "*.json", "*.jinja", *weights)  # no code, no pickles
@@ -53,23 +52,15 @@ def read_config(folder: Path) -> Any:
     if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
         kind = f"{config.model_type!r} model{', quantized' if config.model_type in FAMILIES else ''}"
         raise TpukitError(f"{folder} is a {kind}: tpukit trains {', '.join(FAMILIES)}, not quantized")
+    if getattr(config, "head_dim", None) is None:  # as GPT-2 and Qwen 2 have it
+        config.head_dim = config.hidden_size // config.num_attention_heads
     return config
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, by its folder or its name on the hub. bytes: 256 tokens, one for each byte of
-    UTF-8, and one for the end of a text. Raises TpukitError where it cannot be had."""
-    kind = imported("transformers").PreTrainedTokenizerFast
-    if name == BYTES:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        return kind(tokenizer_object=tokenizer, eos_token=END)
-    folder = find_folder(name, "tokenizer")
-    with explained(f"{name} has no tokenizer.json that can be read (tokenizer={BYTES!r} needs none)"):
+    """The tokenizer of a model, by its folder or its name. Raises TpukitError where it cannot be had."""
+    kind, folder = imported("transformers").PreTrainedTokenizerFast, find_folder(name, "tokenizer")
+    with explained(f"{name} has no tokenizer.json that can be read (tokenizer='bytes' needs none)"):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise TpukitError(f"the tokenizer of {name} has no token for the end of a text (eos_token)")

@@ -30,7 +30,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, labels):
-        rows, of_hidden, of_head = 0.0, [], None
+        rows, of_hidden, of_head = torch.zeros_like(labels[:, 0], dtype=torch.float32), [], None
         for h, losses, gradient in _parts(hidden, head, labels):
             rows = rows + losses
             if ctx.needs_input_grad[0]:

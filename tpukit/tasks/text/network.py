@@ -79,12 +79,6 @@ class Network(nn.Module):
         """(V, W)"""
         return self.causal.get_output_embeddings().weight
 
-    @property
-    def head_width(self) -> int:
-        """D"""
-        config = self.causal.config
-        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
     def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
         """(B, T, W), the hidden states before the head. tokens: (B, T). documents: (B, T) the number of each
         token's document in its row; a token sees itself and what came before it in its own."""
@@ -111,7 +105,7 @@ class Network(nn.Module):
         matrices = [p for p in self.parameters() if p.ndim == 2 and id(p) not in tables]
         both = 4 * sum(p.numel() for p in matrices)  # forward, and backward to the inputs
         trained = 2 * sum(p.numel() for p in matrices if p.requires_grad)
-        width = config.num_attention_heads * self.head_width
+        width = config.num_attention_heads * config.head_dim
         return both + trained + 3 * 4 * config.num_hidden_layers * length * width
 
     def export(self, tokenizer: Any, to: str, folder: Path, base: str) -> float:
@@ -194,7 +188,7 @@ def write(
     cold = np.array([max(temperature, COLDEST)], np.float32)
     fixed = dict(runtime.put(dict(numbers=numbers, temperature=cold)), prompt=prompt)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    empty = torch.zeros(rows, heads, size, model.head_width, dtype=model.head.dtype)
+    empty = torch.zeros(rows, heads, size, config.head_dim, dtype=model.head.dtype)
     # From the host: made on an XLA device, they would be a graph of their own.
     made = [runtime.put(dict(keys=empty, values=empty)) for _ in range(config.num_hidden_layers)]
     state: dict[str, Any] = dict(tokens=tokens, layers=[(one["keys"], one["values"]) for one in made])
