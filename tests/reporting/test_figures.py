@@ -105,6 +105,15 @@ def test_a_mask_is_drawn_by_what_it_could_hold_so_that_all_true_is_white_and_all
     assert np.allclose(drawn, [1.0, 0.0, 0.2], atol=0.01)
 
 
+def test_a_text_is_drawn_as_it_is_in_lines_that_fit():
+    text = "a $formula$\n\x1b[2J" + "word " * 20 + "\n" * 99
+    axis = figures.panels_figure([[("title", text)]], "texts").axes[0]
+    [drawn] = axis.texts
+    lines = drawn.get_text().split("\n")
+    assert lines[0] == "a $formula$" and not drawn.get_parse_math() and "\x1b" not in drawn.get_text()
+    assert len(lines) <= figures.TEXT_LINES and max(map(len, lines)) < 40 and lines[1].startswith("\\x1b[2J")
+
+
 def luminance(colour):
     """The relative luminance of WCAG 2.2."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import refuses
-from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet
 from tpukit.training.data import BatchLoader, BatchSpec, evaluation_index_batches, training_index_batches
 
 
@@ -60,7 +60,6 @@ KINDS = {
     "mshnet": (MSHNet, "infrared", dict(base_size=64, crop_size=64)),
     "cdeit": (CDEIT, "tank", {}),
     "images": (ImageClassifier, "shapes", dict(image_size=32)),
-    "text": (LanguageModel, "topics", dict(sequence_length=100)),
 }
 
 

@@ -23,6 +23,7 @@ from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.tasks.datasets import find_dataset, make_synthetic
 from tpukit.tasks.trained import task_of as task_of_run
+from tpukit.training.prediction import predict_test_images
 from tpukit.training.step import TrainingStep
 from tpukit.training.task import to_request
 
@@ -203,6 +204,16 @@ def test_a_run_says_what_was_written_and_how_fast(finished, capsys, cpu):
     display.show_task(task)
     display.show_samples(task)
     display.show_report(run)
+    unwritten = dataclasses.replace(task, samples=0, weights=run.best())
+    batch, predictions = predict_test_images(run, unwritten, 2)
+    assert (
+        not predictions["prompt"].any()
+        and [row[0][0] for row in unwritten.panels(batch, predictions)] == [""] * 2
+    )
+    batch, predictions = predict_test_images(run, task, 20)
+    assert len(task.panels(batch, predictions)) >= 2 and len(predictions["loss"]) == len(
+        predictions["prompt"]
+    )
     assert "tokens per second" in capsys.readouterr().out
     assert score_run(task, run, runtime=cpu, progress=False)["test_loss"] == pytest.approx(
         max(

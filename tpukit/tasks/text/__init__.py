@@ -250,6 +250,8 @@ class LanguageModel(Task):
             if "written" in batch or left > 0:
                 left -= len(found["prompt"])
                 found["written"] = write(model, runtime, found["written"], found["prompt"], **options)
+            else:
+                found |= runtime.put(dict(prompt=np.zeros(len(batch["tokens"]), np.int32)))
             return found
 
         return predict
@@ -270,19 +272,19 @@ class LanguageModel(Task):
         return dict(scores, tokens=count, samples=samples)
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
-        """dict(prompt, written) of each row, what is written up to the end of a turn."""
+        """dict(prompt, written) of each row that was continued, what is written up to the end of a turn."""
         ends, texts = set(self._tokenizer.all_special_ids), []
         for row, prompt in zip(np.asarray(found["written"]).tolist(), np.asarray(found["prompt"]).tolist()):
             new = row[prompt : prompt + self._new]
             parts = row[:prompt], list(itertools.takewhile(lambda token: token not in ends, new))
             first, second = self._tokenizer.batch_decode(parts, skip_special_tokens=True)
-            texts.append(dict(prompt=first, written=second))
+            texts += [dict(prompt=first, written=second)] if prompt else []
         return texts
 
     def panels(self, batch: Any, prediction: Any = None) -> list[list[tuple[str, Any]]]:
-        if prediction is None:
+        texts = [] if prediction is None else self._texts(prediction)
+        if not texts:
             return [[("", self._tokenizer.decode(row))] for row in np.asarray(batch["tokens"])]
-        texts = self._texts(prediction)
         return [[("a prompt, and what was written", f"{one['prompt']}\n\n{one['written']}")] for one in texts]
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
