@@ -287,7 +287,7 @@ def sessions(given) -> dict[str, bytes]:
         count, machine_h, calendar_h = needed
         names.append(f"{count} sessions\nof {length_h:.3g} h")
         hours.append(machine_h)
-        texts.append(f"{machine_h:.1f} h, done on day {calendar_h / 24 + 1:.0f}")
+        texts.append(f"{machine_h:.1f} h, done on day {calendar_h // 24 + 1:.0f}")
     title = "40 hours of training, 20 free hours a week"
     return {
         "gallery/sessions.png": pictures.png(pictures.bars(names, {"hours": hours}, texts, title, "hours"))

@@ -83,10 +83,10 @@ def build(out: Path) -> Path:
         raise ValueError(f"{ROOT} is not a git checkout: clone the repository with git")
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        archive = Path(folder, "commit.tar")
+        archive = Path(folder, "commit.zip")
         run(["git", "archive", "-o", archive, "HEAD", *PACKED], cwd=ROOT)
-        with tarfile.open(archive) as commit:
-            commit.extractall(Path(folder, "commit"), filter="data")
+        with zipfile.ZipFile(archive) as commit:
+            commit.extractall(Path(folder, "commit"))
         run([sys.executable, "-m", "build", "--outdir", out, Path(folder, "commit")])
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     check_names(wheel, sdist, set(listed.stdout.split("\0")[:-1]))

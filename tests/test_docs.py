@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from markdown_it import MarkdownIt
 from PIL import Image
 
 import tpukit
@@ -161,6 +162,17 @@ def test_no_line_breaks_between_chinese_characters(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     broken = re.findall(rf"^(?![#|]|    ).*{HAN}\n *{HAN}.*$", text, flags=re.MULTILINE)
     assert not broken
+
+
+def test_every_bold_word_is_bold_and_shows_no_asterisks():
+    notebooks = [json.loads(path.read_text()) for path in (ROOT / "notebooks").rglob("*.ipynb")]
+    cells = [cell for notebook in notebooks for cell in notebook["cells"]]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    for text in [*texts, *(path.read_text() for path in PAGES)]:
+        blocks = [token.children or [] for token in MarkdownIt("commonmark").enable("table").parse(text)]
+        shown = [part.content for parts in blocks for part in parts if part.type == "text"]
+        # **Chinese that ends in a mark。**and goes on without a blank is not bold in Markdown
+        assert not [words for words in shown if "**" in words]
 
 
 def banned_words():

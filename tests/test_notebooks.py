@@ -124,6 +124,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
 @pytest.mark.slow
 def test_the_notebook_on_many_sessions_trains_once_over_three_of_them_and_draws_their_curve(digits, tmp_path):
     small = dict(EPOCHS=30, SESSION_EPOCHS=12, DATASET_DIR=str(digits), RUN_NAME="run")
+    small |= dict(START_MINUTES=130)  # more than a quarter of 8.5 hours
     notebook = run_notebook("many_sessions.ipynb", tmp_path, **small)
     output = text(notebook)
     assert output.count("resuming at step ") == 2
@@ -131,7 +132,15 @@ def test_the_notebook_on_many_sessions_trains_once_over_three_of_them_and_draws_
     epochs = [[record["epoch"] for record in run.records("epoch")] for run in ended]
     assert epochs == [list(range(12)), list(range(24)), list(range(30))]
     assert len(outputs(notebook, "image/png")) == 2
-    assert "tpukit send kaggle mnist" in output and "--sessions 7 " in output
+    assert ">inf h<" in outputs(notebook, "text/html")[0]
+    # a week of 20 hours has three sessions, which train for 13.5 of them: 40 take three weeks
+    assert "tpukit send kaggle mnist" in output and "--sessions 9 " in output
+
+
+@pytest.mark.slow
+def test_the_notebook_on_many_sessions_refuses_sessions_that_train_nothing(digits, tmp_path):
+    with pytest.raises(papermill.PapermillExecutionError, match="EPOCHS=0"):
+        run_notebook("many_sessions.ipynb", tmp_path, EPOCHS=0, DATASET_DIR=str(digits))
 
 
 @pytest.mark.slow

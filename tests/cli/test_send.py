@@ -72,13 +72,46 @@ def test_a_sweep_has_all_combinations_with_values_as_the_options_take_them(there
     assert all(each["epochs"] == 3 for each in settings("mnist"))
 
 
-def test_a_notebook_is_kept_as_it_was_sent_with_its_parameters(there, tmp_path):
-    cell = dict(
-        cell_type="code", metadata=dict(tags=["parameters"]), outputs=[], source="LR = 0.1\nNAME = ''"
-    )
+@pytest.fixture
+def notebook(there, tmp_path):
+    """The name of a notebook in the current folder."""
+    source = "LR = 0.1\nEPOCHS = 2\nNAME = ''\nON = True\nCROP = None\nSIZES = [1]\nopen('x')"
+    cell = dict(cell_type="code", metadata=dict(tags=["parameters"]), outputs=[], source=source)
     (tmp_path / "My Notebook.ipynb").write_text(json.dumps(dict(cells=[cell], metadata={}, nbformat=4)))
+    return "My Notebook.ipynb"
+
+
+@pytest.mark.parametrize(
+    "name, text, value",
+    [
+        ("LR", "0.5", 0.5),
+        ("LR", "1", 1.0),
+        ("EPOCHS", "3", 3),
+        ("NAME", "3", "3"),
+        ("NAME", "'); import os; os.abort() #", "'); import os; os.abort() #"),
+        ("ON", "False", False),
+        ("CROP", "None", None),
+        ("CROP", "0.5", 0.5),
+        ("CROP", "some text", "some text"),
+    ],
+)
+def test_a_parameter_gets_the_type_that_the_notebook_gives_it(notebook, name, text, value):
+    assert cli.main(["send", "kaggle", notebook, "-p", name, text]) == 0
+    [given] = settings("my-notebook")
+    assert given == {name: value} and type(given[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "given", ["LR fast", "LR 1j", "EPOCHS 0.5", "EPOCHS True", "SIZES 1", "lr 1", "open 1"]
+)
+def test_a_parameter_of_another_type_and_an_unknown_name_are_refused(notebook, there, given, capsys):
+    assert cli.main(["send", "kaggle", notebook, "-p", *given.split()]) == 1
+    assert given.split()[0] in capsys.readouterr().err and not there.there
+
+
+def test_a_notebook_is_kept_as_it_was_sent_with_its_parameters(notebook):
     arguments = ["-p", "LR", "-2", "-p", "NAME", "'); x", "--vary", "NAME", "a", "b"]
-    assert cli.main(["send", "kaggle", "My Notebook.ipynb", *arguments]) == 0
+    assert cli.main(["send", "kaggle", notebook, *arguments]) == 0
     assert settings("my-notebook") == [dict(LR=-2.0, NAME="a"), dict(LR=-2.0, NAME="b")]
     assert (send._folder("my-notebook") / "notebook.ipynb").exists()
 

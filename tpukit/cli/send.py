@@ -6,7 +6,7 @@ import dataclasses
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -156,6 +156,7 @@ SERVICES = dict(
         " that are not paid for (docs/SEND.md, section 6).",
     ),
 )
+REPORT_FORM = "https://github.com/TPUKIT_SOURCE/issues/new?template=hardware.yml"
 OTHERS = ("notebook", "hardware-check")  # that can be sent besides a task
 
 
@@ -229,12 +230,14 @@ def _send_task(service: ServiceName, task: Task, options: ChainOptions) -> int:
 def _send_notebook(
     service: ServiceName, notebook: Path, parameter: Iterable[tuple[str, str]], options: ChainOptions
 ) -> int:
+    from tpukit.tools.notebook import parameters, read_cells
     from tpukit.tools.send import session
 
-    cells = session.read_cells(notebook)
-    known = session.parameters(cells)
-    given = {name: session.parse(name, text, known) for name, text in parameter}
-    varied = _varied(options.vary, lambda name, text: session.parse(name, text, known))
+    known = parameters(read_cells(notebook))
+    anything = None | int | float | str
+    types = {name: anything if value is None else type(value) for name, value in known.items()}
+    given = {name: _parsed(types, name, text) for name, text in parameter}
+    varied = _varied(options.vary, lambda name, text: _parsed(types, name, text))
     settings = [given | values for values in varied]
     kept = {session.NOTEBOOK: notebook.read_bytes()}
     return _start(service, notebook.stem, options, kept, kind="notebook", settings=settings)
@@ -251,14 +254,16 @@ def _varied(vary: tuple[tuple[str, ...], ...], parse: Callable[[str, str], Any])
 
 
 def _parsed(types: dict[str, Any], name: str, text: str) -> Any:
-    """The value of a setting, as its option would take it."""
+    """The value of a setting, or of a notebook's parameter, as an option of its type would take it."""
     if name not in types:
-        raise TpukitError(f"--vary {name}: the task has no such setting")
+        raise TpukitError(
+            f"there is no setting {name!r}: {', '.join(types) or 'no cell is tagged `parameters`'}"
+        )
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(types[name], args=[text])
+            return tyro.cli(types[name], args=["--", text])
     except SystemExit as error:
-        raise TpukitError(f"--vary {name} {text}: {text!r} is no value of this setting") from error
+        raise TpukitError(f"{name} is {text!r}, which is no value of this setting") from error
 
 
 def _start(
@@ -328,10 +333,47 @@ def _advance(name: str, *, push: bool = True, sessions: int | None = None, there
         except KeyboardInterrupt:
             print(f"\nThe session goes on. `tpukit send follow {name}` waits for it again")
             raise
-        for line in follow.results(folder, chains.read(folder)):
+        for line in _results(folder, chains.read(folder)):
             print(line)
     _say(f"{name}: {text}")
     return 0 if text == chains.DONE else 1
+
+
+def _results(folder: Path, chain: Any) -> Iterator[Table | str]:
+    """What a chain has brought, for its user: runs, a sweep's in a table, or a report."""
+    for report in sorted(folder.glob("sessions/*/outputs/hardware.json"))[-1:]:
+        files.copy_atomic(report, folder / report.name)
+        yield f"report: {folder / report.name}. Please send it: {REPORT_FORM}"
+    if len(chain.settings) > 1:
+        yield _sweep_table(folder, chain)
+    for config in sorted(folder.glob("runs/**/config.json")):
+        yield f"run: {config.parent}  (tpukit show {config.parent})"
+
+
+def _sweep_table(folder: Path, chain: Any) -> Table:
+    """The runs of a sweep, the best first."""
+    names = list(dict.fromkeys(name for settings in chain.settings for name in settings))
+    varied = [name for name in names if len({str(each.get(name)) for each in chain.settings}) > 1]
+    rows = []
+    for number, settings in enumerate(chain.settings):
+        sent = chain.sent_for(number)
+        runs = (folder / chain.runs(number)).glob("*/config.json")
+        best = max((score for config in runs for score in _scores(config.parent)), default=None)
+        epochs = max((session.epochs for session in sent), default=0)
+        ended = sent[-1].state if sent else "not sent"
+        rows.append([*(settings.get(name) for name in varied), epochs, best, ended])
+    rows.sort(key=lambda row: (row[-2] is None, -(row[-2] or 0)))
+    return Table("Sweep, the best first", (*varied, "epochs", "best score", "ended"), rows)
+
+
+def _scores(path: Path) -> list[float]:
+    """The scores of a run by which its best weights are chosen."""
+    from tpukit.reporting import findings
+    from tpukit.runs.run import Run
+
+    run = Run.find(path)
+    series = findings.curves(run.records())
+    return series.get(findings.labels_of(run.config).score or "", ([], []))[1]
 
 
 def _say(line: str) -> None:

@@ -97,6 +97,7 @@ def test_spot_costs_what_its_column_says_and_as_on_demand_where_it_is_not_sold()
         # 1 h is left in the first week, less than a start costs: it is not used.
         (9, dict(session_h=9, week_h=10), dict(start_h=1, lost_h=0.5), (2, 11.5, 170.5)),
         (0.1, dict(session_h=1), dict(start_h=0.8, lost_h=0.3), (1, 0.9, 0.9)),
+        (5, dict(session_h=0), {}, None),
         (5, dict(session_h=1), dict(start_h=0.8, lost_h=0.3), None),
         (5, dict(session_h=1), dict(start_h=0.8, lost_h=0.2 - 1e-6), None),  # it would take millions
         (18, dict(session_h=9, week_h=9), {}, (2, 18, 177)),  # the second week's session

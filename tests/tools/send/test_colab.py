@@ -145,7 +145,7 @@ open('/content/outputs/note/a', 'w').close()"""
 @pytest.mark.slow
 def test_what_a_machine_sends_is_not_trusted(colab, tmp_path):
     service, machines = Colab(), colab / "machines"
-    subprocess.run([service.command, "new", "-s", "tpukit-a-1"], check=True)
+    subprocess.run([*service.command, "new", "-s", "tpukit-a-1"], check=True)
     # The packing cannot be trusted either, as the machine runs it: here it fails, and leaves nothing.
     (machines / "tpukit-a-1/root/content/left.zip").mkdir()
     with pytest.raises(TpukitError, match="tpukit-a-1 failed: IsADirectoryError"):

@@ -3,9 +3,6 @@
 import ast
 import json
 
-import pytest
-
-from tests.conftest import ROOT, refuses
 from tpukit.tools import pack
 from tpukit.tools.send import Session
 from tpukit.tools.send import session as sessions
@@ -82,60 +79,3 @@ def test_a_notebook_with_a_library_of_its_own_gets_no_other(tmp_path):
     notebook(tmp_path, "own library", "import tpukit", tags=[pack.TAG])
     cells, _ = made(tmp_path, kind="notebook", task="")
     assert cells[0] == "own library" and called(cells[1])[0] == "watch" and cells[2] == "import tpukit"
-
-
-@pytest.mark.parametrize(
-    "name, text, value",
-    [
-        ("LR", "0.5", 0.5),
-        ("LR", "1", 1.0),
-        ("EPOCHS", "3", 3),
-        ("NAME", "3", "3"),
-        ("NAME", HOSTILE[0], HOSTILE[0]),
-        ("ON", "False", False),
-        ("CROP", "None", None),
-        ("CROP", "some text", "some text"),
-        ("SIZES", "[1, 2]", [1, 2]),
-    ],
-)
-def test_a_value_gets_the_type_that_the_notebook_gives_it(tmp_path, name, text, value):
-    source = (
-        "# @title Settings\nLR = 0.1  # @param\nEPOCHS = 2\nNAME = ''\nON = True\nCROP = None\nSIZES = [1]"
-    )
-    known = sessions.parameters(sessions.read_cells(notebook(tmp_path, source, tags=["parameters"])))
-    parsed = sessions.parse(name, text, known)
-    assert parsed == value and type(parsed) is type(value)
-
-
-@pytest.mark.parametrize(
-    "name, text",
-    [("LR", "fast"), ("EPOCHS", "0.5"), ("EPOCHS", "True"), ("lr", "1"), ("open", "1"), ("LR", "1j")],
-)
-def test_a_value_of_another_type_and_an_unknown_name_are_refused(tmp_path, name, text):
-    path = notebook(tmp_path, "LR = 0.1\nEPOCHS = 2\nopen('x')", tags=["parameters"])
-    with refuses(name):
-        sessions.parse(name, text, sessions.parameters(sessions.read_cells(path)))
-
-
-def test_every_setting_of_our_own_notebooks_can_be_given():
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        cells = sessions.read_cells(path)
-        [tagged] = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
-        assert len(sessions.parameters(cells)) == tagged["source"].count("# @param"), path
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"cells": 1}', '{"cells": [{}]}', '{"cells": [{"source": 1}]}']
-)
-def test_what_is_no_notebook_is_refused(tmp_path, text):
-    (tmp_path / "a.ipynb").write_text(text)
-    with refuses("a.ipynb"):
-        sessions.read_cells(tmp_path / "a.ipynb")
-    with refuses("b.ipynb"):
-        sessions.read_cells(tmp_path / "b.ipynb")
-
-
-def test_a_cell_of_parameters_with_a_magic_is_refused_in_a_sentence(tmp_path):
-    cells = sessions.read_cells(notebook(tmp_path, "%pip install x\nLR = 1", tags=["parameters"]))
-    with refuses("parameters"):
-        sessions.parameters(cells)

@@ -82,7 +82,7 @@ def sessions_needed(
     Every session starts up for `start_h`. One that is cut off also loses `lost_h`, the work since its last
     checkpoint. A session lasts at most `session_h`, all sessions of a week at most `week_h`; what a week has
     left is not used where it is too short to train."""
-    session_h, week_h = price.session_h or math.inf, price.week_h or math.inf
+    session_h, week_h = (math.inf if limit is None else limit for limit in (price.session_h, price.week_h))
     rounding_h = 1e-9  # sums of hours are exact to this
     sessions = weeks = 0
     used_h = week_used_h = 0.0

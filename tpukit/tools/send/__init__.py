@@ -1,13 +1,11 @@
 """`tpukit send`: sessions on Kaggle or Colab from here, one after the other, until the training is done.
 
 chain.py decides what follows what, follow.py does it. Both know nothing of a service but the class `Service`
-below; kaggle.py and colab.py are the two, on their own commands (command.py). session.py writes the notebook
-of one session, with the library in it; inside.py is what runs there."""
+of service.py; kaggle.py and colab.py are the two. session.py writes the notebook of one session, with the
+library in it; inside.py is what runs there."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from tpukit.host.errors import TpukitError
 
@@ -41,30 +39,3 @@ class Quota(NamedTuple):
     left_h: float
     total_h: float
     renewed: str  # when, as the service writes it
-
-
-class Service(Protocol):
-    """Kaggle or Colab. A method raises `Unreachable`, or another TpukitError for what does not pass."""
-
-    attached: bool  # whether a session needs the command that sent it, which then follows at once
-
-    def kernel(self, slug: str) -> str:
-        """The full name of a kernel of this user."""
-        ...
-
-    def push(self, folder: Path, session: Session, runs: Path) -> None:
-        """Start a session. folder: holds session.ipynb and kernel-metadata.json. runs: the folder of the runs
-        that the sessions before have brought."""
-
-    def state(self, kernel: str) -> State: ...
-
-    def log(self, kernel: str) -> Iterator[str]:
-        """The lines that a session has printed, from the first one on, and that it prints until its end."""
-        ...
-
-    def fetch(self, kernel: str, folder: Path) -> None:
-        """Bring the output files of a session into an empty folder, and write none outside it."""
-
-    def quota(self, accelerator: str) -> Quota | None: ...
-
-    def url(self, kernel: str) -> str: ...

@@ -16,7 +16,7 @@ from tpukit.host import archives
 from tpukit.host.errors import TpukitError
 from tpukit.tools import child
 from tpukit.tools.send import Session, State, Unreachable
-from tpukit.tools.send.command import ask, reason
+from tpukit.tools.send.service import Service, reason
 
 HARDWARE = dict(TpuV5E8=("--tpu", "v5e1"), NvidiaTeslaT4=("--gpu", "T4"))
 LIMIT_S = 900  # for a machine to start, or for a file to be copied
@@ -36,20 +36,19 @@ shutil.rmtree('/content/outputs/datasets', ignore_errors=True)
 shutil.make_archive('/content/left', 'zip', '/content', 'outputs')"""
 
 
-class Colab:
-    """Colab as `tpukit.tools.send.Service` has it."""
-
+class Colab(Service):
+    name = "Colab"
+    login = NO_LOGIN
+    asks = ASKS
+    timeout_s = LIMIT_S + 60
     attached = True  # `send` follows at once: the session needs it
 
     def __init__(self, command: str = "colab"):
         found = shutil.which(command)
         if found is None:
             raise TpukitError(NO_COMMAND)
-        self.command = found
+        self.command = [found]
         self._running: dict[str, subprocess.Popen] = {}  # kernel -> the `colab exec` that prints it
-
-    def kernel(self, slug: str) -> str:
-        return slug
 
     def url(self, kernel: str) -> str:
         return f"`colab stop -s {kernel}` gives the machine back, and what it holds is lost"
@@ -60,18 +59,18 @@ class Colab:
     def push(self, folder: Path, session: Session, runs: Path) -> None:
         """Raises TpukitError with Colab's reason. The machine is given back then."""
         kernel, shape = session.kernel, json.loads((folder / "kernel-metadata.json").read_text())
-        self._run("new", "-s", kernel, *HARDWARE.get(shape["machine_shape"], ()))
+        self.ask("new", "-s", kernel, *HARDWARE.get(shape["machine_shape"], ()))
         try:
             if runs.exists():
                 with tempfile.TemporaryDirectory() as work:
                     archive = shutil.make_archive(f"{work}/runs", "zip", runs)
-                    self._run("upload", "-s", kernel, archive, "/content/runs.zip")
+                    self.ask("upload", "-s", kernel, archive, "/content/runs.zip")
                 self._exec(kernel, UNPACK)
             limit = ("--timeout", round(session.hours * 3600 + LATE_S))
             notebook = folder / "session.ipynb"
-            self._running[kernel] = child.start([self.command, "exec", "-s", kernel, "-f", notebook, *limit])
+            self._running[kernel] = child.start([*self.command, "exec", "-s", kernel, "-f", notebook, *limit])
         except BaseException:
-            self._run("stop", "-s", kernel)
+            self.ask("stop", "-s", kernel)
             raise
 
     def state(self, kernel: str) -> State:
@@ -80,10 +79,10 @@ class Colab:
         process = self._running.get(kernel)
         if process and process.poll() in (None, 0):
             return State("running" if process.returncode is None else "complete")
-        if f"[{kernel}] " not in self._run("status", "-s", kernel):
+        if f"[{kernel}] " not in self.ask("status", "-s", kernel):
             return State("unknown")
         try:
-            self._run("exec", "-s", kernel, text="pass")
+            self.ask("exec", "-s", kernel, text="pass")
         except Unreachable:  # it waits ten seconds for what runs there
             return State("running")
         return State("complete")
@@ -95,22 +94,18 @@ class Colab:
 
     def fetch(self, kernel: str, folder: Path) -> None:
         """Bring /content/outputs, but for datasets, and give the machine back."""
-        self._run("restart-kernel", "-s", kernel)  # in which state the notebook left it, nobody knows
+        self.ask("restart-kernel", "-s", kernel)  # in which state the notebook left it, nobody knows
         self._exec(kernel, PACK)
         with tempfile.TemporaryDirectory() as work:
             archive = Path(work, "left.zip")
-            self._run("download", "-s", kernel, "/content/left.zip", archive)
+            self.ask("download", "-s", kernel, "/content/left.zip", archive)
             archives.unpack(archive, folder, parts={"outputs"})
         try:
-            self._run("stop", "-s", kernel)
+            self.ask("stop", "-s", kernel)
         except TpukitError as error:  # what it left is here: no reason to begin again
             print(f"{error}; `colab stop -s {kernel}` gives it back", file=sys.stderr)
 
     def _exec(self, kernel: str, lines: str) -> None:
-        said = self._run("exec", "-s", kernel, "--timeout", LIMIT_S, text=f"{lines}\nprint('all', 'done')")
+        said = self.ask("exec", "-s", kernel, "--timeout", LIMIT_S, text=f"{lines}\nprint('all', 'done')")
         if "all done" not in said:
             raise TpukitError(f"Colab's machine {kernel} failed: {reason(said)}")
-
-    def _run(self, *words: object, text: str = "") -> str:
-        command = [self.command, *words]
-        return ask("Colab", command, login=NO_LOGIN, asks=ASKS, text=text, timeout_s=LIMIT_S + 60)

@@ -11,28 +11,27 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.json_types import has_type
-from tpukit.host.tables import Table, printable
-from tpukit.reporting import findings
+from tpukit.host.tables import printable
 from tpukit.runs import checkpoints
 from tpukit.runs.backup import Backup
 from tpukit.runs.run import Run
 from tpukit.tools import pack
-from tpukit.tools.send import Ending, Service, Session, State, Unreachable
+from tpukit.tools.send import Ending, Session, State, Unreachable
 from tpukit.tools.send import chain as chains
 from tpukit.tools.send import session as notebooks
 from tpukit.tools.send.chain import Chain
+from tpukit.tools.send.service import Service
 
 PAUSES_S = (5.0, 20.0, 60.0, 300.0)  # before a service that did not answer is asked again
 POLL_S = 20.0
 STOPPED = "stopped"  # a file of a chain's folder, which `tpukit send stop` makes while another follows
-REPORT_FORM = "https://github.com/TPUKIT_SOURCE/issues/new?template=hardware.yml"
 LEAST_HOURS = 0.5  # of quota that are worth a session
 
 T = TypeVar("T")
@@ -210,37 +209,3 @@ def take(path: Path, folder: Path) -> tuple[int, int]:
             epochs = [record["epoch"] + 1 for record in saved if has_type(record.get("epoch"), int)]
             return entry["step"], max(epochs, default=0)
     raise TpukitError("it has no whole checkpoint")
-
-
-def results(folder: Path, chain: Chain) -> Iterator[Table | str]:
-    """What a chain has brought, for its user: runs, a sweep's in a table, or a report."""
-    for report in sorted(folder.glob("sessions/*/outputs/hardware.json"))[-1:]:
-        files.copy_atomic(report, folder / report.name)
-        yield f"report: {folder / report.name}. Please send it: {REPORT_FORM}"
-    if len(chain.settings) > 1:
-        yield _sweep_table(folder, chain)
-    for config in sorted(folder.glob("runs/**/config.json")):
-        yield f"run: {config.parent}  (tpukit show {config.parent})"
-
-
-def _sweep_table(folder: Path, chain: Chain) -> Table:
-    """The runs of a sweep, the best first."""
-    names = list(dict.fromkeys(name for settings in chain.settings for name in settings))
-    varied = [name for name in names if len({str(each.get(name)) for each in chain.settings}) > 1]
-    rows = []
-    for number, settings in enumerate(chain.settings):
-        sent = chain.sent_for(number)
-        runs = (folder / chain.runs(number)).glob("*/config.json")
-        best = max((score for config in runs for score in _scores(config.parent)), default=None)
-        epochs = max((session.epochs for session in sent), default=0)
-        ended = sent[-1].state if sent else "not sent"
-        rows.append([*(settings.get(name) for name in varied), epochs, best, ended])
-    rows.sort(key=lambda row: (row[-2] is None, -(row[-2] or 0)))
-    return Table("Sweep, the best first", (*varied, "epochs", "best score", "ended"), rows)
-
-
-def _scores(path: Path) -> list[float]:
-    """The scores of a run by which its best weights are chosen."""
-    run = Run.find(path)
-    series = findings.curves(run.records())
-    return series.get(findings.labels_of(run.config).score or "", ([], []))[1]

@@ -92,12 +92,3 @@ def train_task(*, task: str, settings: dict[str, Any], name: str, resumes: bool)
         raise TpukitError(f"the run {name}, which this session is to resume, is not among its inputs")
     run = tpukit.Run.open(path, chosen, earlier=earlier)
     tpukit.launch(functools.partial(tpukit.train, progress=False), chosen, run)
-
-
-def check_hardware(*, rehearse: bool) -> None:
-    """`tpukit doctor --hardware`, with its report in the outputs. rehearse: there is no accelerator."""
-    from tpukit.tools.doctor import hardware
-
-    env = environment.detect()
-    report = hardware.check_hardware(env, path=env.outputs / hardware.REPORT, rehearse=rehearse)
-    print(hardware.table(report))

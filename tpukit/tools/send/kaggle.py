@@ -13,9 +13,8 @@ from pathlib import Path
 from tpukit.host.errors import TpukitError
 from tpukit.tools import child
 from tpukit.tools.send import Quota, Session, State, Unreachable
-from tpukit.tools.send.command import PASSES, ask
+from tpukit.tools.send.service import PASSES, Service
 
-COMMAND = (sys.executable, "-P", "-m", "kaggle", "-W")
 WORDS = dict(NEW_SCRIPT="queued", QUEUED="queued", RUNNING="running", COMPLETE="complete", ERROR="error")
 WORDS |= dict(CANCEL_REQUESTED="cancelled", CANCEL_ACKNOWLEDGED="cancelled")
 NO_TOKEN = (
@@ -28,10 +27,11 @@ LOG_LIMIT_S = 900.0  # of one connection; the next one begins with the first lin
 WANTED = r"^(?!outputs/datasets/)"
 
 
-class Kaggle:
-    """Kaggle as `tpukit.tools.send.Service` has it."""
-
-    attached = False
+class Kaggle(Service):
+    name = "Kaggle"
+    command = [sys.executable, "-P", "-m", "kaggle", "-W"]
+    login = NO_TOKEN
+    asks = "Authentication required|Invalid credentials"
 
     def __init__(self):
         if importlib.util.find_spec("kaggle") is None:
@@ -40,7 +40,7 @@ class Kaggle:
     @functools.cached_property
     def owner(self) -> str:
         """The user's name there. Raises TpukitError without a token."""
-        found = re.search(r"^- username: ([\w-]+)$", _run("config", "view"), re.M)
+        found = re.search(r"^- username: ([\w-]+)$", self.ask("config", "view"), re.M)
         if not found or found[1] == "None":
             raise TpukitError(NO_TOKEN)
         return found[1]
@@ -53,17 +53,17 @@ class Kaggle:
 
     def push(self, folder: Path, session: Session, runs: Path) -> None:
         """Raises TpukitError with Kaggle's reason, or for an input that Kaggle left out."""
-        said = _run("kernels", "push", "-p", folder, "--timeout", round(session.hours * 3600))
+        said = self.ask("kernels", "push", "-p", folder, "--timeout", round(session.hours * 3600))
         if found := re.search(r"Kernel push error: .*|The following are not valid .* sources? .*", said):
             raise (Unreachable if PASSES.search(found[0]) else TpukitError)(f"Kaggle: {found[0]}")
 
     def state(self, kernel: str) -> State:
         try:
-            said = _run("kernels", "status", kernel)
+            said = self.ask("kernels", "status", kernel)
         except TpukitError as error:
             if not NO_KERNEL.search(str(error)):
                 raise
-            _run("quota")  # the command words a token that is not valid in the same way; this one says it
+            self.ask("quota")  # the command words a token that is not valid in the same way; this one says it
             return State("unknown")
         word = re.search(r'has status "(?:KernelWorkerStatus\.)?(\w+)"', said)
         message = re.search(r'^Failure message: "(.*)"\s*$', said, re.M | re.S)
@@ -73,7 +73,8 @@ class Kaggle:
 
     def log(self, kernel: str) -> Iterator[str]:
         # With -f it prints text also of a session that has ended; without, JSON.
-        with child.start([*COMMAND, "kernels", "logs", "-f", kernel], stderr=subprocess.DEVNULL) as process:
+        command = [*self.command, "kernels", "logs", "-f", kernel]
+        with child.start(command, stderr=subprocess.DEVNULL) as process:
             # A connection on which nothing comes any more is not noticed there.
             limit = threading.Timer(LOG_LIMIT_S, process.kill)
             limit.start()
@@ -84,11 +85,11 @@ class Kaggle:
                 process.kill()
 
     def fetch(self, kernel: str, folder: Path) -> None:
-        _run("kernels", "output", kernel, "-p", folder, "--file-pattern", WANTED, timeout_s=7200)
+        self.ask("kernels", "output", kernel, "-p", folder, "--file-pattern", WANTED, timeout_s=7200)
 
     def quota(self, accelerator: str) -> Quota | None:
         """None where Kaggle says nothing of it."""
-        said = _run("quota", "--format", "json")
+        said = self.ask("quota", "--format", "json")
         try:
             rows, _ = json.JSONDecoder().raw_decode(said)
             row = next(row for row in rows if row["resource"] == accelerator.upper())
@@ -96,8 +97,3 @@ class Kaggle:
             return Quota(left, total, str(row["refreshAt"]))
         except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
             return None
-
-
-def _run(*words: object, timeout_s: float = 300) -> str:
-    asks = "Authentication required|Invalid credentials"
-    return ask("Kaggle", [*COMMAND, *words], login=NO_TOKEN, asks=asks, timeout_s=timeout_s)
