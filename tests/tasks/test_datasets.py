@@ -82,7 +82,7 @@ def test_a_tasks_own_fallback_folder_is_taken_for_a_missing_path_and_named(here,
 @pytest.mark.parametrize("name", ["cifar10", "IRSTD1k", "NUDT-SIRST", ""])
 def test_a_name_that_no_task_knows_is_an_error_that_lists_the_names(here, tmp_path, name):
     known = {tasks.find(task).dataset for task in tasks.TASKS}
-    assert len(known) == 4
+    assert len(known) == 5
     for ask in (lambda: find_dataset(here, name), lambda: make_synthetic(name, tmp_path / "made")):
         with pytest.raises(TpukitError) as error:
             ask()
