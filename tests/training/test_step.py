@@ -71,12 +71,12 @@ def test_micro_batches_give_the_losses_gradients_and_weights_of_the_whole_batch(
 
 
 def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():
-    runtime, gradients = Runtime("cpu", "fp16"), []
-    batch = runtime.put(MNIST().example(8))
+    gradients = []
     for count in (1, 4):
+        runtime = Runtime("cpu", "fp16")  # its scaler knows an optimizer by its id, which another may get
         torch.manual_seed(0)
         task = MNIST(channels=4, micro_batches=count)
-        model = task.model()
+        model, batch = task.model(), runtime.put(task.example(8))
         loss = add_gradients(task, model, task.optimizer(model), runtime, batch, 0)
         gradients.append(torch.cat([loss.reshape(1), *(p.grad.flatten() for p in model.parameters())]))
     torch.testing.assert_close(*gradients, atol=2e-3, rtol=1e-2)
