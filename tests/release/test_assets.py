@@ -1,9 +1,13 @@
-"""A release: one version in all places, its notes from the changelog, files with their checksums."""
+"""A release: one version in all places, its notes from the changelog, files with their checksums; what
+an installation asks for."""
 
 import contextlib
 import hashlib
 import io
 import re
+import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 
@@ -131,3 +135,30 @@ def test_packages_hold_what_git_tracks_of_the_library_and_nothing_else(names, na
 
 def test_every_extra_is_used_for_what_it_is_there():
     assert {*wheel.USES} == {*wheel.EXTRAS} - {"all"}
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make here")
+@pytest.mark.parametrize(
+    "lacking, message",
+    [
+        ("sys.version_info = (3, 10, 13)", "3.11 to 3.13"),
+        ("sys.modules['ensurepip'] = None", "apt install python3-venv"),
+    ],
+)
+def test_make_says_what_a_python_lacks_before_it_installs_anything(lacking, message, tmp_path):
+    for file in ("Makefile", "requirements.txt", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
+    python = tmp_path / "python"  # answers `-c PROGRAM` alone
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; {lacking}; exec(sys.argv[2])" "$@"\n'
+    )
+    python.chmod(0o755)
+    ran = subprocess.run(["make", "test", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode and message in ran.stdout and not (tmp_path / ".venv").exists()
+
+
+def test_an_environment_for_conda_holds_what_requirements_hold_and_the_pythons_that_are_supported():
+    text = (ROOT / "environment.yml").read_text()
+    assert re.search(r"- pip:\n\s+- -r requirements\.txt\n", text)
+    supported = re.search(r'requires-python = "([^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert f"python{supported.replace(' ', '')}" in text.replace(" ", "")

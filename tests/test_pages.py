@@ -1,0 +1,174 @@
+"""The texts of the pages: both languages agree, links lead somewhere, Chinese by the glossary, and what is
+generated is up to date."""
+
+import json
+import re
+import shlex
+
+import pytest
+from markdown_it import MarkdownIt
+
+import tpukit
+from release import reference, troubleshooting
+from tests.conftest import ROOT
+from tpukit.host.known_errors import KNOWN_ERRORS
+
+GLOSSARY = ROOT / "docs/GLOSSARY.md"  # one page for both languages
+ENGLISH = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "docs/hardware/README.md",
+        *(p for p in (ROOT / "docs").glob("*.md") if ".zh-CN" not in p.name and p != GLOSSARY),
+    ]
+)
+PAGES = [page for path in ENGLISH for page in (path, path.with_name(path.name.replace(".md", ".zh-CN.md")))]
+CHINESE = [page for page in PAGES if ".zh-CN" in page.name]
+# characters between which a line break would render as a blank
+HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def commands(path):
+    """The tpukit commands of a page's code blocks, without their comments, with what stands before them."""
+    lines = [
+        line
+        for line in path.read_text().splitlines()
+        if re.match(r"(    )?(\w+=\S+ |timeout \S+ )*tpukit \w", line)
+    ]
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines]
+
+
+def headings(path):
+    return [line for line in path.read_text().splitlines() if re.match(r"#+ ", line)]
+
+
+def anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_page_is_there_and_begins_with_a_way_to_its_other_language(path):
+    other = path.with_name(
+        path.name.replace(".zh-CN.md", ".md")
+        if ".zh-CN" in path.name
+        else path.name.replace(".md", ".zh-CN.md")
+    )
+    top = "\n".join(path.read_text().splitlines()[:8])
+    assert f"({other.name})" in top
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if p.parent != ROOT and "TROUBLE" not in p.name], ids=name)
+def test_a_page_asks_a_question_and_answers_it_in_its_first_ten_lines(path):
+    top = "\n".join(path.read_text().splitlines()[:10])
+    assert re.search(r"\*\*[^*]+[?？]\*\* ?\S", top)
+
+
+@pytest.mark.parametrize("path", ENGLISH, ids=name)
+def test_both_languages_have_the_same_headings_levels_and_commands(path):
+    other = path.with_name(path.name.replace(".md", ".zh-CN.md"))
+    assert [h.split()[0] for h in headings(path)] == [h.split()[0] for h in headings(other)]
+    assert commands(path) == commands(other)
+    assert len(re.findall(r"[\u4e00-\u9fff]", other.read_text())) > 300
+
+
+def figures(path):
+    """The numbers of a page outside its code, as floats; those below 100 without a fraction may be words in
+    one language."""
+    code = r"```.*?```|^    .*?$|`[^`\n]*`|\]\([^)]*\)|^\[[\w-]+\]: .*?$"
+    text = re.sub(code, " ", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for number, unit in re.findall(r"(\d[\d,]*(?:\.\d+)*(?:e-?\d+)?)(?: ?(million|M\b|万|亿))?", text):
+        if number.count(".") > 1:  # a version
+            found.add(number)
+            continue
+        value = float(number.replace(",", "")) * {"million": 1e6, "M": 1e6, "万": 1e4, "亿": 1e8}.get(unit, 1)
+        if value >= 100 or value % 1:
+            found.add(float(f"{value:.9g}"))
+    return found
+
+
+@pytest.mark.parametrize("path", ENGLISH, ids=name)
+def test_both_languages_state_the_same_figures(path):
+    ours, theirs = figures(path), figures(path.with_name(path.name.replace(".md", ".zh-CN.md")))
+    assert ours == theirs, f"in English alone: {ours - theirs}; in Chinese alone: {theirs - ours}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "README.zh-CN.md"], ids=name)
+def test_a_readme_is_read_in_a_minute(path):
+    assert len(path.read_text().splitlines()) < 110
+
+
+@pytest.mark.parametrize("path", CHINESE, ids=name)
+def test_no_line_breaks_between_chinese_characters(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    broken = re.findall(rf"^(?![#|]|    ).*{HAN}\n *{HAN}.*$", text, flags=re.MULTILINE)
+    assert not broken
+
+
+def test_every_bold_word_is_bold_and_shows_no_asterisks():
+    notebooks = [json.loads(path.read_text()) for path in (ROOT / "notebooks").rglob("*.ipynb")]
+    cells = [cell for notebook in notebooks for cell in notebook["cells"]]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    for text in [*texts, *(path.read_text() for path in PAGES)]:
+        blocks = [token.children or [] for token in MarkdownIt("commonmark").enable("table").parse(text)]
+        shown = [part.content for parts in blocks for part in parts if part.type == "text"]
+        # **Chinese that ends in a mark。**and goes on without a blank is not bold in Markdown
+        assert not [words for words in shown if "**" in words]
+
+
+def banned_words():
+    """(words that Chinese pages may not use, the term to use) of every row of the glossary."""
+    rows = [line.strip("|").split("|") for line in GLOSSARY.read_text().splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in row] for row in rows[2:]]
+    return {word: row[1] for row in rows for word in row[3].split("、") if word}
+
+
+@pytest.mark.parametrize("path", [*CHINESE, *sorted((ROOT / "notebooks/zh-CN").glob("*.ipynb"))], ids=name)
+def test_a_chinese_page_uses_the_words_of_the_glossary(path):
+    banned = banned_words()
+    assert len(banned) > 10
+    text = path.read_text()
+    assert not {word: f"use {term}" for word, term in banned.items() if word in text}
+
+
+@pytest.mark.parametrize("path", CHINESE, ids=name)
+def test_links_of_a_chinese_page_lead_to_chinese_pages(path):
+    own = path.name.replace(".zh-CN.md", ".md")
+    targets = [
+        target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)", path.read_text())
+    ]
+    in_both = (".zh-CN.md", "GLOSSARY.md", "CHANGELOG.md", "SECURITY.md")  # or in English alone
+    wrong = [t for t in targets if "://" not in t and not t.endswith(in_both) and t != own]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", [*PAGES, GLOSSARY], ids=name)
+def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
+        target = "".join(target)
+        if "://" in target:
+            assert target.startswith("https://"), target
+            continue
+        file, _, part = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), f"{target} in {path.name}"
+        if part:
+            assert part in map(anchor, headings(found)), f"{target} in {path.name}"
+
+
+def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_have_their_headings():
+    assert (ROOT / "docs/TROUBLESHOOTING.md").read_text() == troubleshooting.page(), (
+        "python -m release.troubleshooting > docs/TROUBLESHOOTING.md"
+    )
+    chinese = headings(ROOT / "docs/TROUBLESHOOTING.zh-CN.md")[1:]
+    assert chinese == [f"## {error.title}" for error in KNOWN_ERRORS.values()]
+
+
+def test_the_reference_is_generated_from_the_docstrings_and_holds_every_public_name():
+    for name, page in zip(("REFERENCE.md", "REFERENCE.zh-CN.md"), reference.pages()):
+        assert (ROOT / "docs" / name).read_text() == page, "python -m release.reference"
+        assert sorted(re.findall(r"^### `tpukit\.(\w+)`$", page, flags=re.MULTILINE)) == tpukit.__all__
