@@ -42,6 +42,7 @@ USES = {
     "remote": "-c 'import fsspec, gcsfs, huggingface_hub, s3fs'",
     "export": "-m tpukit export run --to onnx",
     "send": "-m kaggle --version",
+    "text": "-c 'import peft, transformers'",
 }
 NOWHERE = "http://127.0.0.1:9"  # as a proxy: no package reaches the network
 OFFLINE = dict(TPUKIT_OFFLINE="1", http_proxy=NOWHERE, https_proxy=NOWHERE)

@@ -215,8 +215,8 @@ def test_cores_meet_where_no_other_user_can_and_end_with_the_process_that_launch
 
 @pytest.mark.slow
 def test_no_process_is_left_wherever_in_a_launch_its_parent_is_killed(odd, tmp_path):
-    """12 kernels, each killed at a random moment of its launch. Everything that came from them carries their
-    environment."""
+    """12 kernels: each killed once so many processes are there, or at a random moment of its launch. All that
+    came from them carries their environment."""
     program = """
 import random, signal
 data, folder = map(Path, sys.argv[1:])
@@ -251,11 +251,14 @@ def killed(number, now):
 log = folder / "whole/log.txt"
 def has_started(seconds):
     return log.exists() and "cores started" in log.read_text() or seconds > 120
-forked, most, _ = killed("forked", lambda seconds: len(left()) == 5 or seconds > 120)
+def are_there(count):
+    return lambda seconds: len(left()) >= count or seconds > 120
+_, most, _ = killed("forked", are_there(5))
 whole, *_ = killed("whole", has_started)
 random.seed(0)
-moments = [random.uniform(0, end) for end in [forked] * 6 + [whole] * 6]
-counts = [killed(number, lambda seconds: seconds > moment)[1:] for number, moment in enumerate(moments)]
+moments = [random.uniform(0, whole) for _ in range(7)]
+phases = [*map(are_there, range(1, 6)), *(lambda seconds, end=end: seconds > end for end in moments)]
+counts = [killed(number, now)[1:] for number, now in enumerate(phases)]
 print("KILLED", json.dumps([most, *zip(*counts)]))
 """
     ran = python(program, odd, tmp_path, env={**CPU, "TPUKIT_KILLED": "1", "TMPDIR": str(tmp_path)})

@@ -52,6 +52,8 @@ def read_config(folder: Path) -> Any:
     if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
         kind = f"{config.model_type!r} model{', quantized' if config.model_type in FAMILIES else ''}"
         raise TpukitError(f"{folder} is a {kind}: tpukit trains {', '.join(FAMILIES)}, not quantized")
+    if getattr(config, "activation_function", None) == "gelu_new":  # the same in a dozen passes over memory
+        config.activation_function = "gelu_pytorch_tanh"
     if getattr(config, "head_dim", None) is None:  # as GPT-2 and Qwen 2 have it
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
+from tpukit.devices.tensors import cores_sharing, is_on_xla, with_optimization_barrier
 
 MAX_LOGITS = 2**26  # that are there at a time, in float32: 256 MiB
 
@@ -31,14 +31,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head, labels):
         rows, of_hidden, of_head = torch.zeros_like(labels[:, 0], dtype=torch.float32), [], None
-        for h, losses, gradient in _parts(hidden, head, labels):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.dtype
+        weight = head.to(dtype)  # once, not for each part
+        for h, counts, losses, gradient in _parts(hidden.to(dtype), weight, labels):
             rows = rows + losses
             if ctx.needs_input_grad[0]:
                 # Not divided by the number of positions yet: in fp16 little would be left.
-                gradient = gradient().to(h.dtype)  # (B, t, V), of the logits
-                of_hidden.append((gradient @ head).to(h.dtype))
+                g = gradient().to(dtype)  # (B, t, V), of the logits
+                of_hidden.append(((g @ weight) * counts).to(hidden.dtype))
                 if ctx.needs_input_grad[1]:
-                    part = (gradient.flatten(0, 1).t() @ h.flatten(0, 1)).float()
+                    part = (g.flatten(0, 1).t() @ (h * counts).flatten(0, 1)).float()
                     of_head = part if of_head is None else of_head + part
         ctx.save_for_backward(torch.cat(of_hidden, 1) if of_hidden else None, of_head)
         ctx.mark_non_differentiable(rows)
@@ -51,16 +54,22 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _parts(hidden: Tensor, head: Tensor, labels: Tensor) -> Iterator[tuple]:
-    """Yield, for some positions at a time: hidden (B, t, W), losses (B,), and a function that returns the
-    gradient of their sum in the logits, (B, t, V)."""
+    """Yield, for some positions at a time: hidden (B, t, W), whether they count (B, t, 1), losses (B,), and a
+    function that returns the gradient of their sum in the logits, (B, t, V), wrong where they do not."""
     rows = hidden.shape[0] // cores_sharing(hidden)
     count = max(1, MAX_LOGITS // (rows * head.shape[0]))
     losses = None
     for h, label in zip(hidden.split(count, 1), labels.split(count, 1)):
         if losses is not None:  # XLA may else hold the logits of all parts at a time
             h = with_optimization_barrier(h, losses)
-        logs = (h @ head.t()).float().log_softmax(-1)  # (B, t, V)
-        # Compared, because a gather and a scatter are slow on a TPU.
-        is_right = label[..., None] == torch.arange(head.shape[0], device=label.device)
-        losses = -torch.where(is_right, logs, 0.0).sum((1, 2))
-        yield h, losses, lambda: (logs.exp() - is_right.float()) * (label >= 0)[..., None]
+        logs = (h @ head.t()).log_softmax(-1, dtype=torch.float32)  # (B, t, V)
+        counts, label = label[..., None] >= 0, label[..., None].clamp(min=0).long()
+        if is_on_xla(h):  # where a gather and a scatter are slow
+            is_right = label == torch.arange(head.shape[0], device=label.device)
+            right = torch.where(is_right, logs, 0.0).sum(-1, keepdim=True)
+            gradient = lambda: logs.exp() - is_right.float()  # noqa: E731
+        else:  # where each pass over the logits takes its time
+            right = logs.gather(-1, label)
+            gradient = lambda: logs.exp_().scatter_add_(-1, label, -torch.ones_like(right))  # noqa: E731
+        losses = -torch.where(counts, right, 0.0).sum((1, 2))
+        yield h, counts, losses, gradient
