@@ -56,6 +56,17 @@ def test_logits_and_gradients_are_those_of_plain_transformers(family, way, tmp_p
     assert_same_gradients(dict(ours.causal.named_parameters()), dict(plain.named_parameters()))
 
 
+def test_the_gelu_of_gpt2_in_one_kernel_is_that_of_its_config(tmp_path):
+    import transformers
+
+    plain = plain_model("gpt2", tmp_path).eval()
+    published = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert published.activation_function == "gelu_new" != plain.config.activation_function
+    theirs = transformers.AutoModelForCausalLM.from_config(published).eval()
+    theirs.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(plain(TOKENS).logits, theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
 def test_lora_gives_the_logits_and_gradients_of_peft_itself_and_merged_the_same(family, tmp_path):
     plain = plain_model(family, tmp_path)
     settings = peft.LoraConfig(
