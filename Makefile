@@ -1,7 +1,8 @@
 # make run    executes the TPU notebook on this machine's CPU XLA device; make run DATA=path/to/IRSTD-1k on real images
 # make check  lint and the fast tests, in two minutes; JOBS=4 on a machine with more than two cores
 # make test   lint, unit tests, launches, notebooks
-# make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups
+# make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups;
+#             make nightly NIGHTLY="nightly and not long" KILLS=100 for half of its time
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
@@ -29,6 +30,8 @@ NAMES ?=
 ONLY ?=
 TAG ?=
 JOBS ?= 2
+NIGHTLY ?= nightly
+KILLS ?= 1000
 # Packages in place of requirements.txt's torch: make fast TORCH="torch==2.8.0 torchvision==0.23.0 torch-xla==2.8.0"
 TORCH ?=
 
@@ -75,8 +78,8 @@ test: lint
 
 # One worker: the compiler of a TPU takes up to 10 GB.
 nightly: .venv/installed
-	$(PYTEST) -n 1 -m nightly
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign
+	$(PYTEST) -n 1 -m "$(NIGHTLY)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --kills $(KILLS) --flips $(KILLS)
 
 .venv/bench-installed: .venv/installed benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt

@@ -181,6 +181,7 @@ def test_the_kernels_that_this_jax_lowers_are_compiled_by_this_libtpu(tokens, bi
 
 
 @pytest.mark.nightly
+@pytest.mark.long
 def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_their_traffic(monkeypatch):
     monkeypatch.setitem(COMPILERS, "torch_xla", PACKAGES["plan"])  # not those of the last `compiler`
     batch, width, heads = 2, 128, 4

@@ -55,6 +55,7 @@ if __name__ == "__main__":
     launch(train, task, Run.open(sys.argv[2], task), cores=2)
 """
 FOUR = [(BETWEEN, 14), (WRITING, 20), (SCORING, 1), (BETWEEN, 9)]
+FIFTY = (pytest.mark.nightly, pytest.mark.long, pytest.mark.timeout(3600))
 LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 
 
@@ -136,7 +137,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings, chats, model, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [FOUR, pytest.param(chosen(50), marks=pytest.mark.nightly)], ids=len)
+@pytest.mark.parametrize("kills", [FOUR, pytest.param(chosen(50), marks=FIFTY)], ids=len)
 def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(kills, chats, model, tmp_path):
     task = task_of(model, chats, **LORA | dict(epochs=40, save_every_s=0.0, seed=5, log_every=3))
     task = dataclasses.replace(task, ema_decay=0.5, micro_batches=2, epochs=40 if len(kills) == 50 else 4)
@@ -160,6 +161,8 @@ def test_two_processes_train_as_one_does(chats, model, tmp_path, cpu):
 
 
 @pytest.mark.nightly
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_a_small_gpt_learns_more_of_pythons_documentation_than_a_bigram_knows(tmp_path, cpu):
     task = LanguageModel(dataset_dir=make_synthetic("my-text", tmp_path / "topics", size=60), **BELOW_BIGRAM)
     run = Run.open(tmp_path / "run", task)

@@ -82,6 +82,7 @@ def test_a_chain_whose_sessions_are_killed_ends_as_the_run_that_was_not(server, 
 
 @needs_sessions
 @pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_a_chain_of_20_killed_sessions_ends_as_the_run_that_was_not(server, send, here, digits):
     rng = random.Random(36)  # 150 epochs: a fast machine trains four in a session
