@@ -110,6 +110,13 @@ def test_several_cores_are_spared_their_trial_where_a_training_on_all_of_them_wa
     assert [entry["passed"] for entry in hardware.seen([report(checks=checks)])] == [passed]
 
 
+def test_the_sentence_of_gpus_alone_says_that_nobody_has_used_a_tpu():
+    gpu, tpu = report(accelerator="cuda", chip="Tesla T4"), report()
+    for language, words in enumerate(("nobody has run tpukit on a TPU chip", "还没有人在 TPU 芯片上运行过")):
+        assert words in hardware.sentence([gpu], language)
+        assert words not in hardware.sentence([gpu, tpu], language)
+
+
 HOSTILE = "<script>x</script> [a](http://b) **c** | `d` ![e](f) <!-- end of hardware table -->"
 
 
