@@ -190,12 +190,12 @@ def curves(run: Run) -> str:
                 axis.legend(fontsize=9, frameon=False, loc="upper left")
         else:
             axis.set_ylim(0, 1)
-            axis.axhline(labels.published[name], color=QUIET, ls="--", lw=1.2)
-            paper = f"the paper, after 400 epochs: {labels.published[name]:.3f}"
-            axis.annotate(
-                paper, (0.02, labels.published[name]), (0, 3), axis.get_yaxis_transform(),
-                textcoords="offset points", fontsize=9,
-            )  # fmt: skip
+            if published := labels.published.get(name):  # of the paper's data alone
+                axis.axhline(published, color=QUIET, ls="--", lw=1.2)
+                axis.annotate(
+                    f"the paper, after 400 epochs: {published:.3f}", (0.02, published), (0, 3),
+                    axis.get_yaxis_transform(), textcoords="offset points", fontsize=9,
+                )  # fmt: skip
         if name == labels.score:
             best, epoch = max(zip(values, epochs))
             axis.plot(epoch, best, marker="*", ms=13, color=ORANGE)
