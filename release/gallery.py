@@ -85,7 +85,7 @@ def targets(given) -> dict[str, bytes]:
     return {
         "detections.png": pictures.png(wide),
         "gallery/mshnet.png": pictures.png(card),
-        "irstd1k-cpu.svg": curves,
+        "irstd1k.svg": curves,
     }
 
 

@@ -32,9 +32,10 @@ NOBODY = (
     "**状态：本页的一切都只在 CPU 上运行过；还没有人在 TPU 芯片或 GPU 上运行过 tpukit。**",
 )
 SEEN = (
-    "**Status: the figures on this page are of CPUs; checked by users on {}.**",
-    "**状态：本页的数字都来自 CPU；用户检查过的硬件：{}。**",
+    "**Status: each figure on this page names its hardware; checked on {}{}.**",
+    "**状态：本页每个数字都注明所用的硬件；检查过的硬件：{}{}。**",
 )
+NO_TPU = ("; nobody has run tpukit on a TPU chip yet", "；还没有人在 TPU 芯片上运行过 tpukit")
 COUNTED = ("{passed} of {count} checks passed", "{count} 项检查通过 {passed} 项")
 NOT_SEEN = ("not seen", "未验证")
 HEADS = ("| what | seen on | what stood in for it |", "| 内容 | 在哪里验证过 | 用什么代替过 |")
@@ -186,7 +187,10 @@ def sentence(reports: list[dict[str, Any]], language: int) -> str:
         outcomes = [row["outcome"] for row in report["checks"] if row["outcome"] in (PASS, FAIL)]
         counted = COUNTED[language].format(passed=outcomes.count(PASS), count=len(outcomes))
         places.append(f"{_machine(report)} ({_versions(report)}, {report['date']}, {counted})")
-    return SEEN[language].format("; ".join(places)) if places else NOBODY[language]
+    if not places:
+        return NOBODY[language]
+    has_tpu = any(report["accelerator"] == "tpu" for report in reports)
+    return SEEN[language].format("; ".join(places), "" if has_tpu else NO_TPU[language])
 
 
 def table(reports: list[dict[str, Any]], language: int) -> str:

@@ -21,6 +21,7 @@ GROUND, INK, QUIET = "#f6f8fa", "#1f2328", "#6e7781"
 BLUE, ORANGE, PINK, YELLOW = "#56B4E9", "#D55E00", "#CC79A7", "#F0E442"
 TITLE, TEXT = 17, 14  # points: at half width 8 and 7
 COLOURS = 128  # of a card's palette, and as many greys
+MARKED = 40  # evaluations of a curve, at most, that are points on it
 ZOOM, RING = 24, 8  # pixels: side of the window that is enlarged, and around a region
 # What a dark page needs in an SVG of matplotlib, which writes its colours as styles.
 DARK = """@media (prefers-color-scheme: dark) {
@@ -173,28 +174,32 @@ def curves(run: Run) -> str:
     for axis, (name, title) in zip(figure.subplots(1, 3), dict(loss="loss", iou="IoU", pd="Pd").items()):
         epochs, values = series[name]
         axis.patch.set_alpha(0)
-        axis.plot(epochs, values, color="#0072b2", lw=1.6, marker="o", ms=0 if name == "loss" else 3.5)
+        size = 3.5 if name != "loss" and len(values) <= MARKED else 0
+        axis.plot(epochs, values, color="#0072b2", lw=1.6 if size else 1.2, marker="o", ms=size)
         if name == "loss":
             axis.set_ylim(0, None)
             if warm_up < max(epochs):
                 axis.axvline(warm_up, color=QUIET, ls=":", lw=1.2)
-                axis.annotate("warm-up ends", (warm_up, 0), (-4, 4), textcoords="offset points", ha="right")
-            for step in story(run)["interrupted_at"]:
+                beside, side = (4, "left") if warm_up < max(epochs) / 2 else (-4, "right")
+                axis.annotate("warm-up ends", (warm_up, 0), (beside, 4), textcoords="offset points", ha=side)
+            interrupted_at = story(run)["interrupted_at"]
+            for step in interrupted_at:
                 axis.plot(step / per_epoch, 0.02, "|", color=ORANGE, ms=14, mew=2, transform=bottom(axis))
-            axis.plot([], [], "|", color=ORANGE, ms=9, mew=2, ls="", label="interrupted, resumed")
-            axis.legend(fontsize=9, frameon=False, loc="upper left")
+            if interrupted_at:
+                axis.plot([], [], "|", color=ORANGE, ms=9, mew=2, ls="", label="interrupted, resumed")
+                axis.legend(fontsize=9, frameon=False, loc="upper left")
         else:
             axis.set_ylim(0, 1)
-            axis.axhline(labels.published[name], color=QUIET, ls="--", lw=1.2)
-            paper = f"the paper, after 400 epochs: {labels.published[name]:.3f}"
-            axis.annotate(
-                paper, (0.02, labels.published[name]), (0, 3), axis.get_yaxis_transform(),
-                textcoords="offset points", fontsize=9,
-            )  # fmt: skip
+            if published := labels.published.get(name):  # of the paper's data alone
+                axis.axhline(published, color=QUIET, ls="--", lw=1.2)
+                axis.annotate(
+                    f"the paper, after 400 epochs: {published:.3f}", (0.02, published), (0, 3),
+                    axis.get_yaxis_transform(), textcoords="offset points", fontsize=9,
+                )  # fmt: skip
         if name == labels.score:
             best, epoch = max(zip(values, epochs))
             axis.plot(epoch, best, marker="*", ms=13, color=ORANGE)
-            axis.annotate(f"best {best:.3f}", (epoch, best), (0, -16), textcoords="offset points", ha="right")
+            axis.annotate(f"best {best:.3f}", (epoch, best), (0, -28), textcoords="offset points", ha="right")
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("epoch", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)

@@ -105,8 +105,8 @@ def test_curves_are_svg_with_the_papers_scores_and_a_dark_form(run, tmp_path):
     (tmp_path / "records.jsonl").write_text((run.path / "records.jsonl").read_text())
     svg = pictures.curves(tpukit.Run(tmp_path))
     ElementTree.fromstring(svg)
-    assert svg.count("prefers-color-scheme: dark") == 1
-    assert len(svg) < 100_000
+    assert svg.count("prefers-color-scheme: dark") == 1 and svg.count("the paper, after") == 2
+    assert len(svg) < 100_000 and "the paper, after" not in pictures.curves(run)  # of another set
 
 
 @pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)

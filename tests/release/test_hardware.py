@@ -88,7 +88,7 @@ def test_a_report_turns_not_seen_into_seen_with_versions_and_date(root):
     assert len(hardware.renew(root)) >= 3 and hardware.renew(root) == []
     english, chinese = ((root / f"docs/STATUS{z}.md").read_text() for z in ("", ".zh-CN"))
     assert "nobody has run tpukit" not in english and "还没有人在 TPU 芯片" not in chinese
-    assert "of_tomorrow" not in english
+    assert "of_tomorrow" not in english and "on a TPU chip yet" in hardware.sentence([gpu], 0)
     assert re.search(
         r"1 x TPU v5e \(torch 2.9.0\+cpu, torch\\_xla 2.9.0, 2026-12-01, 1 of 1 checks passed\);", english
     )
