@@ -324,4 +324,4 @@ def test_the_report_names_what_fell_back_and_how_long_the_data_took():
         findings.describe([start, dict(kind="train", step=42, loss=1.0, grad_norm=1.0, speed=speed)])
     )
     assert "aten::nonzero (7 times)" in words
-    assert "Waiting for data took 60.0% of the training time: raise num_workers" in words
+    assert "Waiting for data took 60.0% of the training time: if threads make" in words

@@ -283,7 +283,7 @@ def _describe_time(speeds, worked):
         return ["No interval of training was recorded yet."]
     seconds = sum(speed["seconds"] for speed in speeds)
     waited = sum(speed["wait_s"] for speed in speeds) / max(seconds, 1e-9)
-    advice = ": raise num_workers, or store smaller images" if waited > 0.1 else ""
+    advice = ": if threads make the batches, raise num_workers or shrink the images" if waited > 0.1 else ""
     fastest = max(speeds, key=lambda speed: speed["images_per_s"])
     rates = "".join(f", {value:.4g} {name}" for name, value in (fastest.get("rates") or {}).items())
     sentences = [
