@@ -90,6 +90,17 @@ def test_a_long_text_is_tokenised_in_pieces(tmp_path, tokenizer, monkeypatch):
     assert sorted(found) == ["12", "abcdefghij" * 2, *["abcdefghij" * 4] * 2]
 
 
+def test_a_large_vocabulary_takes_more_bytes_on_disk_for_the_same_batches(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "train.txt").write_text("abcdefghij" * 7)
+    (tmp_path / "test.txt").write_text("12")
+    (small, _), on_disk = opened(tmp_path, tokenizer), data._on_disk
+    monkeypatch.setattr(data, "VERSION", -1)  # made anew
+    monkeypatch.setattr(data, "_on_disk", lambda count: on_disk(151_936))
+    large, _ = opened(tmp_path, tokenizer)
+    assert (small.rows.itemsize, large.rows.itemsize) == (6, 10)
+    assert all((values == everything(large)[name]).all() for name, values in everything(small).items())
+
+
 def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
     for name in ("train_a", "train_b", "test"):
         (tmp_path / f"{name}.txt").write_text(name[-1] * 4)

@@ -24,7 +24,7 @@ from tpukit.tasks import saved
 TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"
 PIECE, PIECES = 2**16, 8  # characters that are tokenised at once; how many of them are one document
 MANY = 256  # documents, or fewer conversations, from which rows are filled
-VERSION = 2  # of what `_pack` makes of the same files, which is cached
+VERSION = 3  # of what `_pack` makes of the same files, which is cached
 TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.int32)])
 # Of conversations, where the tokenizer has no template of its own: one text after another.
 TEMPLATE = (
@@ -54,8 +54,20 @@ class TextSet:
 
     def batch(self, indices: Any, numbers: Any = None) -> dict[str, np.ndarray]:
         rows = self.rows[self.kept[indices]]
-        share = np.full(len(rows), 1 / self.targets, np.float32)
-        return dict(share=share, **{name: np.ascontiguousarray(rows[name]) for name in TOKEN.names or ()})
+        found = {name: rows[name].astype(np.int32) for name in TOKEN.names or ()}
+        found["labels"][rows["labels"] == _none(self.rows)] = -1
+        return dict(found, share=np.full(len(rows), 1 / self.targets, np.float32))
+
+
+def _on_disk(count: int) -> np.dtype:
+    """What a token of a vocabulary of `count` takes in a file: 6 bytes, or 10."""
+    kind = np.uint16 if count < 2**16 else np.uint32
+    return np.dtype([("tokens", kind), ("labels", kind), ("documents", np.uint16)])
+
+
+def _none(rows: np.ndarray) -> int:
+    """What stands for -1 in the labels of a file."""
+    return np.iinfo(rows.dtype["labels"]).max
 
 
 def open_sets(
@@ -78,26 +90,26 @@ def open_sets(
 
 
 def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarray]:
-    """rows (R, T) of `TOKEN`; of each (R,) targets, how many labels it has, and is_test; and notes."""
+    """rows (R, T), see `_on_disk`; of each (R,) targets, how many labels it has, and is_test; and notes."""
     from tqdm.auto import tqdm
 
     file, at, longer, border = tempfile.TemporaryFile(), 0, 0, 0
-    nothing = np.array([(0, -1, 0)], TOKEN)
+    nothing, kind = np.array([(0, -1, 0)], TOKEN), _on_disk(len(tokenizer))
 
     def write(tokens):
         nonlocal at
-        file.write(tokens.tobytes())
+        file.write(tokens.astype(kind).tobytes())  # -1 becomes the largest number
         at += len(tokens)
 
     for split in ("train", "test"):
         border = at // length
         rows = ((row, where) for path in files[split] for where, row in _read_rows(path))
-        documents = enumerate(tqdm(rows, disable=None, leave=False, unit=" texts"), 1)
+        documents = enumerate(tqdm(rows, disable=None, leave=False, unit=" texts"))
         while some := list(itertools.islice(documents, MANY)):
             whole = []  # conversations, each of which stays in one row
             for number, (row, where) in some:
                 tokens, is_conversation = tokens_of(row, tokenizer, where)
-                tokens["documents"] = number
+                tokens["documents"] = 1 + number % (2**16 - 1)  # a row has fewer
                 is_longer = is_conversation and len(tokens) > length
                 longer += is_longer
                 if not is_conversation or (is_longer and too_long == "split"):
@@ -111,8 +123,8 @@ def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarra
         write(nothing.repeat(-at % length))
     write(nothing.repeat(length))  # no file is empty
     file.flush()
-    rows = np.memmap(file, TOKEN, "r", shape=(at // length, length))
-    targets = np.array([(row["labels"] >= 0).sum() for row in rows])
+    rows = np.memmap(file, kind, "r", shape=(at // length, length))
+    targets = np.array([(row["labels"] != _none(rows)).sum() for row in rows])
     is_test = np.arange(len(rows)) >= border
     if not files["test"]:
         is_test = np.diff(np.ceil(np.arange(len(rows) + 1) * test_share)) > 0
