@@ -63,10 +63,10 @@ def test_an_image_with_torch_xla_has_the_jax_that_lowers_kernels_and_the_libtpu_
 @pytest.mark.parametrize(
     "script, datum",
     [
-        ("""while read line; do echo '{"payload": ""}'; done""", None),
-        ("""while read line; do echo '{"error": "ValueError: no"}'; done""", "ValueError: no"),
-        ("""read line; echo '{"payload": ""}'; echo 'it ended' >&2""", "it ended"),
-        ("echo 'No module named jax' >&2", "No module named jax"),
+        ("""test "$4" && echo '{"forward": "", "backward": ""}'""", None),
+        ("echo 'ValueError: no' >&2; exit 1", "ValueError: no"),
+        ("""case "$4" in *256*) echo 'it ended' >&2; exit 1;; esac""", "it ended"),
+        ("exit 3", "exit code 3"),
     ],
 )
 def test_a_jax_that_lowers_no_kernel_is_a_failure_of_its_image(script, datum, tmp_path, monkeypatch):
