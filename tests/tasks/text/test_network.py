@@ -178,6 +178,12 @@ def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
         network.build(config, None, lora=None)
 
 
+def test_a_folder_with_an_adapter_is_no_model(tmp_path):
+    (write_config(tmp_path) / "adapter_config.json").write_text("{}")
+    with refuses("holds an adapter", "the model that it is for"):
+        hub.find_folder(str(tmp_path), "config")
+
+
 def test_code_in_a_models_folder_is_never_run(tmp_path):
     folder = write_model(tmp_path / "model")
     (folder / "own.py").write_text("raise SystemExit('run')")
