@@ -31,7 +31,7 @@ def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     "argv, named",
     [
-        (["nothing"], "'nothing' is neither a task (mnist, mshnet, cdeit, images) nor a file"),
+        (["nothing"], "'nothing' is neither a task (mnist, mshnet, cdeit, images, text) nor a file"),
         (["pyproject.toml"], "pyproject.toml"),
         (["mnist", "--steps", "0"], "steps=0"),
         (["mnist", "--batch-sizes", "0"], "batch sizes (0,)"),
