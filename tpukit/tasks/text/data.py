@@ -94,7 +94,7 @@ def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarra
     from tqdm.auto import tqdm
 
     file, at, longer, border = tempfile.TemporaryFile(), 0, 0, 0
-    nothing, kind = np.array([(0, -1, 0)], TOKEN), _on_disk(len(tokenizer))
+    nothing, kind = np.array([(0, -1, 0)], TOKEN), _on_disk(1 + max(tokenizer.get_vocab().values()))
 
     def write(tokens):
         nonlocal at
