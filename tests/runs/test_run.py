@@ -22,6 +22,7 @@ from tpukit import MNIST, MSHNet, Run, TpukitError, launch, train
 from tpukit.host import files
 from tpukit.reporting import display, findings
 from tpukit.runs import weights
+from tpukit.runs.storage import Storage
 from tpukit.tasks.trained import find_trained
 
 
@@ -39,6 +40,18 @@ def test_a_damaged_config_is_named_whoever_reads_it(content, tmp_path):
     for read in (lambda: Run.find(run.path).config, lambda: Run.open(run.path, MNIST())):
         with refuses(run.path / "config.json"):
             read()
+
+
+def test_a_run_that_another_host_of_a_slice_opens_at_the_same_moment_is_opened(tmp_path, monkeypatch):
+    check = Storage.check_empty
+
+    def check_after_the_other(storage):
+        monkeypatch.setattr(Storage, "check_empty", check)
+        Run.open(tmp_path / "run", MNIST())
+        check(storage)
+
+    monkeypatch.setattr(Storage, "check_empty", check_after_the_other)
+    assert Run.open(tmp_path / "run", MNIST()).checkpoints() == []
 
 
 def test_a_run_that_cannot_be_written_in_is_shown_all_the_same(trained, capsys):

@@ -130,13 +130,15 @@ class Run:
             Backup(earlier).restore(run, task)
         run.check_links()
         run_id = secrets.token_hex(8)
-        if config.exists():
+        try:
+            Storage(run.path.absolute()).check_empty()
+        except TpukitError:
+            if not config.exists():  # asked last, because another host of a slice may open the run now
+                raise
             run_id = run.config.get("id", run_id)  # runs of earlier versions have none
             if run.checkpoints() or run._results():
                 run.check_settings(task)
             run.check_results()
-        else:
-            Storage(run.path.absolute()).check_empty()
         if run.backup:
             run.backup.check_run(run, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
