@@ -44,6 +44,13 @@ def _pairs(data):
     return batch["tokens"][is_learned], batch["labels"][is_learned]
 
 
+def decayed_groups(network: torch.nn.Module) -> list[dict]:
+    """The parameters for AdamW, of which matrices alone decay."""
+    matrices = [p for p in network.parameters() if p.ndim > 1]
+    others = [p for p in network.parameters() if p.ndim <= 1]
+    return [dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
+
+
 def plain(task: LanguageModel, data: TextSet, steps: int) -> float:
     """Seconds of a loop written by hand."""
     import transformers
@@ -51,10 +58,7 @@ def plain(task: LanguageModel, data: TextSet, steps: int) -> float:
     keep_freed_memory()  # as tpukit does, or the system would clear each step's memory anew
     torch.manual_seed(task.seed)
     network = transformers.AutoModelForCausalLM.from_config(task.config, attn_implementation="sdpa")
-    decayed = [p for p in network.parameters() if p.ndim > 1]
-    others = [p for p in network.parameters() if p.ndim <= 1]
-    groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(decayed_groups(network), lr=task.lr, betas=(0.9, 0.95))
     batch = data.batch(np.arange(len(data)))
     rows, labels = (torch.from_numpy(batch[name]).long() for name in ("tokens", "labels"))
     order, started = torch.randperm(len(rows)), time.perf_counter()

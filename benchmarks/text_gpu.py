@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
+from benchmarks.text import decayed_groups
 from tpukit import LanguageModel, Run, train
 from tpukit.devices import open_runtime
 from tpukit.host.environment import detect
@@ -70,11 +71,7 @@ def by_hand(compiled: bool) -> list[float]:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     network = GPT().cuda()
-    groups = [
-        dict(params=[p for p in network.parameters() if p.ndim > 1], weight_decay=0.1),
-        dict(params=[p for p in network.parameters() if p.ndim <= 1], weight_decay=0.0),
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(decayed_groups(network), lr=6e-4, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(network) if compiled else network
     stream = np.random.default_rng(0).integers(WORDS, size=1_000_000, dtype=np.uint16)
 
@@ -103,16 +100,12 @@ def _row(stream, start):
     return torch.from_numpy(stream[start : start + LENGTH].astype(np.int64))
 
 
-def by_tpukit(folder: Path, **settings) -> list[float]:
+def by_tpukit(folder: Path, *, model_name: str = "gpt2", batch_size: int = BATCH, **settings) -> list[float]:
     """The same of `train`, by its own records."""
-    name, shape = (settings.pop(key, default) for key, default in (("model_name", "gpt2"), ("rows", BATCH)))
-    task = LanguageModel(
-        dataset_dir=make_rows(folder, shape * STEPS + 64),
-        model_name=name,
-        pretrained="no",
-        tokenizer=str(folder / "words"),
-        **dict(epochs=1, batch_size=shape, samples=0, log_every=LOG_EVERY, sequence_length=LENGTH) | settings,
-    )
+    data = make_rows(folder, batch_size * STEPS + 64)
+    settings |= dict(epochs=1, samples=0, log_every=LOG_EVERY, sequence_length=LENGTH, pretrained="no")
+    settings |= dict(model_name=model_name, batch_size=batch_size, tokenizer=str(folder / "words"))
+    task = LanguageModel(dataset_dir=data, **settings)
     run = Run.open(folder / f"run-{time.time_ns()}", task)
     train(task, run, runtime=open_runtime(detect(), task.precision), progress=False)
     return [record["speed"]["seconds"] for record in run.records("train")]
@@ -139,7 +132,8 @@ def make_rows(folder: Path, count: int) -> Path:
 
 
 def measured(function) -> dict[str, float]:
-    """Rates of the `LOG_EVERY` steps in the median, without the first two such."""
+    """Milliseconds of a step (the median of every `LOG_EVERY` steps but the first 40), and more. peak_gib: of
+    a captured step it leaves out the graph's own memory, which tpukit had before it began to count."""
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     times = function()
@@ -160,7 +154,7 @@ def main(*parts: str) -> None:
             recomputed=lambda: by_tpukit(folder),
             plain=lambda: by_hand(False),
             compiled=lambda: by_hand(True),
-            lora=lambda: by_tpukit(folder, model_name="Qwen/Qwen3-0.6B", adapter="lora", rows=8),
+            lora=lambda: by_tpukit(folder, model_name="Qwen/Qwen3-0.6B", adapter="lora", batch_size=8),
         )
         head = dict(torch=torch.__version__, device=torch.cuda.get_device_name())
         print(json.dumps(head), flush=True)
