@@ -7,11 +7,10 @@
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
 #             make twins ONLY=colab-gpu for one of them
-# make wheel  builds wheel and sdist, and tries the wheel in clean environments: ten minutes, some gigabytes meanwhile
-# make release TAG=v0.1.0  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums, notes
-# make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
+# make wheel  builds wheel and sdist, and trains with the wheel in a clean environment
+# make release  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums
+# make publish REPO=owner/name  dist/publish/: the repository with its home filled in and the notebooks built, to push
 # make executed  dist/executed/: copies of the notebooks with outputs, from small runs on this machine's CPU
-# make gallery DATA=folder MSHNET=run CDEIT=run  the pictures of docs/: data, and the runs whose weights are shown
 # make size   lines and statements of each folder, next to its budget
 # make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
@@ -24,11 +23,8 @@ WARM_EPOCH ?= $(if $(DATA),1,2)
 SIZE ?= 128
 BATCH ?= 4
 PARTS ?=
-MSHNET ?=
-CDEIT ?=
 NAMES ?=
 ONLY ?=
-TAG ?=
 JOBS ?= 2
 NIGHTLY ?= nightly
 KILLS ?= 1000
@@ -38,7 +34,7 @@ TORCH ?=
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run lint check fast test nightly bench plan notebooks twins wheel release size gallery executed publish clean
+.PHONY: run lint check fast test nightly bench plan notebooks twins wheel release size executed publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -98,25 +94,31 @@ twins: .venv/installed
 	$(BIN)/python -m release.twins $(ONLY)
 
 wheel: .venv/installed
-	$(BIN)/python -m release.wheel
+	rm -rf $(OUT)/package $(OUT)/clean
+	$(BIN)/python -m build --outdir $(OUT)/package
+	$(PYTHON) -m venv $(OUT)/clean
+	$(OUT)/clean/bin/pip install --quiet $(shell grep ^torch== requirements.txt) $(OUT)/package/*.whl
+	cd $(OUT)/clean && TPUKIT_OFFLINE=1 bin/python -P -m tpukit train mnist --epochs 1 --run run
+	rm -rf $(OUT)/clean
 
-release: .venv/installed
-	$(BIN)/python -m release.assets "$(TAG)" --check
-	$(MAKE) wheel notebooks executed
-	$(BIN)/python -m release.assets "$(TAG)"
+release: wheel notebooks executed
+	rm -rf $(OUT)/release && mkdir -p $(OUT)/release && cp $(OUT)/package/* $(OUT)/release
+	cd dist && zip -qr ../$(OUT)/release/notebooks.zip *.ipynb zh-CN
+	cd dist/executed && zip -qr ../../$(OUT)/release/notebooks-executed-on-cpu.zip .
+	cd $(OUT)/release && sha256sum * > SHA256SUMS
 
 size: .venv/installed
 	@$(BIN)/python -m release.size
 
-gallery: .venv/installed
-	$(BIN)/python -m release.gallery $(NAMES) $(if $(DATA),--data "$(DATA)") $(if $(MSHNET),--mshnet "$(MSHNET)") \
-		$(if $(CDEIT),--cdeit "$(CDEIT)")
-
 executed: .venv/installed
 	$(BIN)/python -m release.executed $(NAMES)
 
+# In the copy: what pages say until they are published goes, the built notebooks are tracked.
 publish: .venv/installed
-	$(BIN)/python -m release.publish "$(REPO)"
+	rm -rf dist/publish && git clone --quiet . dist/publish && rm -rf dist/publish/.git
+	cd dist/publish && grep -rlIZ --exclude=Makefile -e TPUKIT_SOURCE -e 'until published -->' . | xargs -0 sed -i \
+		-e '/<!-- until published -->/d' -e 's,TPUKIT_SOURCE,$(or $(REPO),$(error REPO=owner/name)),g'
+	cd dist/publish && sed -i '/^dist/d' .gitignore && $(CURDIR)/$(BIN)/python -m release.notebooks --out dist
 
 clean:
 	rm -rf .venv .twins $(OUT) build dist *.egg-info

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import papermill
 from PIL import Image
 
 import tpukit
-from release import pictures
 
 ROOT = Path(__file__).parent.parent
 # The CPU XLA device, which compiles as a TPU does; as in the Makefile, with less optimisation.
@@ -156,9 +156,7 @@ def with_pictures(notebook, width: int) -> dict:
         if "image/png" in data:
             picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
             picture.thumbnail((width, 10 * width))
-            data["image/png"] = base64.b64encode(
-                pictures.shrink(picture, ground="white", colours=24)
-            ).decode()
+            data["image/png"] = base64.b64encode(shrink(picture, colours=24)).decode()
     return book
 
 
@@ -177,6 +175,24 @@ def replaced(value, names: dict[str, str], is_output: bool = False):
             if is_output or "/" in name:
                 value = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", place, value)
     return value
+
+
+def shrink(picture, colours: int) -> bytes:
+    """A PIL image as a PNG of so many colours and as many greys, over white where it is transparent."""
+    rgba = picture.convert("RGBA")
+    picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    # Greys and colours apart: else the few coloured pixels of a picture that is mostly grey lose their
+    # colour.
+    pixels = np.asarray(picture).reshape(-1, 3)
+    coloured = pixels[np.ptp(pixels, axis=1) > 12]
+    entries = np.repeat(np.linspace(0, 255, colours).astype(np.uint8), 3).tolist()
+    if len(coloured):
+        entries += Image.fromarray(coloured[None]).quantize(colours).getpalette()[: 3 * colours]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(entries)
+    out = io.BytesIO()
+    picture.quantize(palette=palette, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    return out.getvalue()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import nbformat
 
-from tpukit.tools import pack
-from tpukit.tools.pack import library
+from release import pack
+from release.pack import library
 
 ROOT = Path(__file__).parent.parent
 IMPORT_LINE = "\nimport tpukit\n"  # of a notebook's first code cell

@@ -34,7 +34,6 @@ SETTINGS = dict(
 )
 SETTINGS_OF = {
     "mnist_quickstart": dict(BATCH_SIZE=64),
-    "many_sessions": dict(EPOCHS=3),
     "pretrain_gpt": dict(EPOCHS=1),
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
     "hardware_check": dict(REHEARSE=True, ONLY="precision"),

@@ -116,7 +116,7 @@ def test_notebooks_are_thin_have_no_outputs_and_preselect_their_hardware(path):
     assert all(re.match(r"[A-Z_]+ = .+  # @param ", setting) for setting in settings)
     assert not [c for c in cells if c is not parameters and "# @param" in "".join(c["source"])]
     # gets its hardware elsewhere: no session of Colab or Kaggle should spend one on it
-    if path.name in ("cloud_tpu_vm.ipynb", "many_sessions.ipynb"):
+    if path.name == "cloud_tpu_vm.ipynb":
         assert (
             "accelerator" not in notebook["metadata"]
             and notebook["metadata"]["kaggle"]["accelerator"] == "none"
@@ -236,7 +236,7 @@ def test_the_library_list_of_requirements_and_of_pyproject_is_the_same_and_has_n
 
 def test_every_file_and_setting_that_a_page_names_exists():
     from tpukit import CDEIT, MSHNet
-    from tpukit.cli.options import ALIASES
+    from tpukit.cli.commands import ALIASES
 
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     for page in pages:

@@ -65,8 +65,8 @@ SMALL |= {
 # A small language model takes the place of the pages'.
 PUBLISHED = {"Qwen/Qwen3-0.6B": "model", "gpt2": "model"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), and
-# a model of 110 million parameters (tests/tasks/cdeit), and what needs an account (tests/tools/send).
-ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit", "tpukit send")
+# a model of 110 million parameters (tests/tasks/cdeit).
+ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit")
 
 
 def smaller(command):
@@ -291,14 +291,12 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
 
 @pytest.mark.parametrize("command", sorted({*written()} - {*chosen()}))
 def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkeypatch, capfd):
-    from tpukit.cli import commands, send
+    from tpukit.cli import commands
 
     called = []
-    for group in (commands.COMMANDS, send.COMMANDS, *send.SERVICES.values()):
-        for name, function in list(group.items()):
-            if callable(function):
-                stub = functools.wraps(function)(lambda *args, **settings: called.append(settings))
-                monkeypatch.setitem(group, name, stub)
+    for name, function in list(commands.COMMANDS.items()):
+        stub = functools.wraps(function)(lambda *args, **settings: called.append(settings))
+        monkeypatch.setitem(commands.COMMANDS, name, stub)
     words = smaller(f"tpukit {command.partition('tpukit ')[2]}")
     assert cli.main(words) == 0 and len(called) == 1, capfd.readouterr().err
     if "--" not in words:  # which ends the options

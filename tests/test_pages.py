@@ -8,8 +8,7 @@ import shlex
 import pytest
 from markdown_it import MarkdownIt
 
-import tpukit
-from release import reference, troubleshooting
+from release import troubleshooting
 from tests.conftest import ROOT
 from tpukit.host.known_errors import KNOWN_ERRORS
 
@@ -166,9 +165,3 @@ def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_h
     )
     chinese = headings(ROOT / "docs/TROUBLESHOOTING.zh-CN.md")[1:]
     assert chinese == [f"## {error.title}" for error in KNOWN_ERRORS.values()]
-
-
-def test_the_reference_is_generated_from_the_docstrings_and_holds_every_public_name():
-    for name, page in zip(("REFERENCE.md", "REFERENCE.zh-CN.md"), reference.pages()):
-        assert (ROOT / "docs" / name).read_text() == page, "python -m release.reference"
-        assert sorted(re.findall(r"^### `tpukit\.(\w+)`$", page, flags=re.MULTILINE)) == tpukit.__all__

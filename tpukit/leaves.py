@@ -29,7 +29,6 @@ COMMANDS = dict(
     compare="tools.measure",
     migrate="tools.migrate",
     simulate="tasks.cdeit",
-    send="tools.send",
 )
 
 

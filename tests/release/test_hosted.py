@@ -2,14 +2,13 @@
 forms that can be filled in."""
 
 import inspect
-import os
 import re
-import subprocess
 import tomllib
 
 import pytest
 import yaml
 
+import tpukit
 from release import notebooks, twins
 from tests.conftest import ROOT
 from tpukit.cli.doctor import doctor
@@ -33,7 +32,6 @@ def test_a_workflow_has_no_right_that_a_job_does_not_name(path):
     allowed = {
         ("release", "github"): {"contents": "write"},
         ("release", "pypi"): {"id-token": "write"},
-        ("images", "compare"): {"contents": "read", "issues": "write"},
     }
     for name, job in jobs(path).items():
         assert job["permissions"] == allowed.get((path.stem, name), {"contents": "read"})
@@ -119,28 +117,7 @@ def test_the_form_for_a_broken_notebook_lists_every_notebook():
     assert listed == sorted(sources | set(notebooks.FOR_A_GPU.values()))
 
 
-@pytest.mark.parametrize(
-    "code, text, open_issue, called",
-    [
-        (0, "text", "", []),
-        (1, "text", "", ["label", "issue list", "issue create"]),
-        (1, "text", "7", ["label", "issue list", "issue edit 7"]),
-        (1, "", "7", []),  # an error of Python
-        (2, "", "", []),
-    ],
-)
-def test_differences_of_the_images_go_into_one_open_issue(code, text, open_issue, called, tmp_path):
-    """gh and python3 are stand-ins: what would be called is written down."""
-    (tmp_path / "gh").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
-    if open_issue:
-        with open(tmp_path / "gh", "a") as file:
-            file.write(f'[ "$1 $2" != "issue list" ] || echo {open_issue}\n')
-    (tmp_path / "python3").write_text(f"#!/bin/sh\nprintf '{text}' > $4\nexit {code}\n")
-    for name in ("gh", "python3"):
-        (tmp_path / name).chmod(0o755)
-    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
-    ran = subprocess.run([ROOT / "release/images_issue.sh"], env=environ, capture_output=True, text=True)
-    calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
-    assert ran.returncode == (0 if text else code), ran.stderr
-    assert len(calls) == len(called)
-    assert all(call.startswith(start) for call, start in zip(calls, called, strict=True))
+def test_a_release_has_one_version_and_one_day():
+    version, day = re.findall(r"^## \[(\d\S*)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert version == tpukit.__version__ == cited["version"] and day == str(cited["date-released"])

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tpukit.host.tables import printable
-
 ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 
 
@@ -33,19 +31,6 @@ def run_python(*arguments, text="", variables=None, timeout_s=None):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-
-def start(command, *, stderr=subprocess.STDOUT):
-    """Start a process that is not waited for. What it prints, errors too by default, `lines_of` reads."""
-    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr)
-    return subprocess.Popen(list(map(str, command)), text=True, errors="replace", **pipes)
-
-
-def lines_of(process):
-    """Yield the lines that a process of `start` prints, until it ends."""
-    for line in process.stdout:
-        yield printable(line.rstrip("\n"))
-    process.wait()
 
 
 def last_line(ran):

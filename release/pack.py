@@ -1,9 +1,8 @@
 """The library in a notebook's cell: an archive of tpukit/ (tar, xz, base85), and the lines that check and
-unpack it. The notebooks of dist/ have such a cell, and those that `tpukit send` makes."""
+unpack it, for the notebooks of dist/."""
 
 import base64
 import hashlib
-import importlib.metadata
 import io
 import lzma
 import tarfile
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tpukit
+ROOT = Path(__file__).parent.parent
 
 TAG = "tpukit-archive"  # of the cell
 LINE = 120  # columns of the archive's text
@@ -75,17 +74,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def library(others: Mapping[str, bytes] | None = None) -> bytes:
-    """tpukit/, its licence and, in a clone, docs/sky/ as the bytes of a tar.xz archive. Equal files give
-    equal bytes.
+    """tpukit/, its licence and docs/sky/ as the bytes of a tar.xz archive. Equal files give equal bytes.
 
     others: more files, name -> content."""
-    package = Path(tpukit.__path__[0])
-    root = package.parent
-    paths = [path for path in package.rglob("*") if path.suffix in KINDS]
-    if (root / "pyproject.toml").is_file():  # a clone; the notebook on renting shows and starts docs/sky
-        paths += (root / "docs/sky").glob("*.yaml")
-    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
-    files["tpukit/LICENSE"] = _licence(package)
+    paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in KINDS]
+    paths += (ROOT / "docs/sky").glob("*.yaml")  # which the notebook on renting shows and starts
+    files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
+    files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name, content in sorted({**files, **(others or {})}.items()):
@@ -93,17 +88,6 @@ def library(others: Mapping[str, bytes] | None = None) -> bytes:
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     return lzma.compress(raw.getvalue(), preset=9 | lzma.PRESET_EXTREME)
-
-
-def _licence(package: Path) -> bytes:
-    """The text of the licence: in a clone, in an unpacked copy, or of the installed distribution."""
-    found = [package / "LICENSE"]
-    if (package.parent / "pyproject.toml").is_file():
-        found.insert(0, package.parent / "LICENSE")
-    else:
-        installed = importlib.metadata.files("tpukit") if not found[0].is_file() else None
-        found += [Path(str(path.locate())) for path in installed or () if path.name == "LICENSE"]
-    return next(path for path in found if path.is_file()).read_bytes()
 
 
 def cell(archive: bytes) -> dict[str, Any]:
