@@ -3,7 +3,7 @@
 # make test   lint, unit tests, launches, notebooks
 # make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups;
 #             make nightly NIGHTLY="nightly and not long" KILLS=100 for half of its time
-# make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
+# make bench  how fast, in ratios; make bench PARTS="loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
 #             make twins ONLY=colab-gpu for one of them

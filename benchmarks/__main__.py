@@ -1,14 +1,10 @@
 """`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are of one machine
 in one run.
 
-data    images per second of each way from a set on disk to a batch, next to a plain PIL pipeline; one core
 steps   MSHNet's training step written by hand and with each way of making it faster
 epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step,
-peak memory overheads  what saving, scoring and recording take away from a fast device with epochs of a second
-loops   the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
-images  a network of timm trained by tpukit and by a plain loop: time and accuracy cores   2 and 4 processes
-against one, and what share of a step the gradient all-reduce takes host    what the host does for a step of
-MSHNet on eight TPU cores, traced and replayed start   from the launch line to the end of the first step"""
+peak memory
+loops   the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device"""
 
 import argparse
 import json
@@ -23,7 +19,7 @@ from tpukit.host import environment
 from tpukit.host.tables import Table
 from tpukit.tasks.datasets import make_synthetic
 
-PARTS = ("data", "steps", "epochs", "overheads", "loops", "images", "cores", "host", "start")
+PARTS = ("steps", "epochs", "loops")
 
 
 def main():
@@ -63,14 +59,7 @@ def measure(part, digits, synthetic, infrared):
     """One part's rows, each a dict; printed as a table. infrared: the real set, or `synthetic`, which is 120
     images."""
     gpu = ["cuda"] if has_gpu() else []
-    if part == "data":
-        rows = [row for device in ["cpu", *gpu] for row in ask("data", device, infrared)]
-        columns = ("device", "way", "images_per_s", "times_plain", "rounds")
-        title = (
-            "From the set to batches of 256x256, one thread: times_plain is against decoding and augmenting"
-            " by PIL"
-        )
-    elif part == "steps":
+    if part == "steps":
         cases = [("cpu", 256, 4), ("xla", 128, 4)] + [("cuda", 256, size) for size in (4, 16, 64) if gpu]
         rows = [
             dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "steps", *case)
@@ -91,24 +80,7 @@ def measure(part, digits, synthetic, infrared):
         columns = ("device", "size", "batch", "data_on", "images_per_s", "wait_share", "compiled_late")
         columns += ("eval_s", "scoring_s", "first_step_s", "peak_gib")
         title = "The second epoch of a training of MSHNet"
-    elif part == "overheads":
-        rows = ask("overheads")
-        columns = (
-            "way",
-            "lost_percent",
-            "lowest",
-            "highest",
-            "lost_ms",
-            "saves_ms",
-            "scores_ms",
-            "evaluation_ms",
-        )
-        columns += ("records_ms", "end_ms", "runs", "epochs")
-        title = (
-            "What an epoch of a second takes longer than its mocked device: MSHNet's sizes, evaluated every"
-            " epoch"
-        )
-    elif part == "loops":
+    else:
         rows = [
             row
             for case in ("cpu mnist", "xla mnist", "xla mshnet")
@@ -119,47 +91,6 @@ def measure(part, digits, synthetic, infrared):
             "One loop against another, in turn: times_bare compares medians, lowest and highest are of single"
             " rounds"
         )
-    elif part == "images":
-        with tempfile.TemporaryDirectory() as work:
-            rows = ask("images", make_synthetic("my-images", Path(work) / "shapes", size=4800))
-        columns = (
-            "model",
-            "images",
-            "epochs",
-            "loop",
-            "seconds",
-            "seconds_times_plain",
-            "seconds_range",
-            "processor_s",
-        )
-        columns += ("processor_s_times_plain", "processor_s_range", "accuracy", "accuracy_range", "rounds")
-        title = (
-            "A network of timm from scratch, in turn: seconds of steps and predictions, processor_s of"
-            " everything"
-        )
-    elif part == "cores":
-        rows = [
-            row for kind in ("cpu", "xla") for count in (1, 2, 4) for row in ask("cores", kind, count, digits)
-        ]
-        alone = {row["device"]: row["images_per_s"] for row in rows if row["processes"] == 1}
-        rows = [dict(row, times_one=round(row["images_per_s"] / alone[row["device"]], 2)) for row in rows]
-        columns = ("device", "processes", "images_per_s", "times_one", "gradient_all_reduce_share", "rounds")
-        title = (
-            "Several processes on this machine's cores, global batch 128: gradient_all_reduce_share is the"
-            " part of a step"
-        )
-    elif part == "host":
-        rows = [row for parallel in ("processes", "spmd") for row in ask("cores", "host", parallel)]
-        columns = ("parallel", "way", "host_ms", "lowest", "highest", "times_traced", "wall_ms", "steps")
-        title = (
-            "MSHNet on eight TPU cores: processor time of a host's thread for a step of a process, or of all"
-            " by SPMD"
-        )
-    else:
-        cases = (("cpu", 1), ("cpu", 2), ("cpu", 4), ("xla", 1), ("xla", 2), ("spmd", 8))
-        rows = [row for kind, count in cases for row in ask("start", kind, count, digits)]
-        columns = ("device", "cores", "seconds", "lowest", "highest", "launches")
-        title = "From the launch line to the end of the first step, MNIST network"
     print(f"\n{Table(title, columns, [[row[name] for name in columns] for row in rows])}", flush=True)
     return rows
 

@@ -6,24 +6,14 @@ import sys
 import pytest
 import torch
 
-from benchmarks import by_hand, loops, overheads
+from benchmarks import by_hand, loops
 from tests.conftest import ROOT
 from tpukit import MNIST, MSHNet
 from tpukit.devices.runtime import Runtime
-from tpukit.tasks.datasets import make_synthetic
-
-
-@pytest.mark.parametrize("scored", [True, False])
-def test_a_loop_on_the_fast_device_loses_some_time_to_each_of_its_parts(tmp_path, monkeypatch, scored):
-    for name, number in dict(EPOCHS=2, STEPS=5, BATCHES=2).items():
-        monkeypatch.setattr(overheads, name, number)
-    folder = make_synthetic("IRSTD-1k", tmp_path / "infrared", size=50)  # 40 to train, 10 to test
-    found = overheads.measure(folder, scored=scored)
-    assert found.keys() == overheads.measure_bare().keys()
-    assert min(found["lost_ms"], found["saves_ms"], found["records_ms"]) > 0
 
 
 def test_the_network_written_by_hand_computes_the_loss_and_gradients_of_mshnet():
+    torch.manual_seed(1)  # in float32 some weights round a maximum to another pixel
     task = MSHNet(base_size=32, crop_size=32)
     step, model = by_hand.Step("cpu"), task.model()
     step.network.load_state_dict(model.state_dict())
