@@ -2,10 +2,17 @@
 failed."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 import tpukit
+from tpukit.host.errors import TpukitError
+from tpukit.tools import child
 from tpukit.tools.child import last_line, run_python
 
 PRINT_TPUKIT = "import tpukit; print(tpukit.__file__)"
@@ -38,3 +45,41 @@ def test_the_last_line_of_a_failed_process_is_its_error_or_its_exit_code():
     assert last_line(run_python("-c", "import sys; sys.exit('first\\nlast')")) == "last"
     assert "exit code 7" in last_line(run_python("-c", "raise SystemExit(7)"))
     assert run_python("-c", "print(input())", text="in\n").stdout == "in\n"
+
+
+def answer(request):
+    """What the called process does, by the request's first word."""
+    word = request["word"]
+    if word == "sentence":
+        raise TpukitError("no such thing: take another")
+    if word == "bug":
+        raise ZeroDivisionError("a bug")
+    if word == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "hang":
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(60) # {request['mark']}"])
+        time.sleep(60)
+    print("a library's own words")
+    return dict(request, pid=os.getpid(), variable=os.environ.get("ONE"))
+
+
+def test_a_function_is_called_in_a_fresh_process_whose_output_is_not_its_answer():
+    answered = child.call(answer, dict(word="echo", number=1.5), variables=dict(ONE="1"))
+    assert answered["number"] == 1.5 and answered["variable"] == "1" and answered["pid"] != os.getpid()
+
+
+@pytest.mark.parametrize(
+    "word, said", [("sentence", "no such thing: take another"), ("bug", "a bug"), ("killed", "was killed")]
+)
+def test_how_a_called_function_failed_is_an_error_of_one_line(word, said):
+    with pytest.raises(TpukitError, match=said) as caught:
+        child.call(answer, dict(word=word))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_call_that_takes_too_long_is_ended_with_what_it_started():
+    mark = f"mark-{os.getpid()}-{time.time_ns()}"
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.call(answer, dict(word="hang", mark=mark), timeout_s=4)
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.exists()]
+    assert not any(mark.encode() in command for command in commands)

@@ -1,11 +1,19 @@
-"""Run this interpreter as a subprocess, and say how one failed."""
+"""Run this interpreter as a subprocess, call a function in a fresh one, and say how one failed."""
 
 import contextlib
+import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from tpukit.host import files
+from tpukit.host.errors import TpukitError
 
 ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 
@@ -34,6 +42,56 @@ def run_python(*arguments, text="", variables=None, timeout_s=None):
 
 
 def last_line(ran):
-    """The last line that a finished process wrote to stderr; where it wrote nothing, its exit code."""
+    """Return the last line that a finished process wrote to stderr, or its exit code if it wrote nothing."""
     lines = ran.stderr.strip().splitlines()
     return lines[-1] if lines else f"exit code {ran.returncode}, without a message"
+
+
+def call(
+    function: Callable[[Any], Any],
+    request: Any,
+    *,
+    timeout_s: float | None = None,
+    variables: dict[str, str | None] | None = None,
+) -> Any:
+    """Call a module's function in a fresh process, because a device, its memory and its flags belong to a
+    whole process.
+
+    Args:
+        function: takes the request and returns an answer; both pass as JSON.
+        request: its argument.
+        timeout_s: seconds after which subprocess.TimeoutExpired is raised.
+        variables: changes of the environment, as of `run_python`.
+
+    Raises TpukitError with the function's own sentence if it raised one, or with how the process ended."""
+    name = f"{function.__module__}:{function.__name__}"
+    program = "from tpukit.tools.child import answer_call; answer_call()"
+    with tempfile.TemporaryDirectory(prefix="tpukit-call-") as folder:
+        path = Path(folder) / "answer.json"
+        arguments = ("-c", program, name, path)
+        ran = run_python(*arguments, text=json.dumps(request), variables=variables, timeout_s=timeout_s)
+        answer = json.loads(path.read_text()) if path.exists() else {}
+    if "value" in answer:  # whatever the exit code is: some devices crash when they are closed
+        return answer["value"]
+    if ran.returncode == -signal.SIGKILL:
+        raise TpukitError("the process was killed, most likely because this machine's memory was full")
+    raise TpukitError(answer.get("error") or last_line(ran))
+
+
+def answer_call() -> None:
+    """In the fresh process: call the function with the request from stdin, write its answer as a file, and
+    exit without closing the device, in which some libraries crash and an unfinished graph would run."""
+    from tpukit.launching.supervisor import end_with_parent
+
+    end_with_parent(os.getppid())  # a chip that is left open is lost for the session
+    name, path = sys.argv[1:]
+    module, _, function = name.partition(":")
+    try:
+        request = json.loads(sys.stdin.read())
+        answer = dict(value=getattr(importlib.import_module(module), function)(request))
+    except TpukitError as error:
+        answer = dict(error=str(error))
+    files.write_atomic(Path(path), json.dumps(answer))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
