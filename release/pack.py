@@ -74,11 +74,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def library(others: Mapping[str, bytes] | None = None) -> bytes:
-    """tpukit/, its licence and docs/sky/ as the bytes of a tar.xz archive. Equal files give equal bytes.
+    """Return tpukit/ and its licence as the bytes of a tar.xz archive. Equal files give equal bytes.
 
     others: more files, name -> content."""
     paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in KINDS]
-    paths += (ROOT / "docs/sky").glob("*.yaml")  # which the notebook on renting shows and starts
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     raw = io.BytesIO()

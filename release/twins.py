@@ -34,13 +34,12 @@ SETTINGS = dict(
 )
 SETTINGS_OF = {
     "mnist_quickstart": dict(BATCH_SIZE=64),
-    "pretrain_gpt": dict(EPOCHS=1),
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
     "hardware_check": dict(REHEARSE=True, ONLY="precision"),
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
 # notebook -> the package that not every image has
-NEEDS_INTERNET = {"finetune_llm": "peft", "pretrain_gpt": "transformers"}
+NEEDS_INTERNET = {"finetune_llm": "peft"}
 CELL_LIMIT_S = 600
 VERSIONS = ("torch", "torch-xla", "jax", "libtpu")  # that the table names
 # XLA optimises less, as in the Makefile: a step compiles in a third of the time.

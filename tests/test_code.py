@@ -2,6 +2,7 @@
 core."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -20,18 +21,20 @@ def layer(path):
     return path.relative_to(ROOT / "tpukit").parts[0]
 
 
+@functools.cache
 def imports(path):
-    """What a module imports when it runs; under TYPE_CHECKING stand the imports of annotations alone."""
+    """Return what a module imports when it runs; under TYPE_CHECKING stand the imports of annotations."""
+    names = []
     tree = ast.parse(path.read_text())
     for block in ast.walk(tree):
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
             block.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def test_every_module_is_in_the_folder_of_a_layer():
@@ -115,17 +118,8 @@ def test_notebooks_are_thin_have_no_outputs_and_preselect_their_hardware(path):
     assert len(hints) == len(settings) and all(re.match(r"# @markdown \S", hint) for hint in hints)
     assert all(re.match(r"[A-Z_]+ = .+  # @param ", setting) for setting in settings)
     assert not [c for c in cells if c is not parameters and "# @param" in "".join(c["source"])]
-    # gets its hardware elsewhere: no session of Colab or Kaggle should spend one on it
-    if path.name == "cloud_tpu_vm.ipynb":
-        assert (
-            "accelerator" not in notebook["metadata"]
-            and notebook["metadata"]["kaggle"]["accelerator"] == "none"
-        )
-    else:
-        assert (
-            notebook["metadata"]["accelerator"] in ("TPU", "GPU")
-            and "accelerator" in notebook["metadata"]["kaggle"]
-        )
+    assert notebook["metadata"]["accelerator"] in ("TPU", "GPU")
+    assert "accelerator" in notebook["metadata"]["kaggle"]
     assert notebook["cells"][0]["cell_type"] == "markdown"
 
 

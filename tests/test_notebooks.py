@@ -1,7 +1,6 @@
 """The notebooks as a user meets them: run whole by papermill, once where one run answers all questions."""
 
 import json
-import re
 import shutil
 import zipfile
 
@@ -11,8 +10,6 @@ import pytest
 from PIL import Image
 
 from tests.conftest import ROOT
-from tpukit import LanguageModel
-from tpukit.tasks.datasets import make_synthetic
 
 # What no machine changes: notebook -> cell -> text.
 OUTPUTS = json.loads((ROOT / "tests/notebook_outputs.json").read_text())
@@ -359,24 +356,6 @@ def test_the_notebook_on_conversations_takes_the_tiny_model_where_a_large_one_ca
     assert "the tiny model, because Qwen/Qwen3-0.6B is not on this machine" in output
     assert "epoch 1: loss" in output
     assert (tmp_path / "outputs/run/transformers/model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_the_notebook_on_pretraining_counts_sessions_resumes_and_draws_the_line_of_the_bigrams(tmp_path):
-    pytest.importorskip("transformers")
-    from benchmarks.text import bigram_loss
-
-    texts = make_synthetic("my-text", tmp_path / "texts", size=6)
-    small = dict(DATASET_DIR=str(texts), MODEL="tiny", BATCH_SIZE=8, RUN_NAME="run")
-    notebook = run_notebook("pretrain_gpt.ipynb", tmp_path, EPOCHS=1, **small)
-    output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
-    task = LanguageModel(dataset_dir=texts)
-    told = float(re.search(r"bigram model: ([0-9.]+)", output)[1])
-    # A model of the same kind, which fills up what it has not met in another way.
-    assert abs(told - bigram_loss(*task.datasets())) < 0.15
-    assert "if 100% of its FLOP are used" in tables and "sessions" in output
-    again = run_notebook("pretrain_gpt.ipynb", tmp_path, EPOCHS=2, **small)
-    assert "resuming at step" in text(again)
 
 
 @pytest.mark.slow

@@ -61,7 +61,6 @@ def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_
         for path in (ROOT / "tpukit").rglob("*")
         if path.suffix in (".py", ".csv", ".json", ".toml", ".txt")
     }
-    code |= {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "docs/sky").glob("*.yaml")}
     assert set(files) == {*code, "tpukit/LICENSE"}
     assert all(files[name].read_bytes() == path.read_bytes() for name, path in code.items())
     assert folder.name in embedded and folder.parent == tmp_path / ".cache/tpukit"
