@@ -49,7 +49,7 @@ def build(out):
     written = []
     for source in sorted((ROOT / "notebooks").glob("**/*.ipynb")):
         text = source.read_text()
-        archive = with_pyeit if "tpukit.simulate" in text else without
+        archive = with_pyeit if "cdeit import simulate" in text else without
         books = {source.name: nbformat.reads(text, 4)}
         if other := FOR_A_GPU.get(source.stem):
             own_links = text.replace(f"{source.name})", f"{other}.ipynb)")

@@ -22,7 +22,8 @@ import json, os, sys, time
 from pathlib import Path
 import torch
 from tests.launching.launched import Descending, Watched, machine, noise
-from tpukit import CoreFailed, Run, TpukitError, launch, train
+from tpukit import Run, TpukitError, launch, train
+from tpukit.launching.supervisor import CoreFailed
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment

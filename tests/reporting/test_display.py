@@ -4,10 +4,11 @@ import time
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.conftest import refuses
 from tests.reporting.hostile import evaluated, strange_run, write_run
-from tpukit import MNIST, MSHNet, Run, cli
+from tpukit import MNIST, MSHNet, Run, TpukitError, cli
 from tpukit.reporting import display, findings, own
 from tpukit.training.prediction import predict_test_images
 
@@ -69,11 +70,26 @@ def test_a_shell_gets_the_names_of_the_pictures_and_a_report_has_words_then_numb
 
 
 def test_settings_at_their_defaults_are_folded_and_those_that_differ_are_seen(shown):
-    display.show_task(MSHNet(dataset_dir="here", epochs=3, clip_norm=None, skip_bad=True))
+    display.show(MSHNet(dataset_dir="here", epochs=3, clip_norm=None, skip_bad=True))
     (table,) = shown
     assert dict(table.rows) == dict(dataset_dir="here", epochs="3", skip_bad="True")
     assert ("lr", "0.05") in table.folded and ("clip_norm", "") in table.folded
     assert table.summary == f"{len(table.folded)} settings at their defaults"
+
+
+def test_one_show_for_a_run_a_folder_of_runs_and_a_task_and_nothing_else(shown, tmp_path, capsys):
+    write_run(tmp_path / "runs/a", [evaluated(2, 0, dict(accuracy=0.5))])
+    display.show(tmp_path / "runs/a")
+    assert "0.5000" in str(shown[0].rows)
+    display.show(str(tmp_path / "runs"))
+    assert "one run to compare, a: accuracy 0.5" in capsys.readouterr().out
+    display.show(MNIST(lr=0.125))
+    assert ("lr", "0.125") in shown[-1].rows
+    with pytest.raises(TpukitError, match="no config.json"):
+        display.show(tmp_path)
+    for other in (None, 3, Image.new("L", (2, 2))):
+        with pytest.raises(TpukitError, match=type(other).__name__):
+            display.show(other)
 
 
 def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set(trained):

@@ -64,7 +64,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
         measurements = measure.read(strange_measurement(folder / "m.json", word))
         measure.show_comparison(measure.compare(measurements))
         display.present(measure.table(measurements))
-        display.show_task(MNIST(dataset_dir=word, weights=word))
+        display.show(MNIST(dataset_dir=word, weights=word))
         display.present_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
         formatter = DisplayFormatter()
         formatter.active_types = formatter.format_types

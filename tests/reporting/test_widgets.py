@@ -227,9 +227,9 @@ def options(box):
 
 def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypatch, capsys):
     with refuses(tmp_path):
-        widgets.compare_runs(tmp_path)
+        widgets.show_runs(tmp_path)
     curved(tmp_path, "a", accuracy=0.5)
-    widgets.compare_runs(tmp_path)
+    widgets.show_runs(tmp_path)
     # Of one run there is nothing to compare: its numbers, and no second picture of its curve.
     assert "a: accuracy 0.5." in capsys.readouterr().out and not page.shown
     curved(tmp_path, "b", dict(kind="train", step=4, loss=1.0, grad_norm=1.0, speed=SPEED), iou=0.25)
@@ -240,7 +240,7 @@ def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypat
     calls, draw = [], figures.runs_figure
     monkeypatch.setattr(figures, "runs_figure", lambda *given: calls.append(given) or draw(*given))
     with pytest.warns(UserWarning, match="damaged"):
-        widgets.compare_runs(tmp_path)
+        widgets.show_runs(tmp_path)
     box = page.shown[-2]
     runs, scores = ["a", "b", "c"], ["accuracy", "gradient norm", "iou", "loss"]
     assert options(box) == (runs, runs, scores, "loss")
@@ -256,7 +256,7 @@ def test_names_of_runs_and_scores_are_shown_and_not_obeyed(page, tmp_path):
     for name in names:
         curved(tmp_path, name, **{EVIL: 0.5, "$\\frac{": 0.5})
     strange_run(tmp_path / "strange", EVIL)
-    widgets.compare_runs(tmp_path)
+    widgets.show_runs(tmp_path)
     runs, _, scores, _ = options(page.shown[-2])
     for shown in [*runs, *scores]:
         shown.encode()  # a surrogate could not be sent to the page

@@ -15,9 +15,10 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.conftest import best_weights, exact, flip, refuses, same
 from tests.runs.store import content, kill_before
 from tests.runs.test_run import holding
-from tpukit import MNIST, Run, cli, find_dataset, find_run, train
+from tpukit import MNIST, Run, cli, find_dataset, train
 from tpukit.host import files
 from tpukit.runs import checkpoints, weights
+from tpukit.runs.backup import find_in_inputs
 from tpukit.runs.storage import Storage
 from tpukit.training import loop
 
@@ -228,27 +229,28 @@ def test_a_kill_while_a_run_starts_or_is_restored_can_be_repeated(tmp_path):
     "place", ["notebooks/me/my-notebook/outputs", "my-notebook/outputs", "datasets/me/a-copy", "."]
 )
 def test_a_run_is_found_in_kaggle_inputs_whatever_their_nesting(kaggle, place):
-    assert find_run(kaggle, "mine") is None
+    assert find_in_inputs(kaggle, "mine") is None
     run = Run.open(kaggle.inputs / place / "mine", MNIST())
-    assert find_run(kaggle, "mine") == run.path and find_run(kaggle, "other") is None
+    assert find_in_inputs(kaggle, "mine") == run.path and find_in_inputs(kaggle, "other") is None
 
 
-def test_a_run_is_resumed_from_an_earlier_versions_output_that_is_only_read(kaggle, digits, cpu):
+def test_a_run_is_resumed_from_an_earlier_versions_output_that_is_only_read(kaggle, digits, cpu, monkeypatch):
+    monkeypatch.setattr("tpukit.host.environment.detect", lambda: kaggle)
     first, second = (MNIST(dataset_dir=digits, epochs=n, batch_size=50, log_every=2) for n in (1, 2))
-    run = Run.open(kaggle.outputs / "mine", first, earlier=find_run(kaggle, "mine"))
+    run = Run.open(kaggle.outputs / "mine", first)
     loop.train(first, run, runtime=cpu)
     earlier = kaggle.inputs / "notebooks/me/my-notebook/outputs/mine"
     earlier.parent.mkdir(parents=True)
     run.path.rename(earlier)  # the session ends; its output becomes an input of the next one
     before = content(earlier)
-    run = Run.open(kaggle.outputs / "mine", second, earlier=find_run(kaggle, "mine"))
+    run = Run.open(kaggle.outputs / "mine", second)
     loop.train(second, run, runtime=cpu)
     assert content(earlier) == before
     straight = Run.open(kaggle.outputs / "straight", second)
     loop.train(second, straight, runtime=cpu)
     assert exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
     # What is in the working folder is newer than any input.
-    Run.open(run.path, second, earlier=find_run(kaggle, "mine"))
+    Run.open(run.path, second)
     assert run.records("train")[-1]["step"] == 8
 
 
@@ -269,17 +271,17 @@ def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_of_a_name_are
             (kaggle.inputs / name / part).mkdir()
 
     make("some-model/mine")  # many published models have a config.json
-    assert find_run(kaggle, "mine") is None and find_run(kaggle, "") is None
+    assert find_in_inputs(kaggle, "mine") is None and find_in_inputs(kaggle, "") is None
     make("notebook/outputs/mnist", "checkpoints")  # a run has the name of its dataset here
-    assert find_run(kaggle, "mnist") == kaggle.inputs / "notebook/outputs/mnist"
+    assert find_in_inputs(kaggle, "mnist") == kaggle.inputs / "notebook/outputs/mnist"
     assert "synthetic" in find_dataset(kaggle, "mnist", size=12).name
     for owner in ("a", "b"):
         make(f"datasets/{owner}/set/mine", "checkpoints")
     with refuses(*kaggle.inputs.glob("datasets/*/set/mine")):
-        find_run(kaggle, "mine")
-    Run.open(kaggle.outputs / "mine", MNIST())
-    assert find_run(kaggle, "mine") is None  # the outputs already hold it
-    assert find_run(dataclasses.replace(kaggle, inputs=None), "mnist") is None  # elsewhere than on Kaggle
+        find_in_inputs(kaggle, "mine")
+    assert (
+        find_in_inputs(dataclasses.replace(kaggle, inputs=None), "mnist") is None
+    )  # elsewhere than on Kaggle
 
 
 # Damage

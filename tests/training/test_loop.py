@@ -46,7 +46,7 @@ def test_every_task_moves_its_weights_scores_and_shows(name, device, tmp_path, r
     still = [n for n in before if n.endswith("weight") and torch.equal(before[n], after[n])]
     assert not still and all(value.device.type == "cpu" for value in after.values())
     assert -6 <= scores[task.score] <= 1 and run.records("train")[-1]["grad_norm"] > 0
-    display.show_task(task)
+    display.show(task)
     display.show_samples(task)
     display.show(run)
     display.show_report(run)

@@ -9,14 +9,9 @@ import tyro
 import tpukit
 from tpukit.cli.options import LaunchOptions, RunFolder
 from tpukit.host import environment
-from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
-from tpukit.runs.run import Fitted
 from tpukit.tasks.datasets import with_dataset
 from tpukit.training.task import Task
-
-# Settings that a test does not take over from the training.
-NOT_INHERITED = ("weights", "batch_size", "precision")
 
 
 def train(task: Task, options: LaunchOptions) -> None:
@@ -26,8 +21,7 @@ def train(task: Task, options: LaunchOptions) -> None:
     env = tpukit.detect()
     task = with_dataset(task, env)
     path = options.run or env.outputs / task.name
-    earlier = None if (path / "config.json").is_file() else tpukit.find_run(env, path.name)
-    run = tpukit.Run.open(path, task, backup=options.backup, earlier=earlier)
+    run = tpukit.Run.open(path, task, backup=options.backup)
     scores = tpukit.launch(tpukit.train, task, run, **options.of_launch())
     if scores and environment.rank() == 0:
         for table in last_and_kept_tables(run.records()):
@@ -35,46 +29,39 @@ def train(task: Task, options: LaunchOptions) -> None:
         print(f"\nrun: {run.path}  (tpukit show {run.path})")
 
 
-def test(task: Task, options: LaunchOptions) -> None:
-    """Score a weights file, or the best weights of a run."""
+def test(
+    run: RunFolder,
+    dataset_dir: Path | None = None,
+    batch_size: int | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    cores: int | None = None,
+    task: str | None = None,
+) -> None:
+    """Score the best weights of a run, or a weights file, on the test set.
+
+    Args:
+        run: the folder of a run, or a weights file.
+        dataset_dir: the dataset; by default the one that the run was trained on, or found as in training.
+        batch_size: samples of a step, over all cores; by default as in training.
+        precision: by default as in training.
+        cores: TPU cores or GPUs to use; by default all. On a CPU: processes; by default one.
+        task: the task, for a weights file that does not name its own.
+    """
     from tpukit.reporting.findings import scores_table
-    from tpukit.runs import weights
-    from tpukit.tasks.trained import config_of
+    from tpukit.tasks.trained import find_trained
 
     env = tpukit.detect()
-    path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
-    if task.weights and (path / "best.safetensors").exists():
-        both = f"--weights {task.weights} and the run {path}, which has best weights"
-        raise TpukitError(f"{both}: give only one of --weights and --run")
-    if (path / "config.json").is_file():
-        task = _as_trained(task, tpukit.Run.find(path).config, path)
-    elif task.weights and (config := config_of(weights.local(task.weights))):
-        task = _as_trained(task, config, task.weights)
-    task = with_dataset(task, env)
-    run = tpukit.Run.find(path, trained=False)
-    scores = tpukit.launch(tpukit.test, task, run, **options.of_launch())
+    trained, best = find_trained(run, task)
+    given = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
+    trained = dataclasses.replace(trained, **{name: value for name, value in given.items() if value})
+    trained = with_dataset(trained, env)
+    scored = tpukit.Run.find(run if run.is_dir() else env.outputs / f"{trained.name}-test", trained=False)
+    scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
     if scores and environment.rank() == 0:
         print(f"\n{scores_table(scores)}")
-        if task.load_predictions(run.path / "predictions"):
-            tpukit.show_predictions(run, task, count=8)
-            print(f"predictions: {run.path / 'predictions'}")
-
-
-def _as_trained(task: Task, config: dict, source: Path | str) -> Task:
-    """The task with the settings of its training (of the model, above all), where the command line leaves
-    them at their defaults. source: the run or file that has this config."""
-    from tpukit.tasks.trained import task_of
-
-    if config["task"] != task.name:
-        raise TpukitError(f"{source} is of the task {config['task']}, not of {task.name}")
-    trained = task_of(config)
-    inherited = {}
-    for field in dataclasses.fields(task):
-        is_free = field.metadata.get("free") or field.name in NOT_INHERITED
-        value = getattr(task, field.name)
-        if not is_free and (value == field.default or isinstance(value, Fitted)):
-            inherited[field.name] = getattr(trained, field.name)
-    return dataclasses.replace(task, **inherited)
+        if trained.load_predictions(scored.path / "predictions"):
+            tpukit.show_predictions(scored, trained, count=8)
+            print(f"predictions: {scored.path / 'predictions'}")
 
 
 def show(run: RunFolder) -> None:

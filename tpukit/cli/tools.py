@@ -160,5 +160,7 @@ def simulate(
         workers: processes.
         seed: every sample depends on the seed and its number alone.
     """
-    tpukit.simulate(out, samples=samples, test_samples=test_samples, workers=workers, seed=seed)
+    from tpukit.tasks.cdeit import simulate
+
+    simulate(out, samples=samples, test_samples=test_samples, workers=workers, seed=seed)
     print(f"{samples} training and {test_samples} test samples: {out}")

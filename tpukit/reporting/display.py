@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,20 +13,54 @@ from tpukit.host.tables import Notice, Sentences, Table, printable
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run, settings_dict
 from tpukit.tasks.datasets import is_synthetic
-from tpukit.training.task import RIGHT, WRONG
+from tpukit.training.task import RIGHT, WRONG, Task
 
 if TYPE_CHECKING:
     from IPython.display import Image
     from matplotlib.figure import Figure
 
-    from tpukit.training.task import Task
-
 UPDATE_S = 2.0  # between two looks at a run that is followed
 
 
-def show(run: Run | str | Path) -> None:
-    """Show the scores and curves of a run (a `Run`, or its path), and save the pictures in its folder."""
-    run = run if isinstance(run, Run) else Run.find(run)
+@runtime_checkable
+class Shown(Protocol):
+    """A plan or a comparison: it knows how it is shown."""
+
+    def table(self) -> Table: ...
+
+    def show(self) -> None: ...
+
+
+def show(shown: Run | Task | Shown | str | Path) -> None:
+    """Show a run, a folder of runs, a task, a plan or a comparison.
+
+    Args:
+        shown: a `Run` or its path: scores and curves, whose pictures are saved in its folder. A folder of run
+            folders: their curves in one chart. A task: its settings. What `plan` or `compare` returned: its
+            table and what the columns mean.
+
+    Raises TpukitError for a folder without runs, and for anything else."""
+    from tpukit.reporting.widgets import show_runs
+
+    if isinstance(shown, (str, Path)):
+        folder = Path(shown)
+        if (folder / "config.json").is_file() or not any(folder.glob("*/config.json")):
+            _show_run(Run.find(folder))
+        else:
+            show_runs(folder)
+    elif isinstance(shown, Run):
+        _show_run(shown)
+    elif isinstance(shown, Task):
+        _show_task(shown)
+    elif isinstance(shown, Shown):
+        shown.show()
+    else:
+        needed = "a run or its path, a folder of runs, a task, a plan or a comparison"
+        raise TpukitError(f"show() got {type(shown).__name__}: give it {needed}")
+
+
+def _show_run(run: Run) -> None:
+    """Show the scores and curves of a run, and save the pictures in its folder."""
     records = run.records()
     pictures = run.path / "pictures"
     try:
@@ -77,7 +111,7 @@ def follow(run: Run) -> None:
         time.sleep(UPDATE_S)
 
 
-def show_task(task: "Task") -> None:
+def _show_task(task: Task) -> None:
     """Show every setting of a task as a table; in a notebook those at their defaults are folded away."""
     defaults = {field.name: field.default for field in dataclasses.fields(task)}
     rows, folded = [], []
@@ -87,7 +121,7 @@ def show_task(task: "Task") -> None:
     present(Table(f"Settings of {task.name}", ("setting", "value"), rows, folded=folded, summary=summary))
 
 
-def show_samples(task: "Task", *, count: int = 4) -> None:
+def show_samples(task: Task, *, count: int = 4) -> None:
     """Show samples of the training set as the model gets them, augmented, with their labels."""
     data, _ = task.datasets()
     indices = _evenly_spaced(len(data), count)
@@ -99,7 +133,7 @@ def show_samples(task: "Task", *, count: int = 4) -> None:
     present_figure(figures.panels_figure(task.panels(data.batch(indices, uniforms)), "Training samples"))
 
 
-def show_labels(task: "Task", *, count: int = 4) -> None:
+def show_labels(task: Task, *, count: int = 4) -> None:
     """Show what is worth knowing about the labels of the training set before training on them, with the
     samples concerned."""
     data, _ = task.datasets()
@@ -126,7 +160,7 @@ def _steps_sentence(task, count):
     return sentence + (f"; each epoch leaves out {dropped} samples, others each time" if dropped else "")
 
 
-def show_predictions(run: Run, task: "Task", *, count: int = 4) -> None:
+def show_predictions(run: Run, task: Task, *, count: int = 4) -> None:
     """Show what the run's best weights predict for test images, next to the truth.
 
     The predictions are those that `test` saved, if the task saves them; otherwise they are made here, on the
@@ -134,7 +168,7 @@ def show_predictions(run: Run, task: "Task", *, count: int = 4) -> None:
     present_figure(predictions_figure(run, task, count), run.path / "pictures" / "predictions.png")
 
 
-def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
+def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
     """The figure of `show_predictions`."""
     from tpukit.training.prediction import predict_test_images
 
@@ -155,12 +189,6 @@ def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
     if known := [row[0][0] for row in rows if row[0][0].startswith((RIGHT, WRONG))]:
         title += f": {sum(word.startswith(WRONG) for word in known)} of {len(known)} shown are wrong"
     return figures.panels_figure(rows, title, map(str, batch.get("name", ())))
-
-
-def show_plan(plan: Any) -> None:
-    """Show what `plan` found: the table of batch sizes, and what its columns mean."""
-    present(plan.table())
-    present(Sentences([plan.caption]))
 
 
 def _evenly_spaced(size, count):

@@ -122,7 +122,7 @@ def explore(run: Run, task: "Task", *, count: int = 32) -> None:
     )
 
 
-def compare_runs(folder: str | Path) -> None:
+def show_runs(folder: str | Path) -> None:
     """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score. Of a
     single run the last values are said in a sentence.
 

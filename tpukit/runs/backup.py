@@ -205,11 +205,10 @@ class Backup:
             return False
 
 
-def find_run(env: Environment, name: str) -> Path | None:
-    """The folder of the run `name` below the Kaggle inputs (the output of an earlier version of the notebook,
-    or a copy), for `Run.open(..., earlier=...)`; None if there is none, or the outputs already hold the run.
-    Raises TpukitError for several."""
-    if env.inputs is None or not name or (env.outputs / name / "config.json").is_file():
+def find_in_inputs(env: Environment, name: str) -> Path | None:
+    """Return the folder of the run `name` below the Kaggle inputs (the output of an earlier version of the
+    notebook, or a copy), or None if there is none. Raises TpukitError for several."""
+    if env.inputs is None or not name:
         return None
     # The deepest: notebooks/OWNER/NOTEBOOK/outputs/.
     patterns = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]

@@ -34,7 +34,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
-from tpukit.runs.backup import Backup
+from tpukit.runs.backup import Backup, find_in_inputs
 from tpukit.runs.checkpoints import Entry
 from tpukit.runs.storage import Check, Storage
 from tpukit.runs.tensorboard import EventFile
@@ -101,14 +101,13 @@ class Run:
         task: "Task",
         *,
         backup: str | Path | None = None,
-        earlier: str | Path | None = None,
     ) -> "Run":
-        """Start a run in the folder `path`, or resume the one that is there.
+        """Start a run in the folder `path`, or resume the one that is there. On Kaggle a run of this name that
+        an earlier version of the notebook left in the inputs is copied here first.
 
         Args:
             backup: a folder (on Drive, say) or an address (s3://, gs://, hf://) that gets a copy at every
                 checkpoint; when `path` is gone and the backup is there, the run is restored from it.
-            earlier: such a copy that is only read (`find_run` finds one on Kaggle).
 
         Raises TpukitError for a run of another task or of other settings, naming them; settings that do not
         change the result (epochs, folders, workers) may differ, and all of them before the first step was
@@ -126,7 +125,7 @@ class Run:
             run.backup.storage.check_before_training()
             if not config.exists() and run.backup.storage.has("config.json"):
                 run.backup.restore(run, task)
-        if earlier and not config.exists():
+        if not config.exists() and (earlier := find_in_inputs(environment.detect(), run.path.name)):
             Backup(earlier).restore(run, task)
         run.check_links()
         run_id = secrets.token_hex(8)

@@ -204,7 +204,7 @@ def test_a_run_says_what_was_written_and_how_fast(finished, capsys, cpu):
     assert len(samples) == 2 and all(one["prompt"].endswith("<assistant>") for one in samples)
     assert run.records("train")[-1]["speed"]["rates"]["tokens per second"] > 0
     display.show(run)
-    display.show_task(task)
+    display.show(task)
     display.show_samples(task)
     display.show_report(run)
     unwritten = dataclasses.replace(task, samples=0, weights=run.best())

@@ -260,7 +260,7 @@ def row(size, fits=True, **more):
 
 
 def test_a_plan_is_shown_as_a_table_with_the_chips_memory(capsys):
-    display.show_plan(Plan("mshnet", "train", "v5e-1", [row(32), row(128, False)]))
+    display.show(Plan("mshnet", "train", "v5e-1", [row(32), row(128, False)]))
     shown = capsys.readouterr().out
     for words in ("4.00", "12.2", "15.75 GiB", "needs 31.25G"):
         assert words.lower() in shown.lower(), words

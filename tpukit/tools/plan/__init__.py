@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.devices.chips import MACHINES, Chip, Machine
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import GIB, Table
+from tpukit.host.tables import GIB, Sentences, Table
 from tpukit.tools.plan import compiler, hlo
 from tpukit.tools.plan.compiler import COMPILER, COMPILER_SCRIPT, COMPILERS, install_compiler
 
@@ -187,6 +187,13 @@ class Plan:
                 f"{sum(kernel['flops'] for kernel in kernels) / 1e12:.3g} TFLOP are added."
             )
         return text
+
+    def show(self) -> None:
+        """Display the table and what its columns mean."""
+        from tpukit.reporting.display import present
+
+        present(self.table())
+        present(Sentences([self.caption]))
 
     def __str__(self) -> str:
         return f"{self.table()}\n\n{self.caption}"
