@@ -72,7 +72,7 @@ def merge(files: Files = (), epochs: int = 400, prices: Path | None = None) -> N
         epochs: epochs of the whole training.
         prices: an edited copy of the price table.
     """
-    from tpukit.tools.measure import PRICES, compare, read, read_prices
+    from tpukit.tools.measure import PRICES, compare, read, read_prices, show_comparison
 
     for path in files:
         if not path.exists():
@@ -80,7 +80,7 @@ def merge(files: Files = (), epochs: int = 400, prices: Path | None = None) -> N
             raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
     measurements = [measurement for path in files for measurement in read(path)]
     comparison = compare(measurements, prices=read_prices(prices or PRICES), epochs=epochs)
-    tpukit.show_comparison(comparison, tpukit.detect().outputs / "comparison/comparison.png")
+    show_comparison(comparison, tpukit.detect().outputs / "comparison/comparison.png")
 
 
 def export(

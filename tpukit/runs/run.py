@@ -102,8 +102,8 @@ class Run:
         *,
         backup: str | Path | None = None,
     ) -> "Run":
-        """Start a run in the folder `path`, or resume the one that is there. On Kaggle a run of this name that
-        an earlier version of the notebook left in the inputs is copied here first.
+        """Start a run in the folder `path`, or resume the one that is there. On Kaggle, a run of this name in
+        the inputs (an earlier version's output) is copied here first.
 
         Args:
             backup: a folder (on Drive, say) or an address (s3://, gs://, hf://) that gets a copy at every
