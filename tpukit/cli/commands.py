@@ -74,9 +74,8 @@ def check_options(words: list[str], function: Callable, command: str) -> None:
     """Exit with one sentence that names the nearest option if one of the words is no option of a command."""
     known = ["--help", "--json"]
     for name, kind in get_type_hints(function).items():
-        names = (
-            [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else [name]
-        )
+        is_group = dataclasses.is_dataclass(kind)
+        names = [field.name for field in dataclasses.fields(kind)] if is_group else [name]
         known += [f"--{name.replace('_', '-')}" for name in names]
     options = words[: words.index("--")] if "--" in words else words
     for option in (word.partition("=")[0].replace("_", "-") for word in options):
