@@ -4,7 +4,8 @@
 # make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups;
 #             make nightly NIGHTLY="nightly and not long" KILLS=100 for half of its time
 # make bench  how fast, in ratios; make bench PARTS="loops" for some parts, DATA=path/to/IRSTD-1k for real images
-# make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
+# make notebooks  builds dist/: every notebook with the library inside, so that one file is enough, and beside it what
+#             `kaggle kernels push` reads
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
 #             make twins ONLY=colab-gpu for one of them
 # make wheel  builds wheel and sdist, and trains with the wheel in a clean environment
@@ -103,7 +104,7 @@ wheel: .venv/installed
 
 release: wheel notebooks executed
 	rm -rf $(OUT)/release && mkdir -p $(OUT)/release && cp $(OUT)/package/* $(OUT)/release
-	cd dist && zip -qr ../$(OUT)/release/notebooks.zip *.ipynb zh-CN
+	cd dist && zip -qr ../$(OUT)/release/notebooks.zip . -x 'executed/*' 'publish/*'
 	cd dist/executed && zip -qr ../../$(OUT)/release/notebooks-executed-on-cpu.zip .
 	cd $(OUT)/release && sha256sum * > SHA256SUMS
 

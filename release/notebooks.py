@@ -1,18 +1,20 @@
 """`make notebooks`: writes dist/, every notebook with the library inside, so that one file is enough.
 
-    notebooks/NAME.ipynb        ->  dist/NAME.ipynb
-    notebooks/zh-CN/NAME.ipynb  ->  dist/zh-CN/NAME.ipynb
+    notebooks/NAME.ipynb        ->  dist/NAME.ipynb, dist/NAME/kernel-metadata.json
+    notebooks/zh-CN/NAME.ipynb  ->  dist/zh-CN/NAME.ipynb, dist/zh-CN/NAME/kernel-metadata.json
 
 A built notebook has one more cell, collapsed, before the cell that imports tpukit: an archive of tpukit/
 (tar, xz, base85), the lines that check and unpack it, and the choice between it and a clone around the
 notebook. (In notebooks/ a symbolic link to tpukit/ lets a clone's notebooks import it.) Notebooks on
 impedance tomography carry the part of pyEIT that the simulator imports too, because neither Colab nor Kaggle
 has it. Pictures of the notebook's texts become part of it. One source can be several files, which preselect
-another accelerator. Building twice gives equal bytes."""
+another accelerator. `kaggle kernels push -p dist/NAME` reads kernel-metadata.json, in which the owner of the
+id is a placeholder. Building twice gives equal bytes."""
 
 import argparse
 import base64
 import importlib.metadata
+import json
 import re
 from pathlib import Path
 
@@ -30,6 +32,9 @@ GPU = {
     "colab": {"gpuType": "T4", "provenance": []},
     "kaggle": {"accelerator": "nvidiaTeslaT4", "isInternetEnabled": True, "isGpuEnabled": True},
 }
+# A notebook's own metadata -> the name that Kaggle's command has for the accelerator
+MACHINE_SHAPES = {"tpuV5e8": "TpuV5E8", "nvidiaTeslaT4": "NvidiaTeslaT4"}
+OWNER = "INSERT_YOUR_USERNAME"
 PYEIT_PARTS = ("pyeit/__init__.py", "pyeit/eit/", "pyeit/mesh/")
 
 
@@ -60,8 +65,35 @@ def build(out):
             target = out / source.parent.relative_to(ROOT / "notebooks") / name
             target.parent.mkdir(parents=True, exist_ok=True)
             nbformat.write(notebook, target)
+            write_kernel_metadata(notebook, target)
             written.append(target)
     return written
+
+
+def write_kernel_metadata(notebook, path):
+    """Write what `kaggle kernels push` needs to know of a built notebook.
+
+    It goes into a folder of the notebook's name, because Kaggle's command takes one folder a notebook."""
+    wanted = notebook.metadata["kaggle"]
+    language = "-zh" if path.parent.name == "zh-CN" else ""
+    slug = f"tpukit-{path.stem}{language}".replace("_", "-")
+    metadata = dict(
+        id=f"{OWNER}/{slug}",
+        title=slug.replace("-", " "),  # Kaggle makes the slug from the title
+        code_file=f"../{path.name}",
+        language="python",
+        kernel_type="notebook",
+        is_private=True,
+        enable_internet=wanted["isInternetEnabled"],
+        enable_gpu=notebook.metadata.accelerator == "GPU",
+        enable_tpu=notebook.metadata.accelerator == "TPU",
+        machine_shape=MACHINE_SHAPES[wanted["accelerator"]],
+        dataset_sources=[],
+        kernel_sources=[],
+    )
+    folder = path.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    (folder / "kernel-metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 
 def pyeit_files():

@@ -1,7 +1,8 @@
-"""The built notebooks: one file each, with the library inside."""
+"""The built notebooks: one file each, with the library inside, and what Kaggle's command reads of each."""
 
-import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,23 +10,35 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import requests
 
 from release import notebooks
 from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory):
+def archives():
+    """The library without and with pyEIT, packed once, because packing takes seconds."""
+    return {False: notebooks.library(), True: notebooks.library(notebooks.pyeit_files())}
+
+
+@pytest.fixture(scope="module")
+def build(archives):
+    """A function that builds all notebooks into a folder."""
+
+    def build_into(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(notebooks, "library", lambda others=None: archives[others is not None])
+            return notebooks.build(folder)
+
+    return build_into
+
+
+@pytest.fixture(scope="module")
+def dist(build, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    notebooks.build(folder)
+    build(folder)
     return folder
-
-
-def can_unshare():
-    return (
-        bool(shutil.which("unshare"))
-        and not subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode
-    )
 
 
 def archive_cell(path):
@@ -51,10 +64,9 @@ def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_
     for_a_gpu = {Path(folder) / "kaggle_cdeit_gpu.ipynb" for folder in ("", "zh-CN")}
     assert {path.relative_to(dist) for path in dist.glob("**/*.ipynb")} == sources | for_a_gpu
     embedded = {
-        hashlib.sha256(notebooks.library(others)).hexdigest() for others in (None, notebooks.pyeit_files())
+        re.search('SHA256 = "(.+)"', archive_cell(path).source)[1] for path in dist.glob("**/*.ipynb")
     }
-    for path in dist.glob("**/*.ipynb"):
-        assert any(f'SHA256 = "{sha256}"' in archive_cell(path).source for sha256 in embedded), path
+    assert len(embedded) == 2  # without and with pyEIT
     folder, files = unpack(archive_cell(dist / "mnist_quickstart.ipynb"), tmp_path)
     code = {
         path.relative_to(ROOT).as_posix(): path
@@ -79,8 +91,8 @@ def test_one_tomography_notebook_is_two_files_which_differ_in_their_links_and_as
     assert tpu.cells[1:] == gpu.cells[1:]
 
 
-def test_building_twice_gives_equal_bytes(dist, tmp_path):
-    for path in notebooks.build(tmp_path):
+def test_building_twice_gives_equal_bytes(dist, build, tmp_path):
+    for path in build(tmp_path):
         assert path.read_bytes() == (dist / path.relative_to(tmp_path)).read_bytes()
 
 
@@ -143,23 +155,74 @@ def test_a_cache_folder_of_another_user_is_not_used(part, dist, tmp_path):
     assert folder.parent == (theirs.parent if part == "the copy itself" else tmp_path)
 
 
-def test_a_damaged_copy_is_refused_before_it_is_unpacked(dist, tmp_path):
-    cell = archive_cell(dist / "mnist_quickstart.ipynb")
-    middle = cell.source.index('"""') + 5000
-    cell.source = (
-        cell.source[:middle] + ("0" if cell.source[middle] != "0" else "1") + cell.source[middle + 1 :]
-    )
-    folder, error = unpack(cell, tmp_path)
-    assert folder is None and "RuntimeError" in error and not (tmp_path / ".cache").exists()
+@pytest.fixture
+def push(tmp_path, monkeypatch, capsys):
+    """A function that runs `kaggle kernels push` on a folder, and returns the request that would go to Kaggle
+    and what the command printed."""
+    for name, value in dict(KAGGLE_CONFIG_DIR=str(tmp_path), KAGGLE_USERNAME="ada", KAGGLE_KEY="0").items():
+        monkeypatch.setenv(name, value)
+    cli = pytest.importorskip("kaggle.cli")
+    sent = []
+
+    def answer(session, request, **_):
+        sent.append(request)
+        response = requests.Response()
+        response.status_code, response._content = 200, b'{"versionNumber": 1, "url": "a page"}'
+        response.headers["Content-Type"] = "application/json"
+        return response
+
+    monkeypatch.setattr(requests.Session, "send", answer)
+
+    def run(folder, *options):
+        monkeypatch.setattr("sys.argv", ["kaggle", "-W", "kernels", "push", "-p", str(folder), *options])
+        cli.main()
+        request = sent.pop()
+        assert request.url.endswith("/SaveKernel") and not sent
+        return json.loads(request.body), capsys.readouterr().out
+
+    return run
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not can_unshare(), reason="no network namespace can be made here, to run without network")
+def test_kaggles_own_command_takes_every_built_notebook_with_its_accelerator(push, dist):
+    asked = {"TpuV5E8": (True, False), "NvidiaTeslaT4": (False, True)}
+    slugs = set()
+    for path in sorted(dist.glob("**/*.ipynb")):
+        request, printed = push(path.with_suffix(""))
+        assert "successfully pushed" in printed and "does not resolve" not in printed  # title and slug agree
+        assert (request["enableTpu"], request["enableGpu"]) == asked[request["machineShape"]]
+        assert ("TPU" in nbformat.read(path, 4).metadata.accelerator) == request["enableTpu"]
+        assert request["isPrivate"] and request["enableInternet"]
+        assert archive_cell(path).source in [cell["source"] for cell in json.loads(request["text"])["cells"]]
+        slugs.add(request["slug"])
+    assert len(slugs) == len(list(dist.glob("**/*.ipynb")))
+    assert f"{notebooks.OWNER}/tpukit-mnist-quickstart-zh" in slugs
+
+
+def test_the_next_version_takes_an_accelerator_and_the_last_output_as_the_guide_says(push, dist, tmp_path):
+    guide = (ROOT / "docs/KAGGLE_GUIDE.md").read_text()
+    name, options = re.search(r"kaggle kernels push -p dist/(\w+) (--accelerator \w+)", guide).groups()
+    shutil.copy(dist / f"{name}.ipynb", tmp_path)
+    metadata = json.loads((dist / name / "kernel-metadata.json").read_text())
+    metadata["id"] = metadata["id"].replace(notebooks.OWNER, "ada")
+    metadata["kernel_sources"] = [metadata["id"]]
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "kernel-metadata.json").write_text(json.dumps(metadata))
+    request, _ = push(tmp_path / name, *options.split())
+    assert request["machineShape"] == "TpuV5E8" and request["kernelDataSources"] == [request["slug"]]
+    assert f'"kernel_sources": ["{request["slug"]}"]' in guide.replace("YOU", "ada")
+
+
+@pytest.mark.nightly
 def test_one_built_notebook_runs_alone_in_an_empty_folder_without_network(dist, tmp_path):
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
+        pytest.skip("no network namespace can be made here, to run without network")
     folder = tmp_path / "empty"
     folder.mkdir()
     shutil.copy(dist / "mnist_quickstart.ipynb", folder)
-    run = f"ip link set lo up; {sys.executable} -m papermill mnist_quickstart.ipynb out.ipynb -k python3"
+    papermill = (
+        f"{sys.executable} -m papermill mnist_quickstart.ipynb out.ipynb -k python3 -p ACCELERATOR cpu"
+    )
+    run = f"ip link set lo up; {papermill}"
     environ = dict(os.environ, HOME=str(tmp_path / "home"))
     environ.pop("PYTHONPATH", None)
     subprocess.run(
