@@ -77,11 +77,3 @@ def test_every_test_that_the_page_names_is_there():
     for path, name in named:
         assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), flags=re.MULTILINE), f"{path}::{name}"
 
-
-def test_the_chinese_page_has_the_same_headings_tests_commands_and_links():
-    for pattern in (r"^#+ ", r"`[^`]+`", r"\]\((https?://[^)]+)\)"):
-        ours, theirs = (
-            re.findall(pattern, path.read_text(), flags=re.MULTILINE)
-            for path in (PAGE, PAGE.with_name("SECURITY.zh-CN.md"))
-        )
-        assert len(ours) >= 1 and ours == theirs

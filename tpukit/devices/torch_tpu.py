@@ -2,7 +2,7 @@
 called "tpu".
 
 Not yet run on a TPU. Tests run it on CPU tensors with a mock of the package, and compare the names that are
-used here with the package's own; docs/TORCHTPU.md says what that leaves open."""
+used here with the package's own; docs/TPU_GUIDE.md, section 12, says what that leaves open."""
 
 from pathlib import Path
 
