@@ -30,6 +30,7 @@ def steps(path):
 def test_a_workflow_has_no_right_that_a_job_does_not_name(path):
     assert yaml.safe_load(path.read_text())["permissions"] == {}
     allowed = {
+        ("images", "compare"): {"contents": "read", "issues": "write"},
         ("release", "github"): {"contents": "write"},
         ("release", "pypi"): {"id-token": "write"},
     }
@@ -60,8 +61,8 @@ def test_what_a_workflow_calls_is_there(path):
     targets = [target for matrix in matrices for target in matrix.get("target", [])]
     for step in steps(path):
         targets += re.findall(r"^make (\w+)", step.get("run", ""))
-        for script in re.findall(r"^release/\S+", step.get("run", "")):
-            assert (ROOT / script).stat().st_mode & 0o111
+        for module in re.findall(r"^python -m release\.(\w+)", step.get("run", "")):
+            assert (ROOT / f"release/{module}.py").is_file()
     for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
