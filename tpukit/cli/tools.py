@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 import tpukit
-from tpukit.cli.options import CoreOptions, RunFolder, to_stderr
+from tpukit.cli.options import RunFolder, to_stderr
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.tasks import TASKS
@@ -43,7 +43,9 @@ def plan(task: Task, options: PlanOptions) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasureOptions(CoreOptions):
+class MeasureOptions:
+    cores: int | None = None
+    """TPU cores or GPUs to use; by default all. On a CPU: processes; by default one."""
     batch_sizes: tuple[int, ...] = ()
     """Global batch sizes; by default they double from --batch-size on, until a step does not fit; on a CPU
     once."""
@@ -53,34 +55,34 @@ class MeasureOptions(CoreOptions):
 
 def measure(task: Task, options: MeasureOptions) -> None:
     """Measure a task here at several batch sizes (TASK), or compare what machines measured (FILES)."""
-    from tpukit.tools.measure import SYNTHETIC_IMAGES, measure_here, table
+    from tpukit.tools.measure import compare, measure_here
 
     env = tpukit.detect()
     folder = env.outputs / "comparison"
-    task = with_dataset(task, env, size=SYNTHETIC_IMAGES.get(task.name), demo=True)
+    task = with_dataset(task, env, demo=True)
     measured = measure_here(task, folder=folder, log=to_stderr, **dataclasses.asdict(options))
-    following = f"tpukit compare {folder}/*.json"
-    print(f"{table(measured)}\n\nNext, with the files of other machines next to it: {following}")
+    for comparison in compare(measured, epochs=task.epochs):
+        print(comparison.table())
+    print(f"\nNext, with the files of other machines next to it: tpukit compare {folder}/*.json")
 
 
-def merge(files: Files = (), epochs: int = 400, prices: Path | None = None) -> None:
-    """In how many sessions, hours and dollars which hardware trains: from FILES that `tpukit compare TASK`
-    wrote. The word merge may be left out.
+def merge(files: Files = (), epochs: int = 400) -> None:
+    """Put side by side what several machines measured, and how long a whole training takes on each: a table
+    and bars for each task and size of its samples.
 
     Args:
-        files: files of one task; without any, the published figures alone.
+        files: files that `tpukit compare TASK` wrote; without any, the published figures alone.
         epochs: epochs of the whole training.
-        prices: an edited copy of the price table.
     """
-    from tpukit.tools.measure import PRICES, compare, read, read_prices, show_comparison
+    from tpukit.tools.measure import compare, read, show_comparison
 
     for path in files:
         if not path.exists():
             names = ", ".join(TASKS)
             raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
     measurements = [measurement for path in files for measurement in read(path)]
-    comparison = compare(measurements, prices=read_prices(prices or PRICES), epochs=epochs)
-    show_comparison(comparison, tpukit.detect().outputs / "comparison/comparison.png")
+    for comparison in compare(measurements, epochs=epochs):
+        show_comparison(comparison, tpukit.detect().outputs / "comparison")
 
 
 def export(
