@@ -3,6 +3,7 @@
 import json
 
 from tpukit.runs.run import Run
+from tpukit.tools.measure import FORMAT
 
 # What a file may hold that a stranger gave away: markup of notebooks, of rich, of matplotlib, and what a
 # terminal obeys.
@@ -55,10 +56,9 @@ def strange_run(folder, word):
 
 def strange_measurement(path, word):
     """A file of `tpukit compare` that holds a word wherever it can."""
-    row = dict(batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30)
-    row |= dict(first_step_s=2.0, start_s=3.0, step_ms=9.0, step_ms_low=8.0, step_ms_high=10.0, wait_ms=1.0)
-    words = ("tpukit", "date", "hardware", "place", "device", "precision", "python", "task")
-    kept = dict.fromkeys(words, word) | dict(versions={word: word}, recipe={word: word})
-    kept |= dict(format="tpukit comparison 1", accelerator="cuda", chips=1, cores=1)
-    path.write_text(json.dumps(kept | dict(samples=80, rows=[row, dict(row, batch_size=16)])))
+    words = dict.fromkeys(("task", "sample", "hardware", "host", "accelerator", "precision"), word)
+    row = words | dict(
+        parameters=1, samples=80, cores=1, steps=20, step_ms=9.0, versions={"torch": word, word: word}
+    )
+    path.write_text(json.dumps(dict(format=FORMAT, rows=[row | dict(batch_size=size) for size in (8, 16)])))
     return path

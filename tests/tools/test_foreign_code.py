@@ -62,10 +62,10 @@ def test_doctor_runs_nothing_of_the_current_folder(hostile):
 
 @pytest.mark.slow
 def test_compare_measures_a_task_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile):
-    from tpukit.tools.measure import timing
+    from tpukit.tools.measure import measure_here
 
-    found = timing._run_process(mine, steps=5, cores=1, parallel="processes")
-    assert "why" not in found and not (hostile / "ran").exists()
+    assert measure_here(mine, batch_sizes=[8], steps=5, cores=1)
+    assert not (hostile / "ran").exists()
 
 
 @pytest.mark.slow

@@ -84,9 +84,8 @@ def report(
     Args:
         run: the folder of a run.
         follow: first print the log of a run that another process trains, and how far it is, until it ends.
-        trace: also run this number of steps of its task again, here, and keep a profiler's trace of them for
-            TensorBoard, and the compiled graph of an XLA device, with each operation's line. Names the lines
-            of operations that ran on the CPU instead or waited for the device. The run is not changed.
+        trace: also take this number of steps of its task again, here, keep a profiler's trace of them for
+            TensorBoard, and name the lines whose operations fall back to the CPU or wait for the device.
         dataset_dir: the dataset for these steps, if it has moved since the run.
     """
     from tpukit.reporting import display

@@ -74,7 +74,7 @@ def merge(files: Files = (), epochs: int = 400) -> None:
         files: files that `tpukit compare TASK` wrote; without any, the published figures alone.
         epochs: epochs of the whole training.
     """
-    from tpukit.tools.measure import compare, read, show_comparison
+    from tpukit.tools.measure import compare, read
 
     for path in files:
         if not path.exists():
@@ -82,7 +82,7 @@ def merge(files: Files = (), epochs: int = 400) -> None:
             raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
     measurements = [measurement for path in files for measurement in read(path)]
     for comparison in compare(measurements, epochs=epochs):
-        show_comparison(comparison, tpukit.detect().outputs / "comparison")
+        comparison.show(tpukit.detect().outputs / "comparison")
 
 
 def export(

@@ -18,9 +18,8 @@ class Chip:
     and "TPU software versions", read in November 2026); of hbm_bytes libtpu's compiler, whose refusal of a
     larger graph names the limit."""
 
-    name: str  # as in the price table, prices.csv
+    name: str
     cloud_type: str  # how the accelerator types of Google Cloud begin: v5litepod-8
-    devices: int = 1  # PyTorch devices on one chip
     hbm_bytes: float = 0  # what a compiled graph may use of the memory of one chip
     flops: float = 0  # bf16 FLOP/s of one chip
     bandwidth: float = 0  # HBM bytes per second of one chip
@@ -46,8 +45,8 @@ CHIPS = (
     V6E,
     Chip(name="TPU v5p", cloud_type="v5p"),
     Chip(name="TPU v4", cloud_type="v4"),
-    Chip(name="TPU v3", cloud_type="v3", devices=2),
-    Chip(name="TPU v2", cloud_type="v2", devices=2),
+    Chip(name="TPU v3", cloud_type="v3"),
+    Chip(name="TPU v2", cloud_type="v2"),
 )
 MACHINES = {
     "v5e-1": Machine(V5E, 1, "v5e:1x1"),
@@ -55,18 +54,9 @@ MACHINES = {
     "v6e-1": Machine(V6E, 1, "v6e:1x1"),
 }
 
-# How many chips or cards one session gets, from the accelerator menus of Kaggle and Colab; no limit is known
-# elsewhere.
-_SESSION_CHIPS = {("TPU v5e", "Kaggle"): 8, ("T4", "Kaggle"): 2}
-
 
 def find_chip(accelerator_type: str) -> Chip | None:
     """The Chip of an accelerator type, which some hosts call v5litepod-8 and others v5e-8; None for an
     unknown one."""
     generation = accelerator_type.partition("-")[0]
     return next((chip for chip in CHIPS if generation in (chip.cloud_type, chip.short_name)), None)
-
-
-def session_chips(hardware: str, place: str) -> int | None:
-    """How many chips or cards of this hardware one session at a place gets; None where no limit is known."""
-    return 1 if place.startswith("Colab") else _SESSION_CHIPS.get((hardware, place))

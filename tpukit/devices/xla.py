@@ -273,12 +273,6 @@ class XLARuntime(Runtime):
         finally:
             xp.stop_trace()
 
-    def hlo_of(self, step: Callable[[], Tensor], model: nn.Module, optimizer: Optimizer) -> str:
-        """The graph of a step as HLO, with the line of each operation. The step is traced and not run, which
-        leaves its model and optimizer unusable."""
-        xla_private.name_lines(True)
-        return xla_private.hlo_text([step(), *self.written_by_step(model, optimizer)])
-
     def written_by_step(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         """What a traced step leaves behind: what it changed of the model and the optimizer, and the
         gradients."""

@@ -51,9 +51,8 @@ tensor_id: Callable[[Tensor], int] = _XLAC._xla_get_tensor_id
 are_pending: Callable[[list[Tensor]], list[bool]] = _XLAC._check_tensor_need_materialization
 # Whether graphs that are traced from here on keep the line of each operation.
 name_lines: Callable[[bool], None] = _XLAC._set_ir_debug
-# The graph that computes the outputs as torch_xla prints it, see `recompiles.new_operation`; and as HLO.
+# The graph that computes the outputs as torch_xla prints it, see `recompiles.new_operation`.
 trace_text: Callable[[list[Tensor]], str] = _XLAC._get_xla_tensors_text
-hlo_text: Callable[[list[Tensor]], str] = _XLAC._get_xla_tensors_hlo
 # Of the graph of outputs for a device, with [] and whether it is to be a portable artifact: StableHLO.
 stablehlo: Callable[[list[Tensor], str, list, bool], bytes] = _XLAC._get_stablehlo
 # Whether anything may run: not within `torch_xla.compile(full_graph=True)`, which ends that itself.

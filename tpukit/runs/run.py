@@ -7,7 +7,7 @@ log.txt                  what was printed, as plain lines
 checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
 best.safetensors         the weights of the best evaluation, with their SHA-256 in the metadata
 pictures/, predictions/  what `show` drew, and what a test keeps of its predictions
-trace/, step.hlo         written by `tpukit report --trace`
+trace/                   written by `tpukit report --trace`
 progress.json            where the training is now, for a progress bar
 own/                     a user's own files, and what was predicted for them
 tensorboard/             the records' numbers for TensorBoard, if it is installed

@@ -301,13 +301,20 @@ class Comparison:
         figure, ((axis,),) = figures.subplots(1, 1, (9.6, 1.2 + 0.3 * max(len(shown), 3)))
         colours = [figures.GREY if m.host == NOT_MEASURED else figures.BLUE for m in shown]
         bars = axis.barh(range(len(shown)), [self.hours(m) for m in shown], color=colours)
-        axis.bar_label(bars, [f" {self.duration(m)}" for m in shown], fontsize=8, color=figures.GREY)
+        words = [figures.label(f" {self.duration(m)}") for m in shown]
+        axis.bar_label(bars, words, fontsize=8, color=figures.GREY, padding=3)
         names = [f"batch {m.batch_size}, {m.machine}" for m in shown]
         axis.set_yticks(range(len(shown)), [figures.label(name) for name in names])
         axis.margins(x=0.4)  # room for the words
         figures.finish(axis, self.subject, f"hours of {self.training}")
         axis.grid(False, axis="y")  # its lines would strike the words through
         return figure
+
+    def show(self, folder: Path | None = None) -> None:
+        """Show the table and the bars. folder: gets the bars as a PNG file."""
+        picture = folder / f"{file_name(self.subject)}.png" if folder else None
+        display.present(self.table())
+        display.present_figure(self.figure(), picture)
 
 
 def compare(measurements: Sequence[Measurement] = (), *, epochs: int = 400) -> list[Comparison]:
@@ -328,7 +335,5 @@ def compare(measurements: Sequence[Measurement] = (), *, epochs: int = 400) -> l
 
 
 def show_comparison(comparison: Comparison, folder: Path | None = None) -> None:
-    """Show a comparison as a table and as bars. folder: gets the bars as a PNG file."""
-    picture = folder / f"{file_name(comparison.subject)}.png" if folder else None
-    display.present(comparison.table())
-    display.present_figure(comparison.figure(), picture)
+    """Show a comparison, see `Comparison.show`."""
+    comparison.show(folder)
