@@ -263,15 +263,15 @@ class Comparison:
         return self.epochs * self.samples / m.batch_size * m.step_ms / 3.6e6
 
     def duration(self, m: Measurement) -> str:
-        """Return these hours in words, with the sessions and weeks that hold them where the host limits both:
-        or more, because starting a session takes time too."""
+        """Return these hours in words; where the host's sessions are too short, with how many it takes, or
+        more, because each starts up again."""
         hours = self.hours(m)
+        session_h, week_h = SESSION_HOURS.get((m.host, m.accelerator), (math.inf, math.inf))
         words = format_duration(3600 * hours)
-        if (m.host, m.accelerator) in SESSION_HOURS:
-            session_h, week_h = SESSION_HOURS[m.host, m.accelerator]
+        if hours > session_h:
             words += f", {math.ceil(hours / session_h)} or more sessions"
-            if hours > week_h:
-                words += f" in {math.ceil(hours / week_h)} or more weeks"
+        if hours > week_h:
+            words += f" in {math.ceil(hours / week_h)} or more weeks"
         return words
 
     def table(self) -> Table:
@@ -332,8 +332,3 @@ def compare(measurements: Sequence[Measurement] = (), *, epochs: int = 400) -> l
         own = [m for m in (*measurements, *PUBLISHED) if m.subject == subject]
         comparisons.append(Comparison(subject, own, epochs, max(m.samples for m in own)))
     return comparisons
-
-
-def show_comparison(comparison: Comparison, folder: Path | None = None) -> None:
-    """Show a comparison, see `Comparison.show`."""
-    comparison.show(folder)
