@@ -81,9 +81,16 @@ class Measurement:
 
 def _published(hardware: str, cores: int, batch_size: int, epoch_s: float) -> Measurement:
     """An epoch of MSHNet on the 800 training images of IRSTD-1k, 256x256, as guides on the web give it."""
-    subject = dict(task="mshnet", sample="image 1x256x256", parameters=4_065_513, samples=800)
-    step_ms = 1e3 * epoch_s * batch_size / 800
-    return Measurement(**subject, hardware=hardware, cores=cores, batch_size=batch_size, step_ms=step_ms)
+    return Measurement(
+        task="mshnet",
+        sample="image 1x256x256",
+        parameters=4_065_513,
+        samples=800,
+        hardware=hardware,
+        cores=cores,
+        batch_size=batch_size,
+        step_ms=1e3 * epoch_s * batch_size / 800,
+    )
 
 
 PUBLISHED = (
