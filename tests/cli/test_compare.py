@@ -45,8 +45,8 @@ def test_wrong_usage_is_explained(argv, named, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_notebook_measures_here_and_compares_files(tmp_path, infrared):
-    pytest.importorskip("torch_xla")
+def test_the_notebook_measures_here_and_compares_files(tmp_path, infrared, monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
     from tests.test_notebooks import outputs, run_notebook, text
 
     folder = tmp_path / "outputs/comparison"

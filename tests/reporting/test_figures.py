@@ -93,7 +93,7 @@ def test_a_terminal_gets_no_control_character_from_a_file_or_its_name(tmp_path, 
         assert r"\x1b[2J" in "".join(output.split()) and "<script>" in "".join(output.split())
     (tmp_path / "a/\x1b[2J").mkdir(parents=True)
     (tmp_path / "a/\x1b[2J/config.json").write_text("{}")
-    assert cli.main(["show", "a"]) == 1
+    assert cli.main(["report", "a"]) == 1
     assert r"runs below it: a/\x1b[2J" in capsys.readouterr().err
 
 
