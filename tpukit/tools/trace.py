@@ -53,7 +53,9 @@ def _trace_steps(task: Task, run: Run, *, steps: int, folder: Path, runtime=None
             trainer.step.eager(*trainer.step.arguments(first, task.epochs, trainer.lr_factor()))
     for (operation, line), count in interruptions.lines.most_common():
         sentences.append(f"{operation}, {count} times per step, at {line}.")
-    if not interruptions.lines:
+    if trainer.runtime.device.type == "cpu":
+        sentences.append("On a CPU nothing waits: with PJRT_DEVICE=CPU an XLA device tells what would.")
+    elif not interruptions.lines:
         sentences.append("No operation of the step ran on the host instead, and none waited for the device.")
     return sentences
 
