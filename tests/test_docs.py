@@ -21,7 +21,7 @@ from PIL import Image
 import tpukit
 from tests.conftest import ROOT
 from tests.tasks.text.small import CHAT, write_model
-from tests.test_pages import ENGLISH, commands
+from tests.test_pages import ALONE, ENGLISH, commands
 from tests.test_pages import name as name_of
 from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, cli, train
 from tpukit.devices.runtime import Runtime
@@ -65,8 +65,8 @@ SMALL |= {
 # A small language model takes the place of the pages'.
 PUBLISHED = {"Qwen/Qwen3-0.6B": "model", "gpt2": "model"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), and
-# a model of 110 million parameters (tests/tasks/cdeit).
-ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit")
+# all checks of the hardware (tests/tools/test_hardware.py).
+ELSEWHERE = ("tpukit plan", "tpukit doctor --rehearse")
 
 
 def smaller(command):
@@ -88,7 +88,7 @@ def smaller(command):
 
 def written():
     """The commands of all pages, each once."""
-    return list(dict.fromkeys(command for path in ENGLISH for command in commands(path)))
+    return list(dict.fromkeys(command for path in [*ENGLISH, *ALONE] for command in commands(path)))
 
 
 def unique():

@@ -391,12 +391,10 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
 
 @pytest.mark.slow
 def test_the_hardware_notebook_rehearses_where_it_is_told_to_and_shows_the_file_to_send(tmp_path):
-    small = dict(REHEARSE=True, ONLY="opens precision", BUDGET=300)
+    small = dict(REHEARSE=True, ONLY="opens precision")
     notebook = run_notebook("hardware_check.ipynb", tmp_path, **small)
-    output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
-    assert "2/2 precision: Products and convolutions" in output
+    output = text(notebook)
+    assert "2/2 precision: Products and convolutions" in output and "was seen on hardware" in output
     report = (tmp_path / "outputs/hardware.json").read_text()
     assert report.strip() in output and '"rehearsal": true' in report and str(tmp_path) not in report
-    assert tables.count(">PASS<") == 2 and "not seen on hardware" in tables
-    with pytest.raises(papermill.PapermillExecutionError, match="no TPU and no GPU is here"):
-        run_notebook("hardware_check.ipynb", tmp_path)
+    assert output.count("    PASS in ") == 2

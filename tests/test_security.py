@@ -76,4 +76,3 @@ def test_every_test_that_the_page_names_is_there():
     assert len(named) == len(set(named))
     for path, name in named:
         assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), flags=re.MULTILINE), f"{path}::{name}"
-

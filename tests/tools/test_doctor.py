@@ -14,6 +14,13 @@ from tests.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
 from tpukit.host import environment
 from tpukit.host.known_errors import fix_for
 from tpukit.tools import doctor
+from tpukit.tools.doctor import BLOCKS, NOTE, OK, WARNING
+
+COLAB_GPU = {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""}
+KAGGLE_GPU = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
+XLA_29 = dict(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21.1")
+XLA_28 = dict(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
+TPU = dict(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52")
 
 
 def find(checks, what, level):
@@ -25,45 +32,15 @@ def find(checks, what, level):
 @pytest.fixture(autouse=True)
 def imports_work(monkeypatch, request):
     if "real_imports" not in request.keywords:
-        cuda = dict(built="12.8", usable=True, arch_list=["sm_75", "sm_80"], cards=[])
-        monkeypatch.setattr(
-            doctor, "import_packages", lambda packages, environ: (dict.fromkeys(packages), cuda)
-        )
+        monkeypatch.setattr(doctor, "import_packages", lambda packages: ({}, None))
 
 
 def examine(environ, root):
     return doctor.examine(environ=environ, root=root)
 
 
-@pytest.mark.parametrize("name", sorted(environment.OLD_VARIABLES))
-def test_what_an_old_guide_left_set_is_found_with_what_to_do_instead(name, tmp_path, versions, gpu):
-    versions(torch="2.9.0")
-    gpu()
-    level = doctor.WARNING if "BF16" in name else doctor.NOTE
-    check = find(examine({name: "1"}, tmp_path), "variable", level)
-    assert check.found.startswith(f"{name}=1: ") and check.fix.endswith(environment.OLD_VARIABLES[name][1])
-
-
-@pytest.mark.parametrize(
-    "files, level", [(["vfio/0", "vfio/1"], doctor.OK), (["accel0"], doctor.OK), ([], doctor.BLOCKS)]
-)
-def test_where_the_pci_bus_is_hidden_the_accelerator_is_judged_by_device_files(
-    files, level, tmp_path, versions, gpu
-):
-    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
-    gpu()
-    for name in files:
-        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "dev" / name).touch()
-    find(examine({"PJRT_DEVICE": "TPU"}, tmp_path), "accelerator", level)
-
-
-COLAB_GPU = {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""}
-KAGGLE_GPU = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
-XLA_29 = dict(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21.1")
-XLA_28 = dict(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
-# The images by their own lists of August 2026, none of which has tyro: name -> variables, chips, Python, what
-# is installed, the libtpu that torch_xla names.
+# The images of Colab and Kaggle by their own lists of August 2026, none of which has tyro: name -> variables,
+# chips, Python, what is installed, the libtpu that torch_xla names.
 IMAGES = {
     "colab tpu": (COLAB_TPU, 1, "3.13.15", XLA_29, "0.0.21"),
     "kaggle tpu": (KAGGLE_TPU, 8, "3.12.13", XLA_28, "0.0.17"),
@@ -100,28 +77,126 @@ def image(tmp_path, monkeypatch, gpu):
 @pytest.mark.parametrize(
     "name, more",
     [
-        ("colab tpu", ["packages note", "torch_xla ok", "drive note"]),
-        ("kaggle tpu", ["packages note", "torch_xla ok"]),
-        ("colab gpu", ["packages note", "drive note"]),
-        ("kaggle gpu", ["packages note"]),
+        ("colab tpu", ["torch_xla ok", "drive note"]),
+        ("kaggle tpu", ["torch_xla ok"]),
+        ("colab gpu", ["drive note"]),
+        ("kaggle gpu", []),
     ],
 )
 def test_doctor_says_of_an_untouched_image_exactly_what_is_so(name, more, image):
     checks = image(name)
-    common = ["python ok", "torch ok", "accelerator ok", "disk ok", "memory ok"]
+    common = ["python ok", "packages note", "torch ok", "accelerator ok", "disk ok", "memory ok"]
     assert sorted(f"{c.what} {c.level}" for c in checks) == sorted(common + more), f"{doctor.table(checks)}"
-    packages = next(c for c in checks if c.what == "packages")
-    assert "tyro" in packages.found and "tyro" in packages.fix
+    assert "tyro" in find(checks, "packages", NOTE).fix
 
 
 @pytest.mark.parametrize("name", ["colab tpu", "kaggle tpu"])
 @pytest.mark.parametrize("package", ["torch", "torch_xla", "libtpu"])
-@pytest.mark.parametrize("version", [None, "2.5.1", "2.12.0", "0.0.30"])
+@pytest.mark.parametrize("version", [None, "2.5.1", "0.0.30"])
 def test_doctor_never_tells_to_install_over_an_image(name, package, version, image):
     checks = image(name, **{package: version})
-    worse = [c for c in checks if c.level in (doctor.BLOCKS, doctor.WARNING) and c.what != "packages"]
+    worse = [c for c in checks if c.level in (BLOCKS, WARNING) and c.what != "packages"]
     assert worse and all("fresh session" in c.fix for c in worse)
     assert not [c.fix for c in checks if re.search(r"pip install.*\b(torch|torch_xla|libtpu)\b", c.fix)]
+
+
+XLA = dict(torch="2.9.0", torch_xla="2.9.0")
+BATCH_RUN = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
+LOOKUP_FAILED = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determine TPU accelerator type")
+
+
+# What is installed, chips, variables -> what is found, how bad, and words of it or its fix; without a level
+# it is not mentioned.
+@pytest.mark.parametrize(
+    "installed, chips, environ, what, level, words",
+    [
+        ({}, 0, {}, "torch", BLOCKS, ["pip install torch"]),
+        (dict(torch="2.5.1"), 0, {}, "torch", BLOCKS, ["CVE-2025-32434"]),
+        (dict(torch="2.6.0"), 0, {}, "torch", WARNING, []),
+        (dict(torch="2.8.0"), 0, {}, "torch", OK, []),
+        (XLA, 0, {}, "torch_xla", OK, []),  # also where only its version is known
+        # a torch_xla 2.11 is not to be had
+        (XLA | dict(torch="2.11.0"), 0, {}, "torch_xla", BLOCKS, ["match torch 2.11.0", "torch~=2.9.0"]),
+        (XLA, 1, {}, "libtpu", BLOCKS, ["torch_xla[tpu]"]),
+        (TPU, 0, {}, "torch_tpu", OK, []),
+        (TPU | dict(torch="2.9.0"), 0, {}, "torch_tpu", BLOCKS, ["2.11 to 2.15", "pip install"]),
+        (TPU | XLA, 0, KAGGLE_GPU, "torch_tpu", NOTE, ["not used"]),
+        (XLA | TPU, 0, {}, "torch_xla", NOTE, ["torch_tpu"]),
+        (XLA | dict(tensorflow="2.19.0"), 0, {}, "tensorflow", WARNING, ["tensorflow-cpu"]),
+        (XLA | dict(tensorflow="2.19.0", tensorflow_cpu="2.19.0"), 0, {}, "tensorflow", None, []),
+        (XLA, 0, {"PJRT_DEVICE": "TPU"}, "accelerator", BLOCKS, ["no TPU chip is on the PCI bus"]),
+        (XLA, 0, {"PJRT_DEVICE": "CUDA"}, "accelerator", BLOCKS, ["PJRT_DEVICE=CUDA"]),
+        (dict(torch="2.9.0"), 4, {"TPU_NAME": "n"}, "accelerator", BLOCKS, ["4 TPU chips found"]),
+        (dict(torch="2.9.0"), 0, BATCH_RUN, "accelerator", BLOCKS, ["batch run got no accelerator"]),
+        (dict(torch="2.9.0"), 0, KAGGLE_GPU, "accelerator", WARNING, ["Kaggle: Settings"]),
+        (dict(torch="2.9.0"), 0, {}, "accelerator", NOTE, ["slowly"]),
+        (XLA, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", WARNING, ["unset PJRT_DEVICE"]),
+        (XLA_28, 8, LOOKUP_FAILED, "variable", NOTE, ["TPU_ACCELERATOR_TYPE", "'v5litepod-8'"]),
+        (XLA_28, 8, KAGGLE_TPU | {"XLA_USE_BF16": "1"}, "variable", WARNING, ["autocast"]),
+        (XLA_28, 8, KAGGLE_TPU | {"COLAB_TPU_ADDR": "10.0.0.2"}, "variable", NOTE, ["TPU Node"]),
+        (XLA_28, 8, {"TPU_SKIP_MDS_QUERY": "1"}, "variable", WARNING, ["both or neither"]),
+        (XLA_28, 8, {"XLA_FLAGS": "--xla_x"}, "variable", NOTE, ["--xla_x"]),
+    ],
+)
+def test_a_machine_is_judged_by_its_versions_chips_and_variables(
+    installed, chips, environ, what, level, words, tmp_path, versions, gpu, monkeypatch
+):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    if chips:
+        add_chips(tmp_path, chips)
+    gpu()
+    versions(**installed)
+    checks = examine(environ, tmp_path)
+    if level is None:
+        assert not [check for check in checks if check.what == what]
+        return
+    check = find(checks, what, level)
+    assert all(word in f"{check.found} {check.fix}" for word in words), check
+    assert doctor.blocked(checks) or level != BLOCKS
+
+
+def test_a_chip_held_by_another_process_names_it_and_a_lock_without_one_is_left_behind(tmp_path, versions):
+    add_chips(tmp_path, 1)
+    versions(torch="2.9.0", torch_xla="2.9.0")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp/libtpu_lockfile").touch()
+    assert "rm " in find(examine(COLAB_TPU, tmp_path), "chip", WARNING).fix
+    process = tmp_path / "proc/4242"
+    (process / "fd").mkdir(parents=True)
+    (process / "cmdline").write_bytes(b"python\0train_old.py\0--name=caf\xe9\0--token=s3cret\0")  # no UTF-8
+    os.symlink("/dev/vfio/0", process / "fd/7")
+    [check] = [check for check in examine(COLAB_TPU, tmp_path) if check.what == "chip"]
+    assert check.level == BLOCKS and "kill 4242" in check.fix and "s3cret" not in check.found
+    assert "process 4242 (python train_old.py) holds /dev/vfio/0" in check.found
+
+
+def test_a_gpu_without_a_driver_is_warned_of(tmp_path, versions):
+    versions(torch="2.9.0+cu128")
+    card = tmp_path / "sys/bus/pci/devices/0000:00:04.0"
+    card.mkdir(parents=True)
+    for name, text in dict(vendor="0x10de", device="0x1eb8", **{"class": "0x030200"}).items():
+        (card / name).write_text(f"{text}\n")
+    find(examine({"PATH": str(tmp_path)}, tmp_path), "gpu", WARNING)
+    (card / "class").write_text("0x040300\n")  # its sound
+    assert not [c for c in examine({"PATH": str(tmp_path)}, tmp_path) if c.what == "gpu"]
+
+
+def test_a_full_disk_little_memory_and_a_drive_that_is_not_mounted_are_told(tmp_path, versions, monkeypatch):
+    versions(torch="2.9.0")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 13000000 kB\nMemAvailable:    900000 kB\n")
+    usage = type("Usage", (), dict(free=100 * 2**20))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    checks = examine(COLAB_GPU, tmp_path)
+    assert "--run" in find(checks, "disk", BLOCKS).fix
+    find(checks, "memory", WARNING)
+    assert "mount_drive" in find(checks, "drive", NOTE).fix
+
+
+# What is imported
 
 
 def fake_torch(built=None, usable=False, card=("", ()), arch_list=(), reason=""):
@@ -143,121 +218,17 @@ class cuda:
 """
 
 
-def fake_packages(folder, **sources):
-    """Variables of a process that finds packages of these sources."""
-    for name, source in sources.items():
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text(source)
-    return {**os.environ, "PYTHONPATH": str(folder)}
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A function: let a process of its own find packages of these sources."""
 
+    def add(**sources):
+        for name, source in sources.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-@pytest.mark.real_imports
-@pytest.mark.parametrize("given, level", [({}, doctor.OK), ({"TPU_SKIP_MDS_QUERY": "1"}, doctor.BLOCKS)])
-def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(
-    given, level, tmp_path, versions
-):
-    add_chips(tmp_path, 4)
-    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
-    # What torch_xla does when it is imported beside a chip: ask the metadata server, or else read this
-    # variable.
-    code = (
-        "import os, re\nif os.environ.get('TPU_SKIP_MDS_QUERY'):\n    re.match('v',"
-        " os.environ.get('TPU_ACCELERATOR_TYPE'))\n"
-    )
-    environ = fake_packages(tmp_path, torch=fake_torch(), torch_xla=code)
-    kept = {name: value for name, value in environ.items() if not name.startswith(("TPU_", "PJRT_"))}
-    checks = examine(kept | given, tmp_path)
-    find(checks, "torch_xla", level)
-    assert level == doctor.OK or "both or neither" in find(checks, "variable", doctor.WARNING).fix
-
-
-XLA = dict(torch="2.9.0", torch_xla="2.9.0")
-TPU = dict(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52")
-BATCH_RUN = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
-LOOKUP_FAILED = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determine TPU accelerator type")
-
-
-# What is installed, chips, variables -> what is found, how bad, and words of it or its fix; without a level
-# it is not mentioned.
-@pytest.mark.parametrize(
-    "installed, chips, environ, what, level, words",
-    [
-        (dict(torch="2.5.1"), 0, {}, "torch", "BLOCKS", ["CVE-2025-32434"]),
-        (dict(torch="2.6.0"), 0, {}, "torch", "warning", []),
-        (dict(torch="2.8.0"), 0, {}, "torch", "ok", []),
-        (dict(torch="2.11.0+cu128"), 0, {}, "torch", "ok", []),
-        (XLA, 0, {}, "torch_xla", "ok", []),  # also where only its version is known
-        # a torch_xla 2.11 is not to be had
-        (XLA | dict(torch="2.11.0"), 0, {}, "torch_xla", "BLOCKS", ["match torch 2.11.0", "torch~=2.9.0"]),
-        (TPU, 0, {}, "torch_tpu", "ok", []),
-        (TPU | dict(torch="2.9.0"), 0, {}, "torch_tpu", "BLOCKS", ["2.11 to 2.15", "pip install"]),
-        (TPU | dict(libtpu="0.0.21"), 0, {}, "torch_tpu", "BLOCKS", ["0.0.50", "pip install"]),
-        (TPU | dict(torch="2.9.0"), 0, KAGGLE_GPU, "torch_tpu", "BLOCKS", ["fresh session"]),
-        (TPU | XLA, 0, KAGGLE_GPU, "torch_tpu", "note", ["not used"]),
-        (XLA | TPU, 0, {}, "torch_xla", "note", ["torch_tpu"]),
-        (XLA | TPU, 0, {}, "torch_tpu", "ok", []),
-        (XLA | dict(tensorflow="2.19.0"), 0, {}, "tensorflow", "warning", ["tensorflow-cpu"]),
-        (XLA | dict(tensorflow="2.19.0", tensorflow_cpu="2.19.0"), 0, {}, "tensorflow", None, []),
-        (XLA, 0, {"PJRT_DEVICE": "TPU"}, "accelerator", "BLOCKS", ["no TPU chip is on the PCI bus"]),
-        (XLA, 0, {"PJRT_DEVICE": "CUDA"}, "accelerator", "BLOCKS", ["PJRT_DEVICE=CUDA"]),
-        (dict(torch="2.9.0"), 4, {"TPU_NAME": "n"}, "accelerator", "BLOCKS", ["4 TPU chips found"]),
-        (dict(torch="2.9.0"), 0, BATCH_RUN, "accelerator", "BLOCKS", ["batch run got no accelerator"]),
-        (XLA, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", "warning", ["unset PJRT_DEVICE"]),
-        (TPU, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", "warning", ["unset PJRT_DEVICE"]),
-        (XLA_28, 8, LOOKUP_FAILED, "variable", "note", ["TPU_ACCELERATOR_TYPE", "'v5litepod-8'"]),
-        (XLA_28, 8, KAGGLE_TPU | {"XLA_USE_BF16": "1"}, "variable", "warning", ["autocast"]),
-        (XLA_28, 8, KAGGLE_TPU | {"COLAB_TPU_ADDR": "10.0.0.2"}, "variable", "note", ["TPU Node"]),
-    ],
-)
-def test_a_machine_is_judged_by_its_versions_chips_and_variables(
-    installed, chips, environ, what, level, words, tmp_path, versions, gpu, monkeypatch
-):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", missing)
-    if chips:
-        add_chips(tmp_path, chips)
-    gpu()
-    versions(**installed)
-    checks = examine(environ, tmp_path)
-    if level is None:
-        assert not [check for check in checks if check.what == what]
-        return
-    check = find(checks, what, level)
-    assert all(word in f"{check.found} {check.fix}" for word in words), check
-    assert doctor.blocked(checks) or level != doctor.BLOCKS
-
-
-def test_torch_tpu_beside_an_old_numpy_blocks(tmp_path, versions, monkeypatch):
-    versions(**TPU)
-    installed = environment.version_of
-    monkeypatch.setattr(
-        environment, "version_of", lambda name: "1.26.4" if name == "numpy" else installed(name)
-    )
-    check = find(examine({}, tmp_path), "torch_tpu", doctor.BLOCKS)
-    assert "1.26.4" in check.found and "numpy>=2" in check.fix
-
-
-def test_a_chip_held_by_another_process_names_it(tmp_path, versions):
-    add_chips(tmp_path, 1)
-    versions(torch="2.9.0", torch_xla="2.9.0")
-    process = tmp_path / "proc/4242"
-    (process / "fd").mkdir(parents=True)
-    (process / "cmdline").write_bytes(b"python\0train_old.py\0--name=caf\xe9\0--token=s3cret\0")  # no UTF-8
-    os.symlink("/dev/vfio/0", process / "fd/7")
-    check = find(examine(COLAB_TPU, tmp_path), "chip", doctor.BLOCKS)
-    assert "process 4242 (python train_old.py) holds /dev/vfio/0" in check.found and "kill 4242" in check.fix
-    assert "s3cret" not in check.found
-
-
-def test_a_lock_left_behind_is_named_only_where_a_chip_is(tmp_path, versions):
-    versions(torch="2.9.0", torch_xla="2.9.0")
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "tmp/libtpu_lockfile").touch()
-    assert not [c for c in examine({}, tmp_path) if c.what == "chip"]
-    add_chips(tmp_path, 1)
-    assert "rm " in find(examine(COLAB_TPU, tmp_path), "chip", doctor.WARNING).fix
+    return add
 
 
 T4, P100 = ("Tesla T4", (7, 5)), ("Tesla P100-PCIE-16GB", (6, 0))
@@ -270,88 +241,52 @@ CU128 = dict(built="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
     [
         (T4, dict(CU128, usable=True), []),
         (P100, dict(CU128, usable=True), ["6.0", "sm_75"]),
-        (P100, dict(built="12.6", arch_list=["sm_50", "sm_60"], usable=True), []),
         (T4, dict(built=None), ["without CUDA", "Tesla T4"]),
         (T4, dict(CU128, reason="CUDA unknown error"), ["CUDA unknown error"]),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_reported_with_its_cause(card, torch, reasons, tmp_path, versions):
+def test_a_gpu_that_torch_cannot_use_is_reported_with_its_cause(
+    card, torch, reasons, tmp_path, versions, packages
+):
     versions(torch="2.11.0")
-    fake_packages(tmp_path, torch=fake_torch(card=card, **torch))
-    environ = nvidia_smi(tmp_path, [f"GPU 0: {card[0]} (UUID: GPU-1b7f2c11)"])
-    environ |= KAGGLE_GPU | dict(PYTHONPATH=str(tmp_path), PJRT_DEVICE="")
-    checks = examine(environ, tmp_path)
+    packages(torch=fake_torch(card=card, **torch))
+    environ = nvidia_smi(tmp_path, [f"GPU 0: {card[0]} (UUID: GPU-1b7f2c11)"]) | KAGGLE_GPU
+    checks = examine(environ | dict(PJRT_DEVICE=""), tmp_path)
     if not reasons:
         assert not [c for c in checks if c.what == "gpu"], doctor.table(checks)
         return
-    check = find(checks, "gpu", doctor.BLOCKS)
+    check = find(checks, "gpu", BLOCKS)
     assert all(text in check.found for text in reasons) and ("T4 x2" in check.fix) is (card == P100)
-
-
-def test_a_gpu_without_a_driver_is_warned_of(tmp_path, versions):
-    versions(torch="2.9.0+cu128")
-    card = tmp_path / "sys/bus/pci/devices/0000:00:04.0"
-    card.mkdir(parents=True)
-    for name, text in dict(vendor="0x10de", device="0x1eb8", **{"class": "0x030200"}).items():
-        (card / name).write_text(f"{text}\n")
-    find(examine({"PATH": str(tmp_path)}, tmp_path), "gpu", doctor.WARNING)
-    (card / "class").write_text("0x040300\n")  # its sound
-    assert not [c for c in examine({"PATH": str(tmp_path)}, tmp_path) if c.what == "gpu"]
-
-
-def test_missing_torch_missing_libtpu_full_disk_and_little_memory_are_told(tmp_path, versions, monkeypatch):
-    add_chips(tmp_path, 1)
-    versions(torch_xla="2.9.0")
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 13000000 kB\nMemAvailable:    900000 kB\n")
-    usage = type("Usage", (), dict(free=100 * 2**20))
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
-    checks = examine(COLAB_TPU, tmp_path)
-    for what in ("torch", "libtpu", "disk"):
-        find(checks, what, doctor.BLOCKS)
-    find(checks, "memory", doctor.WARNING)
-    assert "mount_drive" in find(checks, "drive", doctor.NOTE).fix
 
 
 @pytest.mark.real_imports
 @pytest.mark.parametrize(
-    "source, found",
+    "source, error",
     [
+        ("print('noise')", None),
         ("import os; os._exit(7)", "code 7"),
-        pytest.param("import time; time.sleep(99)", "3 s", marks=pytest.mark.slow),
+        ("import time; time.sleep(99)", "within 3 s"),
         ("raise SystemExit(5)", "SystemExit"),
     ],
 )
 def test_an_import_that_ends_python_or_hangs_is_the_fault_of_its_package_alone(
-    source, found, tmp_path, versions, monkeypatch
+    source, error, packages, monkeypatch
 ):
-    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 3)
-    environ = fake_packages(tmp_path, torch=f"print('{{ no JSON')\n{fake_torch()}", torch_xla=source)
-    versions(torch="2.9.0", torch_xla="2.9.0")
-    checks = examine(environ, tmp_path)
-    find(checks, "torch", doctor.OK)
-    assert found in find(checks, "torch_xla", doctor.BLOCKS).found
+    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 3 if error == "within 3 s" else 60)
+    packages(torch=f"print('{{ no JSON')\n{fake_torch(built='12.8')}", torch_xla=source)
+    errors, cuda = doctor.import_packages(["torch", "torch_xla"])
+    assert list(errors) == (["torch_xla"] if error else []) and cuda["built"] == "12.8"
+    assert error is None or error in errors["torch_xla"]
 
 
 @pytest.mark.real_imports
-def test_torch_and_torch_xla_are_imported_by_one_process(tmp_path, versions):
-    note = f"import os\nopen({str(tmp_path / 'pids')!r}, 'a').write(str(os.getpid()) + ' ')\n"
-    environ = fake_packages(tmp_path, torch=note + fake_torch(), torch_xla=note)
-    versions(torch="2.9.0", torch_xla="2.9.0")
-    checks = examine(environ, tmp_path)
-    find(checks, "torch", doctor.OK), find(checks, "torch_xla", doctor.OK)
-    pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 2 and len(set(pids)) == 1
-
-
-@pytest.mark.real_imports
-def test_doctor_answers_with_the_fix_and_ends_with_1_where_torch_is_broken(tmp_path):
+def test_doctor_answers_with_the_fix_and_ends_with_1_where_torch_is_broken(packages):
     reason = "_XLAC.so: undefined symbol: _ZN5torch"
-    broken = fake_packages(tmp_path, torch=f"raise ImportError({reason!r})")
+    packages(torch=f"raise ImportError({reason!r})")
     command = [sys.executable, "-m", "tpukit", "doctor"]
-    plain = subprocess.run(command, env=broken, capture_output=True, text=True)
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert plain.returncode == 1 and "undefined symbol" in plain.stdout and "Traceback" not in plain.stderr
-    machine = subprocess.run([*command, "--json"], env=broken, capture_output=True, text=True)
+    machine = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
     told = json.loads(machine.stdout)
     assert machine.returncode == 1 and told["blocked"] and told["host"] in environment.TPU_MENU
     assert [check["fix"] for check in told["checks"] if check["what"] == "torch"] == [fix_for(reason)]

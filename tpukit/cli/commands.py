@@ -65,7 +65,7 @@ def run(argv: list[str]) -> Any:
         function.__annotations__["task"] = Annotated[tasks.find(task), group]
         function.__annotations__["options"] = Annotated[function.__annotations__["options"], options]
         command, words = f"{command} {task}", words[1:]
-    words = words if command == "doctor" else [todays(word) for word in words]  # its --model is a task
+    words = [todays(word) for word in words]
     check_options(words, function, command)
     return tyro.cli(function, args=words, prog=f"tpukit {command}", config=CONFIG)
 

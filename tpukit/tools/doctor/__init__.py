@@ -1,8 +1,6 @@
 """`tpukit doctor`: checks for what would prevent a training on this machine, each with its fix. Opens no
 device."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -11,14 +9,14 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tpukit.host import environment
 from tpukit.host.environment import Environment, release
 from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB, Table
+from tpukit.tools.child import last_line, run_python
 
 LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the worst first
 # Package -> level where it is missing, and the part of tpukit that needs it.
@@ -28,6 +26,7 @@ NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOC
     "tyro": (NOTE, "the options of the command line"),
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
+SEVERAL = ("chip", "variable")
 FRESH = "start a fresh session and install nothing over the image's versions"
 IMPORT_TIMEOUT_S = 120
 
@@ -49,15 +48,15 @@ class Machine:
     env: Environment
     environ: Mapping[str, str]
     root: Path
-    errors: dict[str, str | None]
+    errors: dict[str, str]
     cuda: dict | None
 
     def version(self, package: str) -> str | None:
         return self.env.versions.get(package)
 
-    def install(self, packages: str) -> str:
-        """The fix that installs one of torch, torch_xla and libtpu, on hosts where that is allowed."""
-        return FRESH if self.env.host in IMAGES else f"pip install {packages}"
+    def repair(self, fix: str) -> str:
+        """Return a fix that changes torch, torch_xla, libtpu or a driver, on hosts where that is allowed."""
+        return FRESH if self.env.host in IMAGES else fix
 
 
 def examine(
@@ -70,258 +69,247 @@ def examine(
     environ = os.environ if environ is None else environ
     env = env or environment.detect(environ, root)
     packages = [name for name in ("torch", "torch_xla") if name in env.versions]
-    errors, cuda = import_packages(packages if "torch" in packages else [], environ)
+    errors, cuda = import_packages(packages if "torch" in packages else [])
     machine = Machine(env, environ, Path(root), errors, cuda)
-    return [found for check in CHECKS for found in check(machine)]
+    found = []
+    for what, check in CHECKS.items():
+        rows = [Check(what, *row) for applies, *row in check(machine) if applies]
+        found += rows if what in SEVERAL else rows[:1]
+    return found
 
 
 def table(checks: Iterable[Check]) -> Table:
-    """The checks as a `Table`, worst first."""
+    """Return the checks as a `Table`, worst first."""
     rows = [(c.what, c.level, c.found, c.fix) for c in sorted(checks, key=lambda c: LEVELS.index(c.level))]
     return Table("Checks", ("what", "level", "found", "fix"), rows)
 
 
 def blocked(checks: Iterable[Check]) -> bool:
-    """Whether something prevents training altogether."""
+    """Return whether something prevents training altogether."""
     return any(check.level == BLOCKS for check in checks)
 
 
-def import_packages(
-    packages: list[str], environ: Mapping[str, str]
-) -> tuple[dict[str, str | None], dict | None]:
-    """Import packages one after the other in one process with these variables and no others, as a training
-    would.
+def import_packages(packages: list[str]) -> tuple[dict[str, str], dict | None]:
+    """Import packages one after the other in one process, with the variables that a training would have.
 
-    Returns (errors, cuda). errors: package -> the last line of its error, or None if it imports; the end of
-    the process, or the time limit, is the error of the package that it happened in and of those after it.
-    cuda: what `imports.describe_cuda` reports, or None."""
-    # Without the current folder on its path: what lies there must not be run.
-    command = [sys.executable, "-P", str(Path(__file__).with_name("imports.py")), *packages]
+    Returns (errors, cuda). errors: package -> the last line of its error, of those that cannot be imported;
+    how the process ended is the error of the package that ended it and of those after it. cuda: what
+    `imports.describe_cuda` returns, or None."""
     try:
-        ran = subprocess.run(command, env=dict(environ), capture_output=True, timeout=IMPORT_TIMEOUT_S)
-        last_words = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        output, end = ran.stdout, " ".join([f"Python exited with code {ran.returncode}", *last_words])
+        ran = run_python(Path(__file__).with_name("imports.py"), *packages, timeout_s=IMPORT_TIMEOUT_S)
+        output, end = ran.stdout, f"Python ended with code {ran.returncode}: {last_line(ran)}"
     except subprocess.TimeoutExpired as error:
-        output, end = error.stdout or b"", f"the import did not finish within {IMPORT_TIMEOUT_S} s"
+        output, end = (
+            (error.stdout or b"").decode(errors="replace"),
+            f"the import did not end within {IMPORT_TIMEOUT_S} s",
+        )
     reports = {}
-    for line in output.decode(errors="replace").splitlines():
+    for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):  # packages may print, too
             reports |= json.loads(line)
-    return {package: reports.get(package, end) for package in packages}, reports.get("cuda")
+    errors = {name: reports.get(name, end) for name in packages}
+    return {name: error for name, error in errors.items() if error}, reports.get("cuda")
 
 
-# Checks: each yields what it finds
+# The checks return rows: whether the row applies, its level, what was found, and the fix. The first row that
+# applies is the result; of the checks in SEVERAL all that apply are.
+
+Rows = list[tuple[object, str, str, str]]
 
 
-def _python(machine: Machine) -> Iterator[Check]:
+def _python(machine: Machine) -> Rows:
     version = machine.env.python
     is_tested = (3, 11) <= release(version) <= (3, 13)
-    fix = "" if is_tested else "tpukit is tested on Python 3.11 to 3.13"
-    yield Check("python", OK if is_tested else WARNING, version, fix)
+    return [(is_tested, OK, version, ""), (True, WARNING, version, "tpukit is tested on Python 3.11 to 3.13")]
 
 
-def _packages(machine: Machine) -> Iterator[Check]:
+def _packages(machine: Machine) -> Rows:
     missing = [name for name in NEEDED if environment.version_of(name) is None]
-    if not missing:
-        yield Check("packages", OK, "all installed")
-        return
-    level = min((NEEDED[name][0] for name in missing), key=LEVELS.index)
+    level = min((NEEDED[name][0] for name in missing), key=LEVELS.index, default=OK)
     names = ", ".join(f"{name} (for {NEEDED[name][1]})" for name in missing)
-    yield Check("packages", level, f"missing: {names}", f"pip install {' '.join(missing)}")
+    return [
+        (missing, level, f"missing: {names}", f"pip install {' '.join(missing)}"),
+        (True, OK, "all installed", ""),
+    ]
 
 
-def _torch(machine: Machine) -> Iterator[Check]:
-    version = machine.version("torch")
-    if version is None:
-        yield Check("torch", BLOCKS, "not installed", machine.install("torch"))
-    elif error := machine.errors["torch"]:
-        fix = fix_for(error) or machine.install("--force-reinstall torch")
-        yield Check("torch", BLOCKS, f"{version} cannot be imported: {error}", fix)
-    elif release(version) < (2, 6):
-        found = f"{version}: its torch.load runs code from checkpoints, weights_only or not (CVE-2025-32434)"
-        yield Check("torch", BLOCKS, found, machine.install("'torch>=2.8'"))
-    elif release(version) < (2, 8):
-        yield Check("torch", WARNING, version, "tpukit is tested with torch 2.8 and newer")
-    else:
-        yield Check("torch", OK, version)
+def _torch(machine: Machine) -> Rows:
+    version, error = machine.version("torch") or "", machine.errors.get("torch", "")
+    old = f"{version}: its torch.load runs code from checkpoints, weights_only or not (CVE-2025-32434)"
+    again = fix_for(error) or machine.repair("pip install --force-reinstall torch")
+    return [
+        (not version, BLOCKS, "not installed", machine.repair("pip install torch")),
+        (error, BLOCKS, f"{version} cannot be imported: {error}", again),
+        (release(version) < (2, 6), BLOCKS, old, machine.repair("pip install 'torch>=2.8'")),
+        (release(version) < (2, 8), WARNING, version, "tpukit is tested with torch 2.8 and newer"),
+        (True, OK, version, ""),
+    ]
 
 
-def _gpu(machine: Machine) -> Iterator[Check]:
+def _gpu(machine: Machine) -> Rows:
     """Whether torch can use the GPUs, and if not, why."""
-    env, environ, cuda = machine.env, machine.environ, machine.cuda
-    is_local, torch = env.host == "local", f"torch {machine.version('torch')}"
+    env, cuda, torch = machine.env, machine.cuda, f"torch {machine.version('torch')}"
     if env.accelerator == "cpu":
-        if environment.has_nvidia_card(machine.root) and not environment.nvidia_smi(environ, "-L"):
-            found = "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it"
-            fix = f"install NVIDIA's driver. {environment.GPU_MENU['local']}" if is_local else FRESH
-            yield Check("gpu", WARNING, found, fix)
-    elif env.accelerator != "cuda" or cuda is None:
-        return
-    elif cuda["built"] is None:
-        found = f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}"
-        fix = "install a CUDA build of torch (pytorch.org/get-started/locally)"
-        yield Check("gpu", BLOCKS, found, FRESH if env.host in IMAGES else fix)
-    elif not cuda["usable"]:
-        reason = cuda["reason"] or "no reason given"
-        fix = fix_for(reason) or "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
-        found = f"{torch} cannot use {env.device_name}: {reason}"
-        yield Check("gpu", BLOCKS, found, FRESH if env.host in IMAGES else fix)
-    else:
-        fix = "install a torch that was built for it" if is_local else environment.GPU_MENU[env.host]
-        for name, (major, minor) in dict(cuda["cards"]).items():
-            if not environment.supports((major, minor), cuda["arch_list"]):
-                found = f"{name} has compute capability {major}.{minor}; {torch} was built for "
-                yield Check("gpu", BLOCKS, found + ", ".join(cuda["arch_list"]), fix)
+        no_driver = not environment.nvidia_smi(machine.environ, "-L")
+        found = "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it"
+        fix = machine.repair(f"install NVIDIA's driver. {environment.GPU_MENU['local']}")
+        return [(no_driver and environment.has_nvidia_card(machine.root), WARNING, found, fix)]
+    if env.accelerator != "cuda" or cuda is None:
+        return []
+    without = f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}"
+    cannot = f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}"
+    install = machine.repair("install a CUDA build of torch (pytorch.org/get-started/locally)")
+    update = "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
+    built_for = cuda["arch_list"]
+    cards = [card for card in cuda["cards"] if not environment.supports(tuple(card[1]), built_for)]
+    strange = ", ".join(f"{name} has compute capability {major}.{minor}" for name, (major, minor) in cards)
+    other = environment.GPU_MENU[env.host] if env.host in IMAGES else "install a torch that was built for it"
+    return [
+        (cuda["built"] is None, BLOCKS, without, install),
+        (not cuda["usable"], BLOCKS, cannot, machine.repair(fix_for(cuda["reason"]) or update)),
+        (cards, BLOCKS, f"{strange}; {torch} was built for {', '.join(built_for)}", other),
+    ]
 
 
-def _torch_xla(machine: Machine) -> Iterator[Check]:
-    torch, xla = machine.version("torch"), machine.version("torch_xla")
-    if xla is None:
-        return
-    if machine.env.tpu_backend == "torch_tpu":
-        found = f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not"
-        yield Check("torch_xla", NOTE, found)
-    elif torch and (reason := machine.env.misfit):
-        fitting = f"'torch~={'.'.join(xla.split('.')[:2])}.0'"
-        yield Check("torch_xla", BLOCKS, reason, machine.install(fitting))
-    elif error := machine.errors.get("torch_xla"):
-        yield Check("torch_xla", BLOCKS, f"{xla} cannot be imported: {error}", fix_for(error) or FRESH)
-    else:
-        yield Check("torch_xla", OK, xla)
-        yield from _libtpu(machine, xla)
+def _torch_xla(machine: Machine) -> Rows:
+    version, torch = machine.version("torch_xla"), machine.version("torch")
+    if version is None:
+        return []
+    unused = f"{version} is not used: torch_tpu fits torch {torch}, and torch_xla does not"
+    fitting = machine.repair(f"pip install 'torch~={'.'.join(map(str, release(version)))}.0'")
+    error = machine.errors.get("torch_xla", "")
+    return [
+        (machine.env.tpu_backend == "torch_tpu", NOTE, unused, ""),
+        (torch and machine.env.misfit, BLOCKS, machine.env.misfit, fitting),
+        (error, BLOCKS, f"{version} cannot be imported: {error}", fix_for(error) or FRESH),
+        (True, OK, version, ""),
+    ]
 
 
-def _libtpu(machine: Machine, xla: str) -> Iterator[Check]:
+def _libtpu(machine: Machine) -> Rows:
     """Whether libtpu is the one that the installed torch_xla names in its `tpu` extra."""
-    libtpu, requirements = machine.version("libtpu"), []
+    if machine.env.tpu_backend != "torch_xla":
+        return []
+    version, requirements = machine.version("libtpu"), []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         requirements = importlib.metadata.requires("torch_xla") or []
     named = [match[1] for line in requirements if (match := re.match(r"libtpu\s*==\s*([\d.]+)", line))]
-    fix = machine.install(f"libtpu=={named[0]}" if named else "'torch_xla[tpu]'")
-    if libtpu is None and environment.chips_here(machine.environ, machine.root):
-        yield Check("libtpu", BLOCKS, "not installed", fix)
-    elif libtpu and named and release(named[0], 3) != release(libtpu, 3):  # images ship 0.0.21.1 for 0.0.21
-        yield Check("libtpu", WARNING, f"{libtpu}, but torch_xla {xla} was built for {named[0]}", fix)
+    wanted = named[0] if named else version or ""
+    fix = machine.repair(f"pip install libtpu=={wanted}" if named else "pip install 'torch_xla[tpu]'")
+    missing = version is None and environment.chips_here(machine.environ, machine.root)
+    differs = version and release(wanted, 3) != release(version, 3)  # images ship 0.0.21.1 for 0.0.21
+    found = f"{version}, but torch_xla {machine.version('torch_xla')} was built for {wanted}"
+    return [(missing, BLOCKS, "not installed", fix), (differs, WARNING, found, fix)]
 
 
-def _torch_tpu(machine: Machine) -> Iterator[Check]:
+def _torch_tpu(machine: Machine) -> Rows:
     if machine.version("torch_tpu") is None:
-        return
+        return []
     torch_tpu, torch, libtpu = map(machine.version, ("torch_tpu", "torch", "libtpu"))
     found = f"{torch_tpu} with torch {torch} and libtpu {libtpu}"
-    numpy = environment.version_of("numpy")
-    if machine.env.tpu_backend == "torch_xla":
-        fix = (
-            "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before"
-            " Python starts"
-        )
-        yield Check("torch_tpu", NOTE, f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}", fix)
-    elif reason := machine.env.misfit:
-        yield Check("torch_tpu", BLOCKS, reason, machine.install("'torch>=2.11,<=2.15' 'libtpu>=0.0.50'"))
-    elif numpy and release(numpy) < (2,):
-        found = f"{found}: it needs numpy 2, not {numpy}"
-        yield Check("torch_tpu", BLOCKS, found, machine.install("'numpy>=2'"))
-    else:
-        yield Check("torch_tpu", OK, found)
+    unused = f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}"
+    uninstall = "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    misfit = machine.env.misfit
+    return [
+        (machine.env.tpu_backend == "torch_xla", NOTE, unused, uninstall),
+        (misfit, BLOCKS, misfit, machine.repair("pip install 'torch>=2.11,<=2.15' 'libtpu>=0.0.50'")),
+        (True, OK, found, ""),
+    ]
 
 
-def _tensorflow(machine: Machine) -> Iterator[Check]:
+def _tensorflow(machine: Machine) -> Rows:
     versions = machine.env.versions
-    if "torch_xla" in versions and "tensorflow" in versions and "tensorflow-cpu" not in versions:
-        fix = "it takes the TPU when imported: pip uninstall -y tensorflow && pip install tensorflow-cpu"
-        yield Check("tensorflow", WARNING, f"{versions['tensorflow']} next to torch_xla", fix)
+    takes_it = {"torch_xla", "tensorflow"} <= versions.keys() and "tensorflow-cpu" not in versions
+    fix = "it takes the TPU when imported: pip uninstall -y tensorflow && pip install tensorflow-cpu"
+    return [(takes_it, WARNING, f"{versions.get('tensorflow')} next to torch_xla", fix)]
 
 
-def _accelerator(machine: Machine) -> Iterator[Check]:
+def _accelerator(machine: Machine) -> Rows:
     env, environ = machine.env, machine.environ
     menu = environment.TPU_MENU[env.host]
     chips = environment.chips_here(environ, machine.root)
     pjrt = environ.get("PJRT_DEVICE", "").upper()
     is_batch = environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch"
-    level, found, fix = OK, f"{env.accelerator}: {env.device_name}", ""
-    if pjrt and pjrt not in ("CPU", "TPU"):
-        level, found = BLOCKS, f"PJRT_DEVICE={pjrt}"
-        fix = "torch_xla supports TPU and CPU; for a GPU unset PJRT_DEVICE"
-    elif pjrt == "TPU" and not chips:
-        level, found = BLOCKS, "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus or in /dev"
-        fix = f"unset PJRT_DEVICE. {menu}"
-    elif chips and pjrt == "CPU":
-        level, found = WARNING, f"{chips} TPU chips found, but PJRT_DEVICE=CPU hides them"
-        fix = "unset PJRT_DEVICE"
-    elif chips and env.accelerator != "tpu":
-        level, found = BLOCKS, f"{chips} TPU chips found, but neither torch_xla nor torch_tpu is installed"
-        fix = machine.install("'torch_xla[tpu]'")
-    elif env.accelerator == "cpu" and is_batch:
-        level, found, fix = BLOCKS, "this Kaggle batch run got no accelerator", menu
-    elif env.accelerator == "cpu" and env.host == "local":
-        level, fix = NOTE, "training works, but slowly; Colab and Kaggle offer free accelerators"
-    elif env.accelerator == "cpu":
-        level, found, fix = WARNING, f"{found}: no accelerator is switched on", menu
-    yield Check("accelerator", level, found, fix)
+    here, seen = f"{env.accelerator}: {env.device_name}", f"{chips} TPU chips found"
+    of_xla = "torch_xla supports TPU and CPU; for a GPU unset PJRT_DEVICE"
+    no_chip = "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus or in /dev"
+    no_package = f"{seen}, but neither torch_xla nor torch_tpu is installed"
+    install = machine.repair("pip install 'torch_xla[tpu]'")
+    slowly = "training works, but slowly; Colab and Kaggle offer free accelerators"
+    return [
+        (pjrt not in ("", "CPU", "TPU"), BLOCKS, f"PJRT_DEVICE={pjrt}", of_xla),
+        (pjrt == "TPU" and not chips, BLOCKS, no_chip, f"unset PJRT_DEVICE. {menu}"),
+        (pjrt == "CPU" and chips, WARNING, f"{seen}, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE"),
+        (chips and env.accelerator != "tpu", BLOCKS, no_package, install),
+        (env.accelerator != "cpu", OK, here, ""),
+        (is_batch, BLOCKS, "this Kaggle batch run got no accelerator", menu),
+        (env.host == "local", NOTE, here, slowly),
+        (True, WARNING, f"{here}: no accelerator is switched on", menu),
+    ]
 
 
-def _chip_holders(machine: Machine) -> Iterator[Check]:
+def _chip(machine: Machine) -> Rows:
     """Processes, other than this one, that hold a TPU chip open."""
-    is_busy = False
+    rows: Rows = []
     for process in sorted(machine.root.glob("proc/[0-9]*"), key=lambda path: int(path.name)):
         files = []
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
             files = [os.readlink(link) for link in (process / "fd").iterdir()]
         held = sorted({name for name in files if re.match(r"/dev/(vfio/\d+|accel\d*)", name)})
-        if held and int(process.name) != os.getpid():
-            is_busy = True
-            command = " ".join(_read(process / "cmdline").split("\0")[:2])  # more of it can hold a token
-            fix = f"end it (kill {process.name}), or restart the session of its notebook"
-            yield Check("chip", BLOCKS, f"process {process.name} ({command}) holds {', '.join(held)}", fix)
+        command = " ".join(_read(process / "cmdline").split("\0")[:2])  # more of it can hold a token
+        found = f"process {process.name} ({command}) holds {', '.join(held)}"
+        fix = f"end it (kill {process.name}), or restart the session of its notebook"
+        rows.append((held and int(process.name) != os.getpid(), BLOCKS, found, fix))
     lock = machine.root / "tmp/libtpu_lockfile"
-    if lock.exists() and not is_busy and environment.chips_here(machine.environ, machine.root):
-        yield Check("chip", WARNING, f"{lock} was left behind, though nothing holds a chip", f"rm {lock}")
+    is_left = lock.exists() and environment.chips_here(machine.environ, machine.root)
+    is_left = is_left and not any(applies for applies, *_ in rows)
+    return [*rows, (is_left, WARNING, f"{lock} was left behind, though nothing holds a chip", f"rm {lock}")]
 
 
-def _variables(machine: Machine) -> Iterator[Check]:
+def _variable(machine: Machine) -> Rows:
     environ = machine.environ
+    rows: Rows = []
     for name, (why, instead) in environment.OLD_VARIABLES.items():
-        if environ.get(name):
-            level = WARNING if name.endswith("BF16") else NOTE  # these are still read
-            yield Check("variable", level, f"{name}={environ[name]}: {why}", f"unset it. Instead: {instead}")
+        level = WARNING if name.endswith("BF16") else NOTE  # these are still read
+        found = f"{name}={environ.get(name)}: {why}"
+        rows.append((environ.get(name), level, found, f"unset it. Instead: {instead}"))
     for name, value in environment.failed_lookups(environ, machine.root).items():
         fix = f"tpukit takes {value!r} for it; for other code set {name} before it imports torch_xla or jax"
-        yield Check("variable", NOTE, f"{name} holds no value but a warning: {environ[name]}", fix)
+        rows.append((True, NOTE, f"{name} holds no value but a warning: {environ[name]}", fix))
     is_half_set = environ.get("TPU_SKIP_MDS_QUERY") and not environ.get("TPU_ACCELERATOR_TYPE")
-    if is_half_set and environment.tpu_chips(machine.root):
-        found = "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not"
-        yield Check("variable", WARNING, found, "set both or neither")
-    if flags := environ.get("XLA_FLAGS"):
-        yield Check("variable", NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set")
+    half = "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not"
+    flags = environ.get("XLA_FLAGS")
+    return [
+        *rows,
+        (is_half_set and environment.tpu_chips(machine.root), WARNING, half, "set both or neither"),
+        (flags, NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set"),
+    ]
 
 
-def _disk(machine: Machine) -> Iterator[Check]:
+def _disk(machine: Machine) -> Rows:
     outputs = machine.env.outputs
     folder = next(path for path in (outputs, *outputs.parents) if path.exists())
-    if not os.access(folder, os.W_OK):
-        yield Check("disk", BLOCKS, f"{folder} is read-only", "choose another output folder (--run)")
-        return
     free = shutil.disk_usage(folder).free / GIB
-    level = BLOCKS if free < 0.5 else WARNING if free < 3 else OK
-    fix = "delete old runs, or choose another output folder (--run); a checkpoint of MSHNet takes 0.03 GiB"
-    yield Check("disk", level, f"{free:.1f} GiB free at {folder}", "" if level == OK else fix)
+    found, other = f"{free:.1f} GiB free at {folder}", "choose another output folder (--run)"
+    return [
+        (not os.access(folder, os.W_OK), BLOCKS, f"{folder} is read-only", other),
+        (free >= 3, OK, found, ""),
+        (True, BLOCKS if free < 0.5 else WARNING, found, f"delete old runs, or {other}"),
+    ]
 
 
-def _memory(machine: Machine) -> Iterator[Check]:
-    if available := re.search(r"MemAvailable:\s+(\d+) kB", _read(machine.root / "proc/meminfo")):
-        free = 1024 * int(available[1]) / GIB
-        fix = "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
-        level, fix = (OK, "") if free >= 2 else (WARNING, fix)
-        yield Check("memory", level, f"{free:.1f} GiB available", fix)
+def _memory(machine: Machine) -> Rows:
+    known = re.search(r"MemAvailable:\s+(\d+) kB", _read(machine.root / "proc/meminfo"))
+    free = 1024 * int(known[1]) / GIB if known else 0.0
+    fix = "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
+    found = f"{free:.1f} GiB available"
+    return [(free >= 2, OK, found, ""), (known, WARNING, found, fix)]
 
 
-def _drive(machine: Machine) -> Iterator[Check]:
+def _drive(machine: Machine) -> Rows:
     drive = machine.env.drive
-    if drive is not None and drive.is_dir():
-        yield Check("drive", OK, f"mounted at {drive}")
-    elif drive is not None:
-        fix = "results are lost with this session; tpukit.mount_drive(env) keeps a copy on Drive"
-        yield Check("drive", NOTE, "not mounted", fix)
+    fix = "results are lost with this session; tpukit.mount_drive(env) keeps a copy on Drive"
+    return [(drive and drive.is_dir(), OK, f"mounted at {drive}", ""), (drive, NOTE, "not mounted", fix)]
 
 
 def _read(path):
@@ -331,7 +319,6 @@ def _read(path):
         return ""
 
 
-CHECKS = (
-    *(_python, _packages, _torch, _gpu, _torch_xla, _torch_tpu, _tensorflow),
-    *(_accelerator, _chip_holders, _variables, _disk, _memory, _drive),
-)
+_OF_PACKAGES = (_python, _packages, _torch, _gpu, _torch_xla, _libtpu, _torch_tpu, _tensorflow)
+_OF_MACHINE = (_accelerator, _chip, _variable, _disk, _memory, _drive)
+CHECKS = {check.__name__.removeprefix("_"): check for check in (*_OF_PACKAGES, *_OF_MACHINE)}

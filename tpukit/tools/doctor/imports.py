@@ -7,8 +7,8 @@ import sys
 
 
 def describe_cuda(torch):
-    """dict: built (the CUDA that torch was built with, or None), usable, reason (why not), arch_list (what it
-    was built for), cards ([name, (major, minor)] of every GPU)."""
+    """Return built (the CUDA that torch was built with, or None), usable, reason (why not), arch_list (what
+    torch was built for), cards ([name, (major, minor)] of every GPU)."""
     usable, reason, cards = torch.cuda.is_available(), "", []
     if usable:
         numbers = range(torch.cuda.device_count())
