@@ -8,6 +8,7 @@ batches copied from pinned memory, with and without torch.compile. FLOP are 6 fo
 H200 in bf16 without sparsity."""
 
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from benchmarks.text import decayed_groups
 from tpukit import LanguageModel, Run, train
 from tpukit.devices import open_runtime
 from tpukit.host.environment import detect
+from tpukit.tasks.text import hub
 
 VOCABULARY, LAYERS, HEADS, WIDTH, LENGTH, BATCH = 50304, 12, 12, 768, 1024, 16
 WORDS = 50257
@@ -103,8 +105,9 @@ def _row(stream, start):
 def by_tpukit(folder: Path, *, model_name: str = "gpt2", batch_size: int = BATCH, **settings) -> list[float]:
     """The same of `train`, by its own records."""
     data = make_rows(folder, batch_size * STEPS + 64)
+    shutil.copy(hub.find_folder(model_name, "config") / "config.json", folder / "words")
     settings |= dict(epochs=1, samples=0, log_every=LOG_EVERY, sequence_length=LENGTH, pretrained="no")
-    settings |= dict(model_name=model_name, batch_size=batch_size, tokenizer=str(folder / "words"))
+    settings |= dict(model_name=str(folder / "words"), batch_size=batch_size)
     task = LanguageModel(dataset_dir=data, **settings)
     run = Run.open(folder / f"run-{time.time_ns()}", task)
     train(task, run, runtime=open_runtime(detect(), task.precision), progress=False)

@@ -91,9 +91,7 @@ def tank(tmp_path_factory):
     """A simulated set for electrical impedance tomography: 21 samples to train, 5 to test."""
     from tpukit.tasks.cdeit import simulator
 
-    return simulator.simulate(
-        tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False
-    )
+    return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5)
 
 
 @pytest.fixture(scope="session")

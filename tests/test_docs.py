@@ -60,7 +60,6 @@ SMALL |= {
     "--global-batch-size": "4",
     "--samples": "6",
     "--test-samples": "3",
-    "--workers": "1",
 }
 # A small language model takes the place of the pages'.
 PUBLISHED = {"Qwen/Qwen3-0.6B": "model", "gpt2": "model"}

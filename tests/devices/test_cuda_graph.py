@@ -90,8 +90,7 @@ def trained(task, folder, runtime):
     "settings",
     [
         dict(ema_decay=0.9, clip_norm=0.1),
-        dict(schedule="step", warmup_epochs=2.5, decay_epochs=3, micro_batches=2)
-        | dict(layer_decay=0.9, freeze=("conv_init",)),
+        dict(warmup_epochs=2.5, micro_batches=2, freeze=("conv_init",)),
     ],
     ids=["EMA and clipping", "schedule, micro-batches, fine-tuning"],
 )

@@ -125,9 +125,7 @@ launch(train, task, Run.open(sys.argv[2], task), cores=2, parallel="spmd")
 def test_several_cores_with_a_schedule_micro_batches_frozen_parts_and_patience_equal_one(
     kind, cores, odd, tmp_path
 ):
-    settings = dict(
-        schedule="cosine", warmup_epochs=0.5, micro_batches=2, layer_decay=0.5, freeze=["0"], clip_norm=0.5
-    )
+    settings = dict(schedule="cosine", warmup_epochs=0.5, micro_batches=2, freeze=["0"], clip_norm=0.5)
     settings |= dict(batch_norm="frozen", batch_size=16, epochs=9, patience=1)
     [done], _ = launched(kind, run=tmp_path / "several", data=odd, cores=cores, launches=[dict(settings)])
     assert "result" in done, done["message"]

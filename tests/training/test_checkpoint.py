@@ -29,8 +29,8 @@ RESUMED = {  # device, task, its settings, the epochs of each session
     "plain": ("cpu", MNIST, DIGITS, (2, 4)),
     "bf16": ("cpu", MNIST, DIGITS | dict(precision="bf16"), (2, 4)),
     "fp16 and its scaler": ("cpu", MNIST, DIGITS | dict(precision="fp16"), (2, 4)),
-    "schedule": ("cpu", MNIST, DIGITS | dict(schedule="step", warmup_epochs=1.5, decay_epochs=2), (1, 3)),
-    "fine-tuning": ("cpu", MNIST, DIGITS | dict(layer_decay=0.7, freeze=("0",)), (1, 2)),
+    "schedule": ("cpu", MNIST, DIGITS | dict(warmup_epochs=1.5), (1, 3)),
+    "fine-tuning": ("cpu", MNIST, DIGITS | dict(freeze=("0",)), (1, 2)),
     "both phases and the augmentation of MSHNet": ("cpu", Narrow, SMALL_MSHNET, (1, 3, 4)),
     "on XLA": ("xla", MNIST, DIGITS, (2, 4)),
 }
@@ -272,7 +272,7 @@ for number, kills in enumerate(runs):
     assert train_in_a_process(f"killed-{number}") == 0
 print("KILLED", codes.count(-9))
 """
-EVERYTHING = dict(schedule="cosine", warmup_epochs=1.5, micro_batches=2, patience=4, layer_decay=0.8)
+EVERYTHING = dict(schedule="cosine", warmup_epochs=1.5, micro_batches=2, patience=4)
 EVERYTHING |= dict(freeze=("0",), ema_decay=0.5, epochs=40, batch_size=20, channels=4, lr=0.1)
 PLACES = ("between steps", "while the disk is written", "while an epoch is scored")
 BETWEEN, WRITING, SCORING = PLACES

@@ -1,4 +1,4 @@
-"""Fine-tuning: frozen parts, and learning rates that are smaller nearer to the input."""
+"""Fine-tuning: parts of a model that are frozen, and its head, which trains alone."""
 
 import dataclasses
 
@@ -48,62 +48,46 @@ class Block(nn.Module):
         return x + self.norm(self.conv(x)).relu()
 
 
-BLOCK = ("conv.weight", "conv.bias", "norm.weight", "norm.bias")
-LAYERS = [
-    ["scale", "stem.0.weight", "stem.0.bias"],
-    ["stem.1.weight", "stem.1.bias"],
-    [f"blocks.0.{name}" for name in BLOCK],
-    [f"blocks.1.{name}" for name in BLOCK],
-    ["head.weight", "head.bias"],
-]
+HEAD = ["head.weight", "head.bias"]
 
 
-def test_layers_are_the_children_in_order_with_lists_expanded():
-    assert layers.find_layers(Net()) == LAYERS
-    assert layers.find_layers(nn.Linear(2, 2)) == [["weight", "bias"]]
-    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    tied[1].weight = tied[0].weight
-    assert layers.find_layers(tied) == [["0.weight", "0.bias"], ["1.bias"]]
+class Own(nn.Module):
+    """With a part that is called backbone, in front of a head of several layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Linear(2, 2), Block(2)
 
 
-@pytest.mark.parametrize("task", [MNIST(), MSHNet(), CDEIT(**TINY)], ids=lambda task: task.name)
-def test_every_task_has_layers_that_hold_each_parameter_once(task):
+def tied():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    "model, wanted",
+    [
+        (Net(), HEAD),
+        (nn.Sequential(Net()), ["0.head.weight", "0.head.bias"]),
+        (Own(), ["head.conv.weight", "head.conv.bias", "head.norm.weight", "head.norm.bias"]),
+        (
+            nn.ModuleDict(dict(a=nn.Linear(2, 2), b=nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()))),
+            ["b.0.weight"],
+        ),
+        (tied(), ["1.bias"]),
+        (MNIST().model(), ["9.weight", "9.bias"]),
+        (MSHNet().model(), ["final.weight", "final.bias"]),
+    ],
+)
+def test_the_head_is_the_last_layer_that_was_assigned(model, wanted):
+    assert layers.find_head(model) == wanted
+
+
+def test_the_head_of_cdeit_turns_tokens_into_patches():
+    task = CDEIT(**TINY)
     model = task.model()
-    assert len(layers.checked_layers(task, model)) > 3
-    optimizer = layers.make_optimizer(dataclasses.replace(task, layer_decay=0.5), model)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert len(rates) == sum(p.requires_grad for p in model.parameters()) and max(rates.values()) == task.lr
-
-
-@pytest.mark.parametrize("wrong, name", [([], "head.bias"), ([["nose"]], "nose"), ([["scale"]], "scale")])
-def test_layers_with_a_parameter_too_few_or_too_many_are_refused_by_its_name(wrong, name):
-    class Wrong(Deep):
-        def layers(self, model):
-            return (LAYERS if wrong else [*LAYERS[:-1], ["head.weight"]]) + wrong
-
-    with refuses("Wrong", f"wrong: {name}"):
-        layers.make_optimizer(Wrong(layer_decay=0.5), Net())
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_each_layers_update_is_the_plain_one_times_the_decay_of_its_depth(device, digits, tmp_path, request):
-    """One step of plain SGD: twice the rate, twice the way."""
-
-    class Descending(Deep):
-        def optimizer(self, model):
-            return torch.optim.SGD(model.parameters(), self.lr)
-
-    moved = {}
-    for decay in (1.0, 0.5):
-        task = Descending(dataset_dir=digits, layer_decay=decay, **SMALL | dict(epochs=1, batch_size=200))
-        run = train_in(tmp_path / str(decay), task, request.getfixturevalue(device))
-        torch.manual_seed(task.seed)
-        start = task.model().state_dict()
-        moved[decay] = {name: value - start[name] for name, value in checkpoint(run)["model"].items()}
-    for depth, layer in enumerate(reversed(LAYERS)):
-        for name in layer:
-            torch.testing.assert_close(moved[0.5][name], moved[1.0][name] * 0.5**depth, atol=1e-6, rtol=1e-3)
-    assert run.records("train")[-1]["lr"] == task.lr
+    assert task.head(model) == [f"final_layer.{name}" for name, _ in model.final_layer.named_parameters()]
 
 
 class WithAdagrad(Deep):
@@ -119,8 +103,15 @@ class WithAdam(Deep):
         return torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.1, capturable=is_xla)
 
 
-@pytest.mark.parametrize("kind", [Deep, WithAdagrad, WithAdam])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind, device",
+    [
+        (Deep, "cpu"),
+        (WithAdagrad, "cpu"),
+        (WithAdam, "cpu"),
+        pytest.param(WithAdam, "xla", marks=pytest.mark.slow),
+    ],
+)
 def test_frozen_parts_do_not_move_have_no_gradient_and_no_state_and_the_others_train(
     kind, device, digits, tmp_path, request
 ):
@@ -149,25 +140,18 @@ def test_the_norm_of_the_gradient_is_that_of_the_parts_that_train(digits, tmp_pa
     loss = task.loss(trainer.model, batch, 0)
     head = torch.autograd.grad(loss, list(trainer.model.head.parameters()))
     trainer.take_step(batch, 0)
-    assert [n for n, p in trainer.model.named_parameters() if p.grad is not None] == LAYERS[-1]
+    assert [n for n, p in trainer.model.named_parameters() if p.grad is not None] == HEAD
     wanted = float(torch.nn.utils.get_total_norm(head))
     assert float(cpu.gradient_norm(trainer.model)) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_name_freezes_its_own_part_and_backbone_all_but_the_last_layer():
-    class Own(nn.Module):
-        """With a part that is called backbone."""
-
-        def __init__(self):
-            super().__init__()
-            self.backbone, self.neck, self.head = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-
+def test_a_name_freezes_its_own_part_and_backbone_all_but_the_head():
     def frozen(model, *names):
         layers.freeze(Deep(freeze=names), model)
         return [n for n, p in model.named_parameters() if not p.requires_grad]
 
     model = Net()
-    assert frozen(model, "backbone") == [name for layer in LAYERS[:-1] for name in layer]
+    assert frozen(model, "backbone") == [name for name, _ in model.named_parameters() if name not in HEAD]
     assert type(model.blocks[1].norm).__name__ == "FrozenBatchNorm"
     assert type(model.plain_norm) is nn.BatchNorm2d
     assert frozen(Own(), "backbone") == ["backbone.weight", "backbone.bias"]

@@ -1,18 +1,15 @@
 """The learning rate over a training, against torch's own schedulers."""
 
-import dataclasses
 import functools
-import json
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from tests.conftest import best_weights, checkpoint, refuses
+from tests.conftest import best_weights
 from tests.training.conftest import DIGITS, train_in
-from tpukit import CDEIT, MNIST, MSHNet, Run, train
+from tpukit import CDEIT, MNIST, MSHNet
 from tpukit.devices.runtime import Runtime
-from tpukit.host import files
 from tpukit.reporting import findings
 from tpukit.training import step as step_module
 from tpukit.training.data import training_index_batches
@@ -31,10 +28,6 @@ def cosine_after_warm_up(optimizer, task):
     return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [warm_up])
 
 
-def step_schedule(optimizer, task):
-    return lr_scheduler.StepLR(optimizer, 2 * STEPS, 0.3)
-
-
 def warm_up_alone(optimizer, task):
     return lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / (2 * STEPS + 1)))
 
@@ -42,7 +35,6 @@ def warm_up_alone(optimizer, task):
 SCHEDULES = {
     "cosine": (dict(schedule="cosine"), cosine_after_warm_up),
     "cosine to a tenth": (dict(schedule="cosine", warmup_epochs=1.4, final_lr=0.1), cosine_after_warm_up),
-    "step": (dict(schedule="step", decay_epochs=2, decay_factor=0.3), step_schedule),
     "warm-up alone": (dict(warmup_epochs=2.0), warm_up_alone),
 }
 OPTIMIZERS = {
@@ -151,27 +143,3 @@ def test_in_fp16_a_step_whose_gradient_overflows_still_changes_nothing():
         runtime.optimizer_step(optimizer, 0.5)
         assert torch.equal(before - weight.detach(), torch.full((3,), 0.0)) != moves
     torch.testing.assert_close(weight.detach(), torch.full((3,), 1 - 0.05))
-
-
-def test_a_run_of_an_earlier_version_resumes_with_the_new_settings_at_their_defaults_and_not_with_others(
-    trained, cpu
-):
-    """Its config has no such settings, its checkpoint no count of evaluations, nothing of its data and of its
-    optimizer."""
-    task, run = trained
-    config, new = run.config, "schedule warmup_epochs final_lr decay_epochs decay_factor layer_decay freeze"
-    for name in (*new.split(), "micro_batches", "patience"):
-        del config["settings"][name]
-    config.pop("crc32", None)
-    (run.path / "config.json").write_text(json.dumps(files.with_crc32(config)))
-    state = checkpoint(run)
-    del state["state"]["evaluations_without_best"]
-    del state["data_signature"], state["test_signature"], state["optimizer_signature"]
-    run.save(state, 24)
-    longer = dataclasses.replace(task, epochs=3)
-    with refuses("schedule", "constant", "cosine"):
-        Run.open(run.path, dataclasses.replace(longer, schedule="cosine"))
-    assert train(longer, Run.open(run.path, longer), runtime=cpu, progress=False)
-    assert run.records("train")[-1]["step"] == 36 and run.config["settings"]["schedule"] == "constant"
-    assert "learning rate" not in findings.curves(run.records())
-    assert checkpoint(run)["data_signature"] == longer.data_signature(longer.datasets()[0])

@@ -148,8 +148,6 @@ def simulate(
     out: Path = Path("data"),
     samples: int = 10_000,
     test_samples: int = 500,
-    workers: int = os.cpu_count() or 1,
-    seed: int = 0,
 ) -> None:
     """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample. A
     simulation that was stopped is resumed: files that are there already are kept.
@@ -159,10 +157,8 @@ def simulate(
         out: folder of the set.
         samples: training samples.
         test_samples: test samples.
-        workers: processes.
-        seed: every sample depends on the seed and its number alone.
     """
     from tpukit.tasks.cdeit import simulate
 
-    simulate(out, samples=samples, test_samples=test_samples, workers=workers, seed=seed)
+    simulate(out, samples=samples, test_samples=test_samples, workers=os.cpu_count() or 1)
     print(f"{samples} training and {test_samples} test samples: {out}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import glob
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,15 +37,18 @@ def find_dataset(
     there is none.
 
     A given `path` is taken, or else `fallback`, if it is a folder. Without a path, in this order: Drive
-    (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`; on Colab a Drive that is not mounted
-    yet, for which the user is asked once; a download, if the task has one and its server answers; a synthetic
-    set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo` False. The
-    path "demo" is that set, too. Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`.
+    (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, by default the task's own, if it has
+    one; on Colab a Drive that is not mounted yet, for which the user is asked once; a download, if the task
+    has one and its server answers; a synthetic set of `size` samples, by default more of them with a TPU or a
+    GPU, or an error with `demo` False. The path "demo" is that set, too. Archives (.zip, .tar.gz) at these
+    places are unpacked below `env.outputs`. Of the processes that torchrun started, rank 0 prints.
+
     Raises TpukitError if neither a given `path` nor `fallback` exists; and for a name that no task has, if no
     place holds it."""
     task = _task_of(name)
     if str(path) == DEMO and not Path(DEMO).exists():
         return _synthetic(env, name, size, _require_task(name), "as the path `demo` says")
+    fallback = fallback or getattr(task, "fallback", None)
     instead = Path(fallback) if fallback and Path(fallback).is_dir() else None
     places = _given(env, Path(path).expanduser(), instead) if path else _places(env, name, instead)
     for place, why in places:
@@ -56,7 +57,7 @@ def find_dataset(
                 why = f"{why}, unpacked from {place.name}"
                 folder = env.outputs / "datasets" / name
                 place = _unpacked(folder, place, task.dataset_parts if task else ())
-            print(printable(f"dataset {name}: {place} ({why})"))
+            _say(f"dataset {name}: {place} ({why})")
             return place
     if path:
         missing = f"dataset path {path} does not exist{f', nor does {fallback}' if fallback else ''}"
@@ -67,33 +68,24 @@ def find_dataset(
     try:
         folder = _made(env.outputs / "datasets" / f"{name}-downloaded", task.download)
     except TpukitError as error:
-        why = f"because {_searched(env)}; no download: {error}"
+        unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
+        searched = f"on Drive, in Kaggle inputs or in ./datasets{unseen}"
+        why = f"because no real ones were found {searched}; no download: {error}"
         if not demo:
             raise TpukitError(
                 f"no dataset {name}, {why}: name its folder (--dataset-dir FOLDER), or try it with a set that"
                 f" tpukit makes (--dataset-dir {DEMO})"
             ) from error
         return _synthetic(env, name, size, task, why)
-    print(printable(f"dataset {name}: {folder} (downloaded, checksums verified)"))
+    _say(f"dataset {name}: {folder} (downloaded, checksums verified)")
     return folder
 
 
 def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo: bool = False) -> Task:
-    """The task with the folder of its dataset: the given one, one that is found here, or a synthetic set of
-    `size` images, for a task that needs the user's own data only with `demo`.
-
-    Of the processes that torchrun started, only rank 0 prints which one."""
-    is_first = environment.rank() == 0
-    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
-        fallback = getattr(task, "fallback", None)
-        found = find_dataset(
-            env,
-            task.dataset,
-            task.dataset_dir,
-            fallback=fallback,
-            size=size,
-            demo=demo or not task.needs_own_data,
-        )
+    """Return the task with the folder of its dataset: the given one, one that is found here, or a synthetic
+    set of `size` samples, for a task that needs the user's own data only with `demo`."""
+    demo = demo or not task.needs_own_data
+    found = find_dataset(env, task.dataset, task.dataset_dir, size=size, demo=demo)
     return dataclasses.replace(task, dataset_dir=found)
 
 
@@ -110,6 +102,17 @@ def make_synthetic(name: str, folder: Path | str, *, size: int | None = None) ->
         (work / "README.txt").write_text(SYNTHETIC_NOTE)
 
     return _made(folder.with_name(f"{folder.name}-{size}"), make)
+
+
+def is_synthetic(folder: Path | str) -> bool:
+    """Return whether `make_synthetic` made this dataset."""
+    note = Path(folder) / "README.txt"
+    return note.is_file() and note.read_bytes() == SYNTHETIC_NOTE.encode()
+
+
+def _say(text):
+    if environment.rank() == 0:
+        print(printable(text))
 
 
 def _given(env, path, instead):
@@ -142,48 +145,30 @@ def _places(env, name, instead):
 
 
 def _unpacked(folder, archive, parts):
-    """The folder with the unpacked content of an archive: `folder`, whose name another session finds among
-    its inputs, or one next to it if that has other content."""
+    """Return the folder with the unpacked content of an archive; its name tells one content from another."""
     content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
-    source = folder.with_name(f".{folder.name}.archive")  # holds the key of the content of `folder`
+    folder = folder.with_name(f"{folder.name}-{content[:8]}")
     with files.file_lock(folder):
         if not folder.exists():
-            with files.explain_unwritable(folder.parent):
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                files.write_atomic(source, content)
-        elif not source.exists() or source.read_text() != content:
-            folder = folder.with_name(f"{folder.name}-{content[:8]}")
-        if not folder.exists():
-            print(printable(f"unpacking {archive}"))
+            _say(f"unpacking {archive}")
             archives.unpack(archive, folder, parts=parts)
     return folder
 
 
-def _searched(env):
-    unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
-    return f"no real ones were found on Drive, in Kaggle inputs or in ./datasets{unseen}"
-
-
 def _synthetic(env, name, size, task, why):
-    """A synthetic set in the outputs, with the reason why it is taken."""
+    """Return a synthetic set in the outputs, and print the reason why it is taken."""
     note = f"{size} synthetic samples"
     if not size:
         large = task.synthetic_size_accelerator if env.accelerator in ("tpu", "cuda") else 0
         size = large or task.synthetic_size
         note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
-    print(printable(f"dataset {name}: {folder} ({note}; not real data, {why})"))
+    _say(f"dataset {name}: {folder} ({note}; not real data, {why})")
     return folder
 
 
-def is_synthetic(folder: Path | str) -> bool:
-    """Whether `make_synthetic` made this dataset."""
-    note = Path(folder) / "README.txt"
-    return note.is_file() and note.read_bytes() == SYNTHETIC_NOTE.encode()
-
-
 def _made(folder, make):
-    """A folder that `make` fills, whole or not at all; kept if already there."""
+    """Return a folder that `make` fills, whole or not at all; kept if already there."""
     with files.file_lock(folder):
         if not folder.exists():
             with files.atomic_folder(folder) as work:
@@ -192,7 +177,7 @@ def _made(folder, make):
 
 
 def _task_of(name) -> type[Task] | None:
-    """The class of the task with a dataset of this name."""
+    """Return the class of the task with a dataset of this name."""
     return next((find(key) for key, entry in TASKS.items() if entry.dataset.lower() == name.lower()), None)
 
 

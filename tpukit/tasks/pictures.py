@@ -4,7 +4,7 @@ file."""
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -18,14 +18,14 @@ MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are dec
 
 
 @contextlib.contextmanager
-def opened(file: Path | str | BinaryIO) -> Iterator[Image.Image]:
-    """Context manager: the Pillow image of a path or an open file, not decoded yet.
+def opened(path: Path | str) -> Iterator[Image.Image]:
+    """Context manager: the Pillow image of a file, not decoded yet.
 
     Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS and for a named pipe, which may
     never be written to."""
-    if isinstance(file, (str, Path)) and Path(file).is_fifo():
+    if Path(path).is_fifo():
         raise TpukitError("it is a named pipe, and not a file")
-    with Image.open(file, formats=FORMATS) as image:
+    with Image.open(path, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise TpukitError(
                 f"its header declares {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}"

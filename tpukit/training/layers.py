@@ -1,9 +1,7 @@
-"""For fine-tuning: parts of a model that do not train, and smaller learning rates nearer to its input."""
+"""Parts of a model that do not train: `freeze`, and the optimizer without them."""
 
-import collections
 import difflib
 import itertools
-from collections.abc import Container
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,49 +10,33 @@ from tpukit.host.errors import TpukitError
 from tpukit.training import batch_norm
 from tpukit.training.task import Task
 
-BACKBONE = "backbone"  # all layers but the last, unless the model has a part of this name
+BACKBONE = "backbone"  # all but the head, unless the model has a part of this name
 
 
-def find_layers(model: nn.Module) -> list[list[str]]:
-    """[[parameter names]] of the model's layers from input to output: its children, in the order in which
-    they were assigned.
-
-    A Sequential or ModuleList is one layer for each of its own children, a ModuleDict a single one, because
-    it need not be in the order of the computation. Parameters of the model itself join the first layer."""
-    own = [name for name, _ in model.named_parameters(recurse=False)]
-    first, *others = _layers_below(model, "", dict(model.named_parameters())) or [[]]
-    return [own + first, *others]
-
-
-def _layers_below(module: nn.Module, prefix: str, names: Container[str]) -> list[list[str]]:
-    """names: of all parameters; a shared one has only the first of its names."""
-    layers = []
-    for name, child in module.named_children():
-        if isinstance(child, (nn.Sequential, nn.ModuleList)):
-            layers += _layers_below(child, f"{prefix}{name}.", names)
-        else:
-            inner = (f"{prefix}{name}.{parameter}" for parameter, _ in child.named_parameters())
-            layers.append([parameter for parameter in inner if parameter in names])
-    return [layer for layer in layers if layer]
-
-
-def checked_layers(task: Task, model: nn.Module) -> list[list[str]]:
-    """`task.layers(model)`. Raises TpukitError unless it has each parameter once."""
-    layers = task.layers(model)
-    listed = collections.Counter(name for layer in layers for name in layer)
-    listed.subtract(name for name, _ in model.named_parameters())
-    if wrong := sorted(name for name, count in listed.items() if count):
-        raise TpukitError(
-            f"{type(task).__name__}.layers() must have each parameter of the model once; wrong:"
-            f" {', '.join(wrong[:5])}"
-        )
-    return layers
+def find_head(model: nn.Module) -> list[str]:
+    """Return the names of the parameters of the model's last layer: of the child that was assigned last, and
+    of a Sequential or ModuleList there, its last child. A shared parameter belongs to its first name."""
+    names = [name for name, _ in model.named_parameters()]
+    module, prefix, is_whole = model, "", True
+    while True:
+        children = {
+            name: child
+            for name, child in module.named_children()
+            if any(parameter.startswith(f"{prefix}{name}.") for parameter in names)
+        }
+        is_wrapper = len(children) == 1 and not list(module.parameters(recurse=False))
+        is_list = isinstance(module, (nn.Sequential, nn.ModuleList))
+        if not children or not (is_whole or is_wrapper or is_list):
+            return [name for name in names if name.startswith(prefix)]
+        is_whole = is_whole and is_wrapper
+        name, module = list(children.items())[-1]
+        prefix = f"{prefix}{name}."
 
 
 def freeze(task: Task, model: nn.Module) -> None:
     """Keep the parts of the model that `task.freeze` names as they are: no gradients, and the running
     statistics of batch norms are used in training too. Raises TpukitError for a name that the model does not
-    have."""
+    have, and if nothing is left to train."""
     if not task.freeze:
         return
     names = [name for name, _ in model.named_parameters()]
@@ -62,7 +44,7 @@ def freeze(task: Task, model: nn.Module) -> None:
     frozen = set()
     for part in task.freeze:
         if part == BACKBONE and part not in parts:
-            frozen.update(name for layer in checked_layers(task, model)[:-1] for name in layer)
+            frozen.update(set(names) - set(task.head(model)))
         elif part in parts:
             frozen.update(name for name in names if f"{name}.".startswith(f"{part}."))
         else:
@@ -82,23 +64,14 @@ def freeze(task: Task, model: nn.Module) -> None:
 
 
 def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
-    """`task.optimizer(model)` without what is frozen, and with each layer's learning rate by
-    `task.layer_decay`."""
+    """Return `task.optimizer(model)` without what is frozen."""
     optimizer = task.optimizer(model)
-    if not task.freeze and task.layer_decay == 1:
+    if not task.freeze:
         return optimizer
-    parameters = dict(model.named_parameters())
-    layers = reversed(checked_layers(task, model))
-    height = {parameters[name]: number for number, layer in enumerate(layers) for name in layer}
-    groups = []
     for group in optimizer.param_groups:
-        at_height = collections.defaultdict(list)
         for parameter in group["params"]:
-            if parameter.requires_grad:
-                at_height[height.get(parameter, 0)].append(parameter)
-            else:
+            if not parameter.requires_grad:
                 optimizer.state.pop(parameter, None)  # Adagrad has made it already
-        for number, members in at_height.items():
-            groups.append(group | dict(params=members, lr=group["lr"] * task.layer_decay**number))
-    optimizer.param_groups[:] = groups
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return optimizer

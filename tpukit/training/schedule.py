@@ -9,15 +9,11 @@ def lr_factor(task: Task, step: int, steps_per_epoch: int) -> float | None:
     """What multiplies the learning rates of the optimizer in a step; None if they never change.
 
     step: from 0. It depends on these arguments alone, so a resumed run continues where it was. As torch's
-    LinearLR from 1 / (W + 1) over the W steps of the warm-up, then CosineAnnealingLR over all that remain;
-    StepLR counts from epoch 0."""
+    LinearLR from 1 / (W + 1) over the W steps of the warm-up, then CosineAnnealingLR over all that remain."""
     if task.schedule == "constant" and not task.warmup_epochs:
         return None
     warm_up = round(task.warmup_epochs * steps_per_epoch)
-    factor = min(1.0, (step + 1) / (warm_up + 1))
-    if task.schedule == "step":
-        return factor * task.decay_factor ** (step // steps_per_epoch // task.decay_epochs)
     if task.schedule == "cosine" and step >= warm_up:
         done = (step - warm_up) / max(task.epochs * steps_per_epoch - warm_up, 1)
         return task.final_lr + (1 - task.final_lr) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
-    return factor
+    return min(1.0, (step + 1) / (warm_up + 1))

@@ -132,22 +132,15 @@ class Task:
     """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
     clip_norm: float | None = None
     """Scale gradients of a larger norm down to it; None: do not clip."""
-    schedule: Literal["constant", "cosine", "step"] = "constant"
-    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`. step: times
-    `decay_factor` every `decay_epochs`."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
     final_lr: float = 0.0
     """Share of the learning rate that the cosine schedule ends with."""
-    decay_epochs: int = 30
-    """Epochs between two drops of the step schedule."""
-    decay_factor: float = 0.1
-    """Factor of each drop."""
-    layer_decay: float = 1.0
-    """Learning rate of each of the `layers` relative to the next one nearer to the output."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but
-    the last of its `layers`. Their batch norms use the running statistics; their dropout still drops."""
+    its last layer. Their batch norms use the running statistics; their dropout still drops."""
     micro_batches: int = setting(1, free=True)
     """Parts of a batch whose gradients are computed one after the other and added up, for less memory. The
     step is the same, except that batch norm takes its statistics of each part, and for a loss that is not a
@@ -183,11 +176,11 @@ class Task:
 
     def __post_init__(self) -> None:
         """Raise TpukitError for a setting that no training can have."""
-        ones = ("batch_size", "log_every", "eval_every", "micro_batches", "patience", "decay_epochs")
+        ones = ("batch_size", "log_every", "eval_every", "micro_batches", "patience")
         zeros = ("epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
         self.require_at_least(1, *ones)
         self.require_at_least(0, *zeros)
-        self.require_shares("final_lr", "decay_factor", "layer_decay", "ema_decay")
+        self.require_shares("final_lr", "ema_decay")
         # A class of the user's may have annotations that only its own module understands.
         known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
         for name, declared in get_type_hints(known).items():
@@ -246,12 +239,12 @@ class Task:
         data, _ = self.datasets()
         return data.batch(np.arange(count) % len(data), None)
 
-    def layers(self, model: nn.Module) -> list[list[str]]:
-        """[[parameter names]] from input to output, each parameter once: for `layer_decay` and
-        freeze="backbone"."""
-        from tpukit.training.layers import find_layers
+    def head(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters that freeze="backbone" leaves to train: those of the last
+        layer."""
+        from tpukit.training.layers import find_head
 
-        return find_layers(model)
+        return find_head(model)
 
     def predictor(
         self, model: nn.Module, runtime: Runtime, epoch: int | None = None

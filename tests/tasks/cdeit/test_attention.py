@@ -1,7 +1,6 @@
 """Attention on XLA: its kernels, interpreted on the CPU; attention in slices; which of the two is used, and
 what is said."""
 
-import functools
 import json
 import os
 import subprocess
@@ -42,14 +41,13 @@ def compiler(request):
 
 @pytest.fixture
 def jax(compiler):
-    """Run the interpreter's script, where jax is: jax(*arguments) -> what it prints."""
+    """Run the interpreter's script, where jax is: jax(*arguments)."""
 
     def run(*arguments):
         command = [sys.executable, "-s", INTERPRETER, *map(str, arguments)]
         environ = {**os.environ, "PYTHONPATH": str(compiler), "JAX_PLATFORMS": "cpu"}
         ran = subprocess.run(command, env=environ, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
-        return ran.stdout.strip()
 
     return run
 
@@ -83,7 +81,7 @@ def kernels(jax, use, tmp_path):
         arrays = [x.detach().cpu() for x in (query, *others)]
         arrays = [x.view(torch.uint16) if x.dtype == torch.bfloat16 else x for x in arrays]
         np.savez(tmp_path / "in.npz", **{chr(97 + i): x.numpy() for i, x in enumerate(arrays)})
-        jax("run", kind, heads, tmp_path / "in.npz", tmp_path / "out.npz")
+        jax(kind, heads, tmp_path / "in.npz", tmp_path / "out.npz")
         found = np.load(tmp_path / "out.npz")
         results = [torch.tensor(found[name]).to(dtype).to(query.device) for name, dtype in zip(found, dtypes)]
         assert [x.shape for x in results] == [torch.Size(shape) for shape in shapes]
@@ -128,16 +126,6 @@ def test_the_kernels_are_attention_forward_and_backward_to_the_rounding_of_bf16(
         assert a.shape == b.shape and (a.cpu().double() - b).norm() < 3 * 2**-9 * b.norm()
 
 
-@pytest.mark.parametrize("kind, arrays", [("forward", 4), ("backward", 7)])
-@pytest.mark.parametrize("biased", [0, 1])
-def test_every_array_of_a_kernel_crosses_the_memory_bus_once(kind, arrays, biased, jax):
-    # By hand: bf16 arrays of B T C, and a float32 table of H T T, which the backward kernel also writes.
-    batch, tokens, width, heads = 3, 512, 256, 8
-    tables = biased * (arrays // 4 + (kind == "backward"))
-    by_hand = arrays * batch * tokens * width * 2 + tables * heads * tokens**2 * 4
-    assert int(jax("count", kind, batch, tokens, width, heads, biased)) == by_hand
-
-
 def test_a_kernel_is_the_same_wherever_tpukit_is_installed(compiler, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(compiler))
     code = module.kernel_payloads((2, 128, 384), 4, False)
@@ -164,7 +152,7 @@ os._exit(0)  # else the graph, which is for a TPU, would run
 """
 
 
-@pytest.mark.parametrize("tokens, biased", [(4096, False), (1024, False), (256, True)])
+@pytest.mark.parametrize("tokens, biased", [(4096, False), (256, True)])
 def test_the_kernels_that_this_jax_lowers_are_compiled_by_this_libtpu(tokens, biased, compiler, tmp_path):
     graph = tmp_path / "graph.mlirbc"
     trace = [sys.executable, "-c", TRACER, str(graph), str(tokens), str(biased)]
@@ -315,30 +303,3 @@ def test_the_kernels_are_lowered_in_a_process_without_this_ones_flags_whose_last
     script.write_text("import nothing_of_this_name")
     with pytest.raises(RuntimeError, match="nothing_of_this_name"):
         module.kernel_payloads((2, 9, 384), 4, True)
-
-
-def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(xla, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PAIRS", 2 * 16**2)  # an image
-    results = []
-    for changes in (True, False):
-        torch.manual_seed(0)
-        model = xla.to_device(torch.nn.Linear(8, 24))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = functools.partial(one_step, model, optimizer)
-        compiled = xla.compile(step, name=f"step {changes}", mutates=(model, optimizer)) if changes else step
-        for seed in range(4):
-            torch.manual_seed(seed)
-            loss = compiled(torch.randn(2, 16, 8).to(xla.device))
-        if changes:
-            assert compiled.may_replay and compiled.calls == 4 and compiled.graph.replays == 4
-        results.append([float(loss), model.weight.detach().cpu()])
-    (loss, weight), (traced_loss, traced_weight) = results
-    assert loss == traced_loss and torch.equal(weight, traced_weight)
-
-
-def one_step(model, optimizer, x):
-    optimizer.zero_grad(set_to_none=True)
-    loss = attention(model(x), 2).square().sum()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()

@@ -1,11 +1,7 @@
-"""Images and their classes from folders, CSV lists and saved datasets; their splits; bad ones; and the
-decoded pixels."""
+"""Images and their classes from folders and CSV lists; their splits; bad ones; and the decoded pixels."""
 
 import itertools
-import json
 import shutil
-import sys
-import time
 from hashlib import sha256
 
 import numpy as np
@@ -148,82 +144,21 @@ def test_a_csv_that_lists_no_images_is_refused_by_what_is_wrong(content, told, t
         find_samples(tmp_path / "list.csv")
 
 
-# Saved datasets
+# Hugging Face datasets
 
 
-def write_table(path, images, names=("red", "green", "blue")):
-    """A table of image files as the Hugging Face library writes one: images as bytes, classes as numbers of
-    these names, not sorted; without names as texts."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    classes = [image.parent.name for image in images]
-    labels = [names.index(name) for name in classes] if names else classes
-    content = pyarrow.table(dict(image=[dict(bytes=i.read_bytes(), path=None) for i in images], label=labels))
-    if names:
-        features = dict(image=dict(_type="Image"), label=dict(_type="ClassLabel", names=names))
-        content = content.replace_schema_metadata(
-            {"huggingface": json.dumps(dict(info=dict(features=features)))}
-        )
-    path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".parquet":
-        parquet.write_table(content, path)
-    else:
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, content.schema) as writer:
-            writer.write_table(content)
-
-
-def test_parquet_files_of_a_saved_dataset_keep_its_order_of_classes_and_are_read_once(tmp_path, monkeypatch):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    paint(tmp_path / "png", 4)
-    read, columns = parquet.ParquetFile.read, []
-
-    def slowly(file, names):
-        columns.extend(names)
-        time.sleep(0.05)
-        return read(file, names)
-
-    monkeypatch.setattr(parquet.ParquetFile, "read", slowly)
-    for split in ("train", "test"):
-        images = sorted(tmp_path.glob(f"png/{split}/*/*"))
-        write_table(tmp_path / f"hf/{split}-00000-of-00001.parquet", images)
+@pytest.mark.parametrize("name", ["data/train-00000-of-00001.parquet", "train/data-00000-of-00001.arrow"])
+def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_folders(name, tmp_path):
+    path = tmp_path / "hf" / name
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (path.parent / "cache-0123456789abcdef.arrow").touch()  # of the library's own
+    for place in (tmp_path / "hf", path):
+        with refuses("1 in all", path.name, "docs/YOUR_DATA.md"):
+            find_samples(place)
+    paint(tmp_path / "hf")
     train, test = task(tmp_path / "hf").datasets()
-    assert train.classes == ["red", "green", "blue"] and (len(train), len(test)) == (12, 12)
-    check_colours(train, test)
-    assert columns.count("image") == 2  # each file, whatever the number of threads
-
-
-def test_arrow_files_without_a_split_are_split_by_their_rows_and_cached_ones_are_not_more_rows(tmp_path):
-    images = sorted(paint(tmp_path / "png", splits=("train",)).glob("*/*/*"))
-    for name in ("data-00000-of-00001.arrow", "cache-0123456789abcdef.arrow"):
-        write_table(tmp_path / "hf" / name, images)
-    train, test = task(tmp_path / "hf").datasets()
-    assert (len(train), len(test)) == (12, 3)
-    check_colours(train, test)
-
-
-def test_tables_that_disagree_about_the_classes_are_refused_by_the_class_that_one_lacks(tmp_path):
-    images = sorted(paint(tmp_path / "png").glob("train/*/*"))
-    write_table(tmp_path / "hf/test-0.parquet", images[:10], names=("blue", "green"))
-    write_table(tmp_path / "hf/train-0.parquet", images, names=())
-    with refuses("test split", "red"):
-        task(tmp_path / "hf").datasets()
-
-
-@pytest.mark.parametrize(
-    "version, told",
-    [("14.0.0", "14.0.0"), ("14.0.1", "damaged"), ("15.0.0.dev3", "damaged"), (None, "pip install")],
-)
-def test_a_pyarrow_that_is_missing_or_can_run_code_from_a_table_is_not_asked_to_read_one(
-    version, told, tmp_path, monkeypatch
-):
-    pyarrow = pytest.importorskip("pyarrow")
-    if version:
-        monkeypatch.setattr(pyarrow, "__version__", version)
-    else:
-        monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "train-0.parquet").write_bytes(b"no table")
-    with refuses("train-0.parquet", told):
-        find_samples(tmp_path)
+    assert "docs/YOUR_DATA.md" in train.notes and (len(train), len(test)) == (15, 15)
 
 
 # What cannot be trained on

@@ -152,19 +152,12 @@ def test_torchvisions_networks_serve_where_timm_is_missing(without_timm, tmp_pat
     found = build(network, 3, 32, path).state_dict()
     assert found["fc.weight"].shape == (3, 512) and torch.equal(found["conv1.weight"], state["conv1.weight"])
     task = ImageClassifier(model_name="resnet18", image_size=32)
-    groups = task.layers(task.model())
-    assert groups[0] == ["conv1.weight"] and groups[-1] == ["fc.weight", "fc.bias"] and len(groups) == 11
+    assert task.head(task.model()) == ["fc.weight", "fc.bias"]
 
 
 @pytest.mark.parametrize(
-    "name, first, last",
-    [("test_vit", "patch_embed", "head"), ("test_convnext", "stem", "head"), ("test_resnet", "conv1", "fc")],
+    "name, head", [("test_vit", "head"), ("test_convnext", "head.fc"), ("test_resnet", "fc")]
 )
-def test_layers_go_from_the_input_to_the_output_and_hold_every_parameter_once(name, first, last):
+def test_the_head_of_a_network_is_the_layer_that_gives_the_logits(name, head):
     task = ImageClassifier(model_name=name, image_size=64)
-    model = task.model()
-    groups = task.layers(model)
-    names = [name for group in groups for name in group]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert any(name.startswith(first) for name in groups[0]) and len(groups) >= 4
-    assert any(name.startswith(last) for name in groups[-1])
+    assert task.head(task.model()) == [f"{head}.weight", f"{head}.bias"]

@@ -192,28 +192,12 @@ def test_texts_are_tokenised_once_and_anew_where_files_or_settings_change(tmp_pa
     assert opened(tmp_path, tokenizer)[0].signature != first.signature and len(made) == 3
 
 
-def test_saved_hugging_face_datasets_give_what_lines_of_json_give(tmp_path, tokenizer):
-    pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    rows = [dict(prompt=f"{n}?", completion=f"{n}!") for n in range(12)]
-    for name in ("lines", "arrow/train", "parquet/data"):
-        (tmp_path / name).mkdir(parents=True)
-    write_lines(tmp_path / "lines/a.jsonl", *rows)
-    table = pyarrow.Table.from_pylist(rows)
-    with pyarrow.OSFile(str(tmp_path / "arrow/train/data-00000-of-00001.arrow"), "wb") as file:
-        with pyarrow.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table)
-    (tmp_path / "arrow/train/dataset_info.json").write_text("{}")
-    pyarrow.parquet.write_table(table, tmp_path / "parquet/data/all.parquet")
-    found = [
-        sorted(part for rows in opened(tmp_path / name, tokenizer) for part in parts_of(rows, tokenizer))
-        for name in ("lines", "parquet", "arrow")
-    ]
-    assert found[0] == found[1] == found[2] and len(found[0]) == 12
-    (tmp_path / "parquet/data/all.parquet").write_bytes(b"PAR1 broken")
-    with refuses("all.parquet", "damaged"):
-        opened(tmp_path / "parquet", tokenizer)
+def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_lines(tmp_path, tokenizer):
+    (tmp_path / "train-00000-of-00001.parquet").touch()
+    with refuses("train-00000", "docs/TEXT.md"):
+        opened(tmp_path, tokenizer)
+    (tmp_path / "train.txt").write_text("abc" * 200)
+    assert "docs/TEXT.md" in opened(tmp_path, tokenizer)[0].notes
 
 
 BAD_LINES = {

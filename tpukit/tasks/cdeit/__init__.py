@@ -112,7 +112,7 @@ class CDEIT(Task):
     def synthesize(folder, size, rng):
         """Simulated tanks, four fifths of them to train: see `simulator.py`."""
         cut = size * 4 // 5
-        simulate(folder, samples=cut, test_samples=size - cut, seed=int(rng.integers(2**31)))
+        simulate(folder, samples=cut, test_samples=size - cut)
 
     def example(self, count):
         rng = np.random.default_rng(0)
@@ -136,15 +136,6 @@ class CDEIT(Task):
             window=self.window,
             levels=self.levels,
         )
-
-    def layers(self, model: "CDEITModel") -> list[list[str]]:
-        """In the order of the computation; the embeddings, of pixels and of time, are the first."""
-        downs, ups = ([f"{part}.{level}" for level in range(self.levels)] for part in ("downs", "ups"))
-        blocks = ["swinIn1", "swinIn2", *downs, "mid", *ups, "swinOut1", "swinOut2"]
-        layers = {part: [] for part in ("", *(f"blocks.{block}." for block in blocks), "final_layer.")}
-        for name, _ in model.named_parameters():
-            layers[max(filter(name.startswith, layers), key=len)].append(name)
-        return list(layers.values())
 
     def optimizer(self, model):
         from torch.optim import Adam

@@ -193,9 +193,9 @@ def read_voltages(path: Path) -> np.ndarray:
 def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
     """((mean, deviation), note): what voltages are normalised by, and where it comes from, a sentence.
 
-    In this order: mean.pth and std.pth beside the split's folder, or in it; in ./data; computed from root's
-    training set. Raises TpukitError where there is none of these, or one is damaged."""
-    for folder in (split_folder.parent, split_folder, FALLBACK):
+    In this order: mean.pth and std.pth beside the split's folder; in ./data; computed from root's training
+    set. Raises TpukitError where there is none of these, or one is damaged."""
+    for folder in (split_folder.parent, FALLBACK):
         if all((folder / name).is_file() for name in STATISTICS):
             mean, deviation = (_read_statistic(folder / name) for name in STATISTICS)
             return (mean, deviation), f"voltage statistics: {' and '.join(STATISTICS)} of {folder}"

@@ -7,10 +7,7 @@ a resistive inclusion."""
 
 import concurrent.futures
 import functools
-import json
-import math
 import multiprocessing
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,8 +28,11 @@ VOLTS = 0.87e-3
 # Regularisation of the two linear images, about the best for synthetic scenes.
 TIKHONOV, GAUSS_NEWTON = 1e-6, 3e-3
 SPLITS = ("train", "test")
+SEED = 1
+NOISE = 0.01  # of the voltages, relative to their root mean square: 40 dB
+# How far a real tank is from this model: the relative deviation of each voltage's gain, and of that of all
+MISMATCH = 0.15
 CHUNK = 25  # samples that a worker gets at a time
-FILE_BYTES = 31_200  # of one sample
 
 
 # Scenes
@@ -188,83 +188,47 @@ def simulate(
     samples: int = 1000,
     test_samples: int = 100,
     workers: int = 1,
-    seed: int = 0,
-    snr_db: float = 40.0,
-    mismatch: float = 0.15,
-    progress: bool = True,
 ) -> Path:
-    """Make a set: folder/train and folder/test with an npz file for every sample, and folder/simulation.json.
+    """Make a set: folder/train and folder/test with an npz file for every sample. Return the folder.
 
     A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and
-    Gauss-Newton images of ys; seed. Existing files are kept: a simulation that was stopped continues, and
-    more samples can be added. Returns the folder.
+    Gauss-Newton images of ys. Every sample depends on its split and its number alone. Existing files are
+    kept: a simulation that was stopped continues, and more samples can be added.
 
-    workers: processes. snr_db: signal to noise of the voltages, in decibels. mismatch: how far a real tank is
-    from this model, as the relative deviation of every voltage's gain and of the gain of all. Every sample
-    depends on (seed, split, its number) alone. Raises TpukitError if the folder holds a set of other
-    settings, or cannot be written."""
+    workers: processes. Raises TpukitError if the folder cannot be written."""
     from tqdm.auto import tqdm
 
-    folder, total = Path(folder), samples + test_samples
-    settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
-    at_least_0 = dict(samples=samples, test_samples=test_samples, seed=seed, mismatch=mismatch)
-    wrong = [f"{name}={value}" for name, value in at_least_0.items() if not 0 <= value < math.inf]
-    wrong += [f"workers={workers}"] * (workers < 1) + [f"snr_db={snr_db}"] * (not snr_db > -math.inf)
-    if wrong:
-        raise TpukitError(f"{', '.join(wrong)}: give numbers of 0 or more, and 1 or more workers")
+    if min(samples, test_samples, workers - 1) < 0:
+        raise TpukitError(
+            f"samples={samples}, test_samples={test_samples}, workers={workers}: give numbers of 0 or more,"
+            " and 1 or more workers"
+        )
+    folder = Path(folder)
+    wanted = [
+        folder / split / f"{number:06d}.npz"
+        for split, count in zip(SPLITS, (samples, test_samples))
+        for number in range(count)
+    ]
     with files.explain_unwritable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        for split in SPLITS:
+            (folder / split).mkdir(parents=True, exist_ok=True)
         # A power cut can leave a file that is listed and empty, because the files are not durable.
         existing = {path for path in folder.glob("*/*.npz") if path.stat().st_size}
-        needed, free = (total - len(existing)) * FILE_BYTES, shutil.disk_usage(folder).free
-        if needed > free:
-            raise TpukitError(
-                f"{total} samples need about {needed / 1e9:,.0f} GB, {folder} has {free / 1e9:,.1f} GB free:"
-                " simulate fewer, or choose a folder on a larger disk"
-            )
-        _check_settings(folder / "simulation.json", settings)
-        for split in SPLITS:
-            (folder / split).mkdir(exist_ok=True)
-    wanted = [
-        (split, number) for split, count in zip(SPLITS, (samples, test_samples)) for number in range(count)
-    ]
-    missing = [sample for sample in wanted if _path(folder, *sample) not in existing]
-    make = functools.partial(_make_file, folder, settings)
-    workers = min(workers, len(missing) // CHUNK + 1)
-    done = total - len(missing)
-    with tqdm(total=total, initial=done, desc="simulating", unit="sample", disable=not progress) as bar:
-        if workers == 1:
-            for _ in map(make, missing):
-                bar.update()
-            return folder
-        # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
-        spawn = multiprocessing.get_context("spawn")
-        try:
-            with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-                for _ in pool.map(make, missing, chunksize=CHUNK):
+        missing = [path for path in wanted if path not in existing]
+        workers = min(workers, len(missing) // CHUNK + 1)
+        done = len(wanted) - len(missing)
+        bar = tqdm(total=len(wanted), initial=done, desc="simulating", unit="sample")
+        with bar:
+            if workers == 1:
+                for _ in map(_make_file, missing):
                     bar.update()
-        except concurrent.futures.process.BrokenProcessPool as error:
-            raise TpukitError(
-                "a worker process died (out of memory, or killed): start again to continue, with fewer"
-                " workers. In a script, several workers need `if __name__ == '__main__':` around the call"
-            ) from error
+                return folder
+            # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
+            spawn = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+                for _ in pool.map(_make_file, missing, chunksize=CHUNK):
+                    bar.update()
     return folder
-
-
-def _check_settings(path, settings):
-    """Compare the settings with those of an existing set, or write those of a new one."""
-    if not path.exists():
-        files.write_atomic(path, json.dumps(settings, indent=1))
-    try:
-        saved = json.loads(path.read_text())
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise TpukitError(f"{path} is damaged ({error}): delete it, or choose another folder") from error
-    if saved != settings:
-        raise TpukitError(f"{path.parent} was simulated with {saved}, not {settings}: choose another folder")
-
-
-def _path(folder, split, number):
-    return folder / split / f"{number:06d}.npz"
 
 
 @functools.cache
@@ -272,24 +236,23 @@ def _tank():
     return Tank()
 
 
-def _make_file(folder, settings, sample):
-    """Make the file of one sample, given as (split, number)."""
+def _make_file(path):
+    """Make the file of one sample, SPLIT/NUMBER.npz."""
     # Not durable: there are thousands, and each would wait for the disk.
-    with files.atomic_file(_path(folder, *sample), durable=False) as file:
-        np.savez_compressed(file, **make_sample(_tank(), *sample, **settings))
+    with files.atomic_file(path, durable=False) as file:
+        np.savez_compressed(file, **make_sample(_tank(), path.parent.name, int(path.stem)))
 
 
-def make_sample(tank: Tank, split: str, number: int, *, seed: int, snr_db: float, mismatch: float) -> dict:
-    """One sample as a dict of arrays; see `simulate`."""
-    origin = (seed, SPLITS.index(split), number)
-    rng = np.random.default_rng(np.random.SeedSequence(origin))
+def make_sample(tank: Tank, split: str, number: int) -> dict:
+    """Return the arrays of one sample; see `simulate`."""
+    rng = np.random.default_rng(np.random.SeedSequence((SEED, SPLITS.index(split), number)))
     image = scene(rng)
     volts = tank.simulate(image)
-    gain = np.exp(mismatch * rng.standard_normal())  # of all
-    volts = volts * gain * np.exp(mismatch * rng.standard_normal(volts.shape))
-    volts += rng.standard_normal(volts.shape) * np.sqrt(np.mean(volts**2)) * 10 ** (-snr_db / 20)
+    gain = np.exp(MISMATCH * rng.standard_normal())  # of all
+    volts = volts * gain * np.exp(MISMATCH * rng.standard_normal(volts.shape))
+    volts += rng.standard_normal(volts.shape) * np.sqrt(np.mean(volts**2)) * NOISE
     volts = volts.astype(np.float32)
-    sample = dict(xs=image, ys=volts[:, None], seed=np.array(origin))
+    sample = dict(xs=image, ys=volts[:, None])
     for name, matrix in tank.baselines.items():
         sample[name] = (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16)
     return sample

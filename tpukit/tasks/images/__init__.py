@@ -6,13 +6,12 @@ batch, S side of the images, K classes."""
 import csv
 import dataclasses
 import functools
-import hashlib
 import io
 import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -23,8 +22,9 @@ from tpukit.runs import weights
 from tpukit.runs.run import Fitted, setting
 from tpukit.tasks import pictures
 from tpukit.tasks.images import augment, models
-from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, median_side, read_image
+from tpukit.tasks.images.data import PAGE, ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
+from tpukit.tasks.splits import SPLITS, about_tables
 from tpukit.training.task import Task, marked
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ FEW = 10  # images of a class, below which `check_labels` warns
 # What a training has by default; a set with fewer than SMALL images gets more epochs and smaller batches.
 EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
 SMALL = BATCH_SIZE * STEPS // EPOCHS
+SMALL_SIDE = 64  # pixels: side of the images of such a set, from random weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,8 @@ class ImageClassifier(Task):
     """Image classification on your own images, with a network of timm (or torchvision), fine-tuned or from
     scratch.
 
-    dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; a CSV file with
-    paths and labels, or its folder; or a Hugging Face dataset saved on disk."""
+    dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; or a CSV file
+    with paths and labels, or its folder."""
 
     name: ClassVar[str] = "images"
     dataset: ClassVar[str] = "my-images"
@@ -80,8 +81,8 @@ class ImageClassifier(Task):
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
-    kept. None: that of the run that `weights` are from, else of the pretrained network, or less where the
-    images are smaller; at most 64 for a small set from random weights."""
+    kept. None: that of the run that `weights` are from, else the network's own; at most 64 for a small set
+    from random weights."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
     names."""
@@ -110,54 +111,60 @@ class ImageClassifier(Task):
     def _fit(self):
         """Choose the settings that were left None: for the dataset, or before it is known for a large one."""
         place = Path(self.dataset_dir) if self.dataset_dir else None
-        is_there = place is not None and place.exists() and not archives.stem(place)
-        wanted = []
-        for name in ("batch_size", "epochs", "image_size"):
+        if place and (archives.stem(place) or not place.exists()):
+            place = None
+
+        def is_open(name):
             value = getattr(self, name)
-            is_of_another = is_there and isinstance(value, Fitted) and value.dataset_dir != place
-            wanted += [name] if value is None or is_of_another else []
-        if not wanted:
-            return
-        chosen: dict[str, Any] = dict(batch_size=self.batch_size)
-        count = BATCH_SIZE * STEPS
-        if place and is_there:
-            samples = find_samples(place, self.images_dir, self.test_share)[1]["train"]
-            count = len(samples)
-            if "image_size" in wanted:
-                chosen["image_size"] = self._fitting_size(samples)
-        if "batch_size" in wanted:
-            sixteenth = 2 ** round(math.log2(count / 16))
-            chosen["batch_size"] = min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2))
-        chosen["epochs"] = max(EPOCHS, math.ceil(STEPS / max(count // chosen["batch_size"], 1)))
-        for name in chosen.keys() & set(wanted):
-            fitted = Fitted(chosen[name])
-            fitted.dataset_dir = place if is_there else None
+            is_of_another = isinstance(value, Fitted) and place and value.dataset_dir != place
+            return value is None or is_of_another
+
+        def choose(name, value):
+            fitted = Fitted(value)
+            fitted.dataset_dir = place
             object.__setattr__(self, name, fitted)  # the class is frozen
 
-    def _fitting_size(self, samples):
+        wanted = [name for name in ("image_size", "batch_size", "epochs") if is_open(name)]
+        if not wanted:
+            return
+        count = BATCH_SIZE * STEPS
+        if place:
+            count = len(find_samples(place, self.images_dir, self.test_share)[1]["train"])
+        if place and "image_size" in wanted:
+            choose("image_size", self._fitting_size(count))
+        if "batch_size" in wanted:
+            sixteenth = 2 ** round(math.log2(count / 16))
+            choose("batch_size", min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
+        if "epochs" in wanted:
+            assert self.batch_size
+            choose("epochs", max(EPOCHS, math.ceil(STEPS / max(count // self.batch_size, 1))))
+
+    def _fitting_size(self, count):
         network = self._network()
         if self.weights:  # of which a run says for what size they were trained
             size = self._kept_with_weights().get("image_size", "")
             return int(size) if re.fullmatch("[1-9][0-9]{0,3}", size) else network.size
-        side = median_side(samples)
-        if network.fixed_size or side is None:
+        if network.fixed_size or count >= SMALL or self._find_pretrained()[0]:
             return network.size
-        is_pretrained = self._find_pretrained()[0] is not None
-        least = 128 if is_pretrained else 64  # smaller ones are enlarged: the network halves them five times
-        most = 64 if len(samples) < SMALL and not is_pretrained else network.size
-        return min(network.size, most, max(least, 32 * math.ceil(side / 32)))
+        return min(network.size, SMALL_SIDE)
 
     # Data
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
-        found = self._find_samples()
+        assert self.dataset_dir is not None  # see `check_dataset_dir`
+        classes, samples = self._find_samples()
         pretrained, weights_note = self._find_pretrained()
         is_random = pretrained is None and not self.weights
-        notes = _listed(found[0]) if is_random else f"{weights_note}\n{_listed(found[0])}"
-        data = self._open(*found, "train", draw=functools.partial(augment.draw, self), notes=notes)
+        notes = [
+            "" if is_random else weights_note,
+            _listed(classes),
+            about_tables(Path(self.dataset_dir), PAGE),
+        ]
+        draw = functools.partial(augment.draw, self)
+        data = self._open(classes, samples, "train", draw=draw, notes="\n".join(filter(None, notes)))
         if is_random:
             data.notices.append(f"{weights_note}. From these, a few hundred photos teach a network little")
-        return data, self._open(*found, "val", "test")
+        return data, self._open(classes, samples, "val", "test")
 
     def test_set(self) -> ImageSet:
         """test/ if there is one; of a set with a val/ alone, that."""
@@ -245,15 +252,9 @@ class ImageClassifier(Task):
         pretrained, _ = self._find_pretrained()
         return models.build(self._network(), len(self.class_names), self._size(), pretrained)
 
-    def layers(self, model: "Module") -> list[list[str]]:
-        """timm's layers, of torchvision those that `Task` finds."""
-        matcher = getattr(model, "group_matcher", None)
-        if matcher is None:
-            return super().layers(model)
-        from timm.models import group_parameters
-
-        groups = group_parameters(model, matcher(coarse=False))
-        return [groups[number] for number in sorted(groups)]
+    def head(self, model: "Module") -> list[str]:
+        heads = tuple(f"{name}." for name in models.heads(model))
+        return [name for name, _ in model.named_parameters() if name.startswith(heads)]
 
     def optimizer(self, model):
         from tpukit.devices.optimizers import adamw
@@ -401,10 +402,10 @@ def _confusion(logits, labels):
 
 
 def _find_contradictions(data):
-    """Pairs of indices of equal images with two labels."""
+    """Return pairs of indices of equal images with two labels."""
     first, pairs = {}, []
-    for index, image in enumerate(data.images):
-        other = first.setdefault(hashlib.sha256(image.tobytes()).digest(), index)
+    for index, digest in enumerate(data.digests.tolist()):
+        other = first.setdefault(digest, index)
         if data.labels[other] != data.labels[index]:
             pairs.append((other, index))
     return pairs

@@ -1,10 +1,9 @@
-"""Images with a class each, from class folders or tables: found, split, decoded once.
+"""Images with a class each, from class folders or lists: found, split, decoded once.
 
 Shapes: N samples, B batch, S side of the images."""
 
 import collections
 import concurrent.futures
-import contextlib
 import functools
 import hashlib
 import math
@@ -13,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -21,66 +19,67 @@ from PIL import Image, ImageOps
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import GIB
-from tpukit.tasks import pictures
-from tpukit.tasks.images import tables
+from tpukit.tasks import pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
-from tpukit.tasks.images.tables import IMAGE_ENDINGS, SPLITS, Sample
+from tpukit.tasks.images.lists import IMAGE_ENDINGS, Sample, read_lists
+from tpukit.tasks.splits import SPLITS
 
-VERSION = 1  # of what `_decode` returns for the same files, which is cached
+VERSION = 2  # of what `_decode` returns for the same files, which is cached
+PAGE = "YOUR_DATA"  # of the docs
 
 
 def find_samples(
     dataset_dir: Path | str, images_dir: Path | None = None, test_share: float = 0.2
 ) -> tuple[list[str], dict[str, list[Sample]]]:
-    """(classes, samples) of a folder or a CSV file; decodes nothing.
+    """Return (classes, samples) of a folder or a CSV file; decode nothing.
 
-    classes: sorted, as numbers if all are such, or in the order of a Hugging Face dataset. samples: those of
-    train, and of val or test or both. Raises TpukitError for what cannot be trained on."""
+    classes: sorted, as numbers if all are such. samples: those of train, and of val or test or both. Raises
+    TpukitError for what cannot be trained on."""
     place = Path(dataset_dir)
     if not place.exists():
         raise TpukitError(f"dataset {place} does not exist")
-    samples, order = _find_in_class_folders(place) if place.is_dir() else [], []
+    samples = _find_in_class_folders(place) if place.is_dir() else []
+    about_tables = ""
     if len({sample.label for sample in samples}) < 2:
-        found, order = tables.read_tables(place, images_dir)
-        samples = found or samples
+        about_tables = splits.about_tables(place, PAGE)
+        is_table = place.is_file() and about_tables
+        samples = [] if is_table else read_lists(place, images_dir) or samples
     names = {sample.label for sample in samples}
+    if len(names) < 2 and about_tables:
+        raise TpukitError(f"{place}: {about_tables}")
     if len(names) < 2:
         here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
         raise TpukitError(
             f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
-            " folder of images for each class (in train/ and test/, or not), a CSV file with paths and"
-            f" labels, or a Hugging Face dataset; it has {here}"
+            " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"
+            f" labels; it has {here}"
         )
     classes = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
-    classes = order if names <= set(order) else classes
-    splits = collections.defaultdict(list)
-    for sample in _split_by_hash(samples, test_share):
-        splits[sample.split].append(sample)
-    for split in ("train", *(splits.keys() - {"train"} or {"test"})):
-        if missing := sorted(set(classes) - {sample.label for sample in splits[split]}):
+    by_split = collections.defaultdict(list)
+    for sample in _with_split(samples, test_share):
+        by_split[sample.split].append(sample)
+    for split in ("train", *(by_split.keys() - {"train"} or {"test"})):
+        if missing := sorted(set(classes) - {sample.label for sample in by_split[split]}):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise TpukitError(
                 f"{place}: the {split} split has no image of {len(missing)} of {len(classes)} classes"
                 f" ({shown}): add some, in a set without splits two images or more of each class"
             )
-    return classes, dict(splits)
+    return classes, dict(by_split)
 
 
-def _split_by_hash(samples, test_share):
-    """The samples with their split. Of a set without a test or val split, a share of every class, and at
-    least one image of two, is for tests: those whose names come first by their SHA-256, so that every process
-    and session chooses the same."""
+def _with_split(samples, test_share):
+    """Return the samples with their split. Of a set without a test or val split, a share of every class is
+    for tests."""
     if any(sample.split in ("val", "test") for sample in samples):
         return [sample._replace(split=sample.split or "train") for sample in samples]
     by_class = collections.defaultdict(set)  # a file that a list names twice is one
     for sample in samples:
         by_class[sample.label].add(sample.name)
-    tests = set()
-    for label, names in by_class.items():
-        hashes = {hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest(): name for name in names}
-        count = min(max(1, round(test_share * len(names))), len(names) - 1)
-        tests.update((label, hashes[key]) for key in sorted(hashes)[:count])
-    return [s._replace(split="test" if (s.label, s.name) in tests else "train") for s in samples]
+    tests = {label: splits.hold_out(names, test_share) for label, names in by_class.items()}
+    return [
+        sample._replace(split="test" if sample.name in tests[sample.label] else "train") for sample in samples
+    ]
 
 
 def _find_in_class_folders(folder):
@@ -114,31 +113,20 @@ def _images_below(folder):
 # The pixels
 
 
-def median_side(samples: list[Sample]) -> int | None:
-    """The median short side, in pixels, of up to 32 of these images, by their headers; None where none can be
-    read."""
-    sides = []
-    for index in np.linspace(0, len(samples) - 1, min(32, len(samples))).astype(int):
-        # Pillow raises many types for a damaged file, which `_decode` names.
-        with contextlib.suppress(Exception), pictures.opened(tables.open_sample(samples[index])) as image:
-            sides.append(min(image.size))
-    tables.image_column.cache_clear()
-    return int(np.median(sides)) if sides else None
-
-
-def read_image(file: Path | BinaryIO, size: int) -> np.ndarray:
+def read_image(path: Path, size: int) -> np.ndarray:
     """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept.
 
     Turned upright by its EXIF orientation; transparency is dropped; 16-bit grey maps its whole range to
     0..255. Raises what `pictures.opened` does."""
-    with pictures.opened(file) as image:
+    with pictures.opened(path) as image:
         image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
         image = pictures.to_uint8(ImageOps.exif_transpose(image)).convert("RGB")
         return np.asarray(ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC))
 
 
 def _decode(samples, size, skip_bad, split):
-    """dict: images (N, 3, S, S) uint8, kept (N,) places in `samples`, notes. Decodes on all cores."""
+    """Return a dict: images (N, 3, S, S) uint8; digests (N,) uint64, equal for equal images; kept (N,) places
+    in `samples`; notes. Decodes on all cores."""
     from tqdm.auto import tqdm
 
     count, needed = len(samples), len(samples) * 3 * size * size
@@ -150,11 +138,14 @@ def _decode(samples, size, skip_bad, split):
         )
     with tempfile.TemporaryFile() as file, concurrent.futures.ThreadPoolExecutor() as pool:
         images = np.memmap(file, np.uint8, "w+", shape=(count, 3, size, size))
+        digests = np.zeros(count, np.uint64)
 
         def decode(index):
-            """What is wrong with an image, or None."""
+            """Return what is wrong with an image, or None."""
             try:
-                images[index] = read_image(tables.open_sample(samples[index]), size).transpose(2, 0, 1)
+                pixels = read_image(samples[index].path, size)
+                images[index] = pixels.transpose(2, 0, 1)
+                digests[index] = int.from_bytes(hashlib.blake2b(pixels.tobytes(), digest_size=8).digest())
             except MemoryError:
                 raise
             except Exception as error:  # Pillow raises many types for a damaged file
@@ -162,7 +153,6 @@ def _decode(samples, size, skip_bad, split):
 
         progress = functools.partial(tqdm, desc=f"decoding {split}", unit="image", disable=count < 200)
         problems = list(progress(pool.map(decode, range(count)), total=count))
-        tables.image_column.cache_clear()
     kept = np.array([index for index, problem in enumerate(problems) if problem is None], np.int64)
     notes = ""
     if bad := list(filter(None, problems)):
@@ -175,7 +165,7 @@ def _decode(samples, size, skip_bad, split):
             )
         for new, old in enumerate(kept):  # in place: no second copy in memory
             images[new] = images[old]
-    return dict(images=images[: len(kept)], kept=kept, notes=np.array(notes))
+    return dict(images=images[: len(kept)], digests=digests[kept], kept=kept, notes=np.array(notes))
 
 
 class ImageSet:
@@ -183,7 +173,7 @@ class ImageSet:
 
     `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8, label (B,) int64 and, in training, augment
     (B, NUM_UNIFORMS), what `augment.apply` needs on the device. draw: numbers -> augment; None for a test
-    set. `notes`: sentences for the log."""
+    set. `digests` (N,) are equal for equal images. `notes`: sentences for the log."""
 
     def __init__(
         self,
@@ -202,10 +192,11 @@ class ImageSet:
         paths = filter(Path.is_file, dict.fromkeys(sample.path for sample in samples))
         stats = [(str(path.resolve()), path.stat()) for path in paths]
         state = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-        key = [VERSION, size, skip_bad, state, [(sample.name, sample.row) for sample in samples]]
+        key = [VERSION, size, skip_bad, state, [sample.name for sample in samples]]
         decoded = arrays.mapped(f"images-{split}", key, lambda: _decode(samples, size, skip_bad, split))
         samples = [samples[index] for index in decoded["kept"]]
-        self.images, self.names = decoded["images"], [sample.name for sample in samples]
+        self.images, self.digests = decoded["images"], decoded["digests"]
+        self.names = [sample.name for sample in samples]
         numbers = {name: number for number, name in enumerate(classes)}
         self.labels = np.array([numbers[sample.label] for sample in samples], np.int64)
         self.notes = "\n".join(filter(None, (notes, str(decoded["notes"]))))

@@ -91,19 +91,19 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
     if state is None:
         return model
     own = model.state_dict()
-    for name in [f"{head}.{part}" for head in _heads(model) for part in ("weight", "bias")]:
+    for name in [f"{head}.{part}" for head in heads(model) for part in ("weight", "bias")]:
         if name in own and (name not in state or state[name].shape != own[name].shape):
             state[name] = own[name]
     with explained(f"weights {pretrained} do not fit {network.name}"):
         return _make(network, classes, size, state)
 
 
-def _heads(model):
-    """Names of the last layers; torchvision does not say."""
+def heads(model: "Module") -> list[str]:
+    """Return the names of the layers that give the logits. timm says which, of torchvision it is the last."""
     import torch
 
     if named := getattr(model, "default_cfg", {}).get("classifier"):
-        return (named,) if isinstance(named, str) else named
+        return [named] if isinstance(named, str) else list(named)
     kinds = torch.nn.Linear, torch.nn.Conv2d
     return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1:]
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import math
-import os
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import pictures
 from tpukit.tasks.mshnet import augment
+from tpukit.tasks.splits import hold_out
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
@@ -28,7 +26,7 @@ LISTS = dict(
     test="test.txt img_idx/test*.txt 50_50/test.txt idx_427/test.txt idx_320/test.txt",
 )
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
-IMAGES_PER_TEST_IMAGE = 5  # without lists
+TEST_SHARE = 0.2  # of the images, without lists
 VERSION = 6  # of what `_read_split` returns for the same files, which is cached
 
 
@@ -136,15 +134,13 @@ def _image_files(folder):
 
 
 def _split_by_name(paths, split):
-    """The names of a split's images: always the same, though in no order that a camera or a person gave
-    them."""
+    """Return the names of a split's images."""
     if len(paths) < 2:
         raise TpukitError(
             f"images/ holds {len(paths)} images: it needs 2 or more, one to train on and one to test on"
         )
-    paths = sorted(paths, key=lambda path: (zlib.crc32(os.fsencode(path.stem)), path.name))
-    tests = math.ceil(len(paths) / IMAGES_PER_TEST_IMAGE)
-    return sorted(path.name for path in (paths[:tests] if split == "test" else paths[tests:]))
+    tests = hold_out([path.stem for path in paths], TEST_SHARE)
+    return sorted(path.name for path in paths if (path.stem in tests) == (split == "test"))
 
 
 def _read_split(folder, listing, lines, skip_bad):

@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
-from tpukit.tasks.saved import SPLITS
+from tpukit.tasks.splits import SPLITS
 from tpukit.tasks.text import data, hub
 from tpukit.training.task import Task
 
@@ -38,8 +37,8 @@ PROMPT, FEW = 128, 16  # tokens at most that begin a sample, and those of a text
 class LanguageModel(Task):
     """A language model of transformers, fine-tuned on your conversations or pretrained on your texts.
 
-    dataset_dir: a file or a folder of text files, of .jsonl files (in each line `messages`, or `prompt` and
-    `completion`, or `text`), or of a Hugging Face dataset saved on disk, in train/ and test/ or not."""
+    dataset_dir: a file or a folder of text files, or of .jsonl files (in each line `messages`, or `prompt`
+    and `completion`, or `text`), in train/ and test/ or not."""
 
     name: ClassVar[str] = "text"
     dataset: ClassVar[str] = "my-text"
@@ -60,8 +59,8 @@ class LanguageModel(Task):
     """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores."""
     lr: float = 5e-4
     """Learning rate of AdamW (betas 0.9 and 0.95)."""
-    schedule: Literal["constant", "cosine", "step"] = "cosine"
-    """After the warm-up. cosine: down to `final_lr`. step: times `decay_factor` every `decay_epochs`."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`."""
     warmup_epochs: float = 0.1
     """Epochs in which the learning rate rises from nearly 0 to `lr`."""
     clip_norm: float | None = 1.0
@@ -73,8 +72,8 @@ class LanguageModel(Task):
     transformers, or tiny, a GPT of four layers with random weights."""
     pretrained: Literal["auto", "yes", "no"] = "auto"
     """Start from the model's weights (yes, and auto for all but tiny), or from random ones of its shape."""
-    tokenizer: str = "auto"
-    """auto: the model's, or bytes for tiny. bytes: each byte is a token. Else another model or its folder."""
+    tokenizer: Literal["auto", "bytes"] = "auto"
+    """auto: the model's, or bytes for tiny. bytes: each byte is a token."""
     adapter: Literal["auto", "lora", "none"] = "auto"
     """lora: small matrices beside those of the layers train, and all else is frozen, in bf16. none: all
     weights train. auto: lora for pretrained weights."""
@@ -126,8 +125,7 @@ class LanguageModel(Task):
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        names = dict(auto=self.model_name, bytes=hub.TINY)
-        return hub.load_tokenizer(names.get(self.tokenizer, self.tokenizer))
+        return hub.load_tokenizer(self.model_name if self.tokenizer == "auto" else hub.TINY)
 
     @functools.cached_property
     def config(self) -> Any:
@@ -164,11 +162,6 @@ class LanguageModel(Task):
         lora = (self.lora_rank, self.lora_alpha) if self.uses_lora else None
         options: Any = dict(recompute=self.gradient_checkpointing, dtype=dtype)
         return network.build(self.config, folder, lora=lora, **options)
-
-    def layers(self, model: Network) -> list[list[str]]:
-        names = [name for name, _ in model.named_parameters()]
-        layers = itertools.groupby(names, lambda name: re.findall(r"\.(?:h|layers)\.\d+\.", name))
-        return [list(layer) for _, layer in layers]
 
     def optimizer(self, model: Network) -> optim.Optimizer:
         from tpukit.devices.optimizers import adamw

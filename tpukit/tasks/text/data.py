@@ -19,9 +19,10 @@ import numpy as np
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.json_types import has_type
-from tpukit.tasks import saved
+from tpukit.tasks.splits import about_tables, find_files
 
 TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"
+PAGE = "TEXT"  # of the docs
 PIECE, PIECES = 2**16, 8  # characters that are tokenised at once; how many of them are one document
 MANY = 256  # documents, or fewer conversations, from which rows are filled
 VERSION = 3  # of what `_pack` makes of the same files, which is cached
@@ -76,13 +77,14 @@ def open_sets(
     """(training set, test set) of a file or a folder, made anew or from the cache. length: T. too_long,
     test_share: see `LanguageModel`. Raises TpukitError, with the file and the line, for what cannot be
     trained on."""
-    folder, files = place if place.is_dir() else place.parent, find_files(place)
+    folder, files = place if place.is_dir() else place.parent, find_texts(place)
     names = [glob.escape(str(path.relative_to(folder))) for path in itertools.chain(*files.values())]
     key = [VERSION, names, arrays.content_key(folder, like=names), length, too_long, test_share]
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
     packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, too_long, test_share))
     is_test, signature = packed["is_test"], arrays.digest(key)
-    train = TextSet(packed, ~is_test, signature, str(packed["notes"]))
+    notes = [str(packed["notes"]), about_tables(place, PAGE)]
+    train = TextSet(packed, ~is_test, signature, "\n".join(filter(None, notes)))
     test = TextSet(packed, is_test, signature, "")
     if not len(train) or not len(test):
         raise TpukitError(f"{place}: nothing is left to train on or to test with, so add texts")
@@ -145,45 +147,38 @@ def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
         place.write_text(text, encoding="utf-8")
 
 
-def find_files(place: Path) -> dict[str, list[Path]]:
-    """The files of train and of test. Where some are in train, those in no split are left out. Raises
+def find_texts(place: Path) -> dict[str, list[Path]]:
+    """Return the files of train and of test. Where some are in train, those in no split are left out. Raises
     TpukitError where there is none to train on."""
-    found = saved.find_files(place, (*TEXTS, LINES, *saved.ENDINGS))
+    files = find_files(place, (*TEXTS, LINES))
     train, test = (
-        [path for path, split in found if split in names] for names in (["train"], ["val", "test"])
+        [path for path, split in files if split in names] for names in (["train"], ["val", "test"])
     )
-    train = train or [path for path, split in found if split is None]
+    train = train or [path for path, split in files if split is None]
+    if not train and (tables := about_tables(place, PAGE)):
+        raise TpukitError(f"{place}: {tables}")
     if not train:
         raise TpukitError(
             f"{place} does not exist or has no texts to train on: it should be text files"
-            f" ({', '.join(TEXTS)}), .jsonl files with text, prompt and completion, or messages in each line,"
-            " or a Hugging Face dataset saved on disk"
+            f" ({', '.join(TEXTS)}), or .jsonl files with text, prompt and completion, or messages in each"
+            " line"
         )
     return dict(train=train, test=test)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where it is, content) of pieces of a text, of lines of a .jsonl file, or of rows of a dataset."""
+    """Yield (where it is, content) of pieces of a text, or of lines of a .jsonl file."""
     if path.suffix in TEXTS:
         with explained(f"{path} is not a text in UTF-8"), open(path, encoding="utf-8-sig") as file:
             while text := file.read(PIECES * PIECE):
                 yield str(path), dict(text=text)
         return
-    if path.suffix == LINES:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    with explained(f"{path}, line {number} is not JSON in UTF-8, so mend or delete it"):
-                        row = json.loads(line)
-                    yield f"{path}, line {number}", row
-        return
-    with saved.reading(path) as pyarrow:
-        if path.suffix == ".parquet":
-            batches = pyarrow.parquet.ParquetFile(path).iter_batches(1000)
-        else:
-            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-            yield f"{path}, row {number}", row
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                with explained(f"{path}, line {number} is not JSON in UTF-8, so mend or delete it"):
+                    row = json.loads(line)
+                yield f"{path}, line {number}", row
 
 
 def tokens_of(row: Any, tokenizer: Any, where: str) -> tuple[np.ndarray, bool]:

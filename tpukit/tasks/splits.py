@@ -1,0 +1,50 @@
+"""What tasks share of users' data: names of splits, which samples are held out where no split is named, and
+files of Hugging Face datasets, which are not read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+SPLITS = {  # names of folders, of files and in a column of splits, in lower case
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+TABLES = (".parquet", ".arrow")
+
+
+def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | None]]:
+    """Return (file, its split: train, val, test or None) of a file, or of all below a folder, sorted, by what
+    their paths say, as train/data-00000-of-00001.arrow and data/test-00000-of-00001.parquet do. Without
+    hidden files, and those of the Hugging Face library's own cache."""
+    files = []
+    for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        if path.suffix in endings and path.is_file() and not path.name.startswith((".", "cache-")):
+            parts = path.relative_to(place if place.is_dir() else place.parent).parts
+            words = (re.split("[-_.]", part.lower())[0] for part in parts)
+            files.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
+    return files
+
+
+def about_tables(place: Path, page: str) -> str:
+    """Return a sentence about the files of a Hugging Face dataset below a folder; empty if it has none.
+
+    page: of the docs, with the lines that turn one into what tpukit reads."""
+    tables = [path for path, _ in find_files(place, TABLES)]
+    if not tables:
+        return ""
+    return (
+        f"the files of a Hugging Face dataset ({tables[0].name}, {len(tables)} in all) are not read: the page"
+        f" docs/{page}.md has the lines of Python that turn one into files that are"
+    )
+
+
+def hold_out(names: Collection[str], share: float) -> set[str]:
+    """Return the names of a share of the samples for tests, at least one and not all: those that come first
+    by their SHA-256, so that every process and session chooses the same, in no order that a camera or a
+    person gave them."""
+    by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
+    return set(by_hash[: min(max(1, round(share * len(names))), len(names) - 1)])
