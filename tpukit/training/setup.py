@@ -112,7 +112,7 @@ class Trainer:
         return schedule.lr_factor(self.task, self.state.step - steps_back, self.steps_per_epoch)
 
     def lr(self) -> float:
-        """The learning rate of the last step; with layer decay, of the last layers."""
+        """Return the learning rate of the last step, the largest of the optimizer's groups."""
         factor = self.lr_factor(steps_back=1)
         return max(group["lr"] for group in self.optimizer.param_groups) * (1.0 if factor is None else factor)
 
