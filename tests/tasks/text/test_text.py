@@ -74,14 +74,13 @@ def finished(chats, model, tmp_path_factory):
 # Training
 
 
-@pytest.mark.parametrize("settings", [dict(sequence_length=63), LORA], ids=["all weights", "lora"])
-def test_xla_trains_as_the_cpu_does_by_one_compiled_graph_of_each_kind_whatever_the_lengths(
-    settings, chats, model, tmp_path, cpu, xla
+def test_xla_trains_an_adapter_as_the_cpu_does_by_one_compiled_graph_of_each_kind_whatever_the_lengths(
+    chats, model, tmp_path, cpu, xla
 ):
-    task = dataclasses.replace(task_of(model, chats, epochs=2, log_every=1), **settings)
+    task = task_of(model, chats, epochs=2, log_every=1, **LORA)
     ours, other = (run_of(tmp_path / str(device), task, device) for device in (cpu, xla))
     losses = [[record["loss"] for record in run.records("train")] for run in (ours, other)]
-    np.testing.assert_allclose(*losses, rtol=2e-2 if settings is LORA else 1e-4)
+    np.testing.assert_allclose(*losses, rtol=2e-2)
     assert losses[0][-1] < losses[0][0]
     compiled = [event["what"] for event in other.records("compile") if event["programs"]]
     assert sorted(compiled) == sorted(set(compiled)) and {"step", "predict", "write_token"} <= set(compiled)
