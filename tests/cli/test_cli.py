@@ -115,7 +115,6 @@ MISSPELT = [
     ("train images --image-sizes 64", "--image-size"),
     ("plan mnist --chips v5e-1", "--chip"),
     ("predict run photos --out new --batch 3", "--batch-size"),
-    ("compare a.json --price b", "--prices"),
     ("doctor --jsn", "--json"),
 ]
 
