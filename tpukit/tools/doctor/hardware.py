@@ -83,7 +83,7 @@ def training(env: Environment) -> Found:
 
 def all_reduce(env: Environment) -> Found:
     """The gradients that all cores exchange in a step become their mean."""
-    cores = cores_of(env)
+    cores = max(2, env.cores)  # a CPU pretends to be two
     with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
         task = tpukit.MNIST(batch_size=8 * cores, precision="fp32")
         run = tpukit.Run.open(Path(folder) / "run", task)
@@ -96,7 +96,7 @@ def all_cores(env: Environment) -> Found:
     by_torch_xla = env.accelerator in ("tpu", "xla") and not env.uses_torch_tpu
     # The several first: afterwards this process has opened the device.
     ways = ("processes", "spmd") if by_torch_xla else ("processes",)
-    several = {way: train_digits(env, cores_of(env), parallel=way, precision="fp32") for way in ways}
+    several = {way: train_digits(env, max(2, env.cores), parallel=way, precision="fp32") for way in ways}
     one, _, _ = train_digits(env, 1, precision="fp32")
     # What rounding does grows: after the first half of the training even two devices that are right differ.
     one = one[: len(one) // 2]
@@ -177,7 +177,10 @@ def out_of_memory(env: Environment) -> Found:
     """Asking for more memory than there is ends in an error that tpukit knows, and the device computes on."""
     runtime = open_runtime(env)
     try:
-        allocate_4_tib(runtime)
+        x = runtime.put({"x": torch.ones(2**20)})["x"]
+        square = x[:, None] * x
+        runtime.sync()  # else XLA computes no more of it than is read
+        runtime.to_cpu(square[0, 0])
         return False, "4 TiB were given out without an error"
     except Exception as error:
         known, text = known_errors.match(str(error)), first_line(error)
@@ -192,11 +195,6 @@ CHECKS = {check.__name__: check for check in (*_IN_ORDER, out_of_memory)}
 
 
 # What they share
-
-
-def cores_of(env: Environment) -> int:
-    """Return how many cores the checks of several use; a CPU pretends to be two."""
-    return env.cores if env.accelerator in HARDWARE else 2
 
 
 def new_step(runtime: Runtime) -> tuple[TrainingStep, dict[str, Any]]:
@@ -252,14 +250,6 @@ def multiplies(runtime: Runtime) -> bool:
     """Return whether a product of ones on the device is right."""
     ones = runtime.put({"ones": torch.ones(64, 64)})["ones"]
     return bool(runtime.to_cpu(ones @ ones).sum() == 64**3)
-
-
-def allocate_4_tib(runtime: Runtime) -> None:
-    """Compute a matrix of 2^20 x 2^20 numbers."""
-    x = runtime.put({"x": torch.ones(2**20)})["x"]
-    square = x[:, None] * x
-    runtime.sync()
-    runtime.to_cpu(square[0, 0])
 
 
 def _all_reduce_error(task, run, *, runtime):
