@@ -106,12 +106,7 @@ def export(
     return 0 if exported.is_equal() else 1
 
 
-def migrate(
-    files: Files,
-    fix: bool = False,
-    to: Literal["torch_xla", "torch_tpu"] = "torch_xla",
-    output: Annotated[Literal["text", "json"], tyro.conf.arg(name="format")] = "text",
-) -> int:
+def migrate(files: Files, fix: bool = False) -> int:
     """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs
     none of the code. Exit code 1 if anything is left that will not work.
 
@@ -119,27 +114,18 @@ def migrate(
         files: scripts, notebooks, or folders of them.
         fix: rewrite what is safe to rewrite, in place, and show the difference. A copy of each file as it was
             stays next to it (NAME.orig).
-        to: torch_xla: checks code for GPUs, or for an old torch_xla. torch_tpu: checks code for torch_xla.
-        output: text, or json, for machines.
     """
-    from tpukit.tools.migrate import FORMATS, contents, difference, examine, files_in, write
+    from tpukit.tools.migrate import as_text, examine, files_in
 
     findings = []
-    paths = files_in(files)
-    before = contents(paths) if fix else {}
-    examined = [examine(path, to) for path in paths]  # all before any is rewritten
-    show = print if output == "text" else to_stderr
-    for path, (found, fixed) in zip(paths, examined):
-        if fix and any(finding.fixable for finding in found):
-            if contents([path]).get(path) != before.get(path):
-                edited = f"{path} was edited while it was checked, and stays as it is: start this again"
-                show(printable(edited))
-            else:
-                show(difference(path, fixed))
-                show(printable(f"{path} as it was: {write(path, fixed)}"))
-                found, _ = examine(path, to)
-        findings += found
-    print(FORMATS[output](findings))
+    for path in files_in(files):
+        examined = examine(path)
+        if fix and any(finding.fixable for finding in examined.findings):
+            print(examined.difference())
+            print(printable(f"{path} as it was: {examined.write()}"))
+            examined = examine(path)
+        findings += examined.findings
+    print(as_text(findings))
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 

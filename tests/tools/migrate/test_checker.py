@@ -7,7 +7,9 @@ import pytest
 
 from tests.tools.migrate.helpers import written
 from tpukit.tools import migrate
-from tpukit.tools.migrate import examine
+from tpukit.tools.migrate.checker import Checker
+from tpukit.tools.migrate.findings import TABLES
+from tpukit.tools.migrate.surroundings import Surroundings
 
 IMPORTS = """
 import logging
@@ -43,47 +45,62 @@ class Net(nn.Module):
 
 
 def read_cases():
-    """[(rule or "sound", code)]"""
+    """[(rules, none for sound code; code)]"""
     cases = re.split("^### ", Path(__file__).with_name("cases.txt").read_text(), flags=re.MULTILINE)[1:]
     for case in cases:
-        rule, _, code = case.partition("\n")
-        yield rule, re.sub("<(STEP|FORWARD)>\n", lambda match: TEXTS[match[0]], code)
+        rules, _, code = case.partition("\n")
+        code = re.sub("<(STEP|FORWARD)>\n", lambda match: TEXTS[match[0]], code)
+        yield set(rules.split()) - {"sound"}, IMPORTS + code
 
 
 CASES = list(read_cases())
-BROKEN = [case for case in CASES if case[0] != "sound"]
 
 
-@pytest.mark.parametrize("rule, code", BROKEN)
-def test_code_that_breaks_a_rule_is_named_with_its_line_and_once_fixed_stays_as_it_is(rule, code, tmp_path):
-    code = IMPORTS + code
-    findings, fixed = examine(written(tmp_path, code))
-    assert {f.rule for f in findings} == {rule}, migrate.as_text(findings)
+@pytest.mark.parametrize("rules, code", [case for case in CASES if case[0]])
+def test_code_that_breaks_a_rule_is_named_with_its_line_and_once_fixed_stays_as_it_is(rules, code, tmp_path):
+    examined = migrate.examine(written(tmp_path, code))
+    findings, fixed = examined.findings, examined.fixed.decode()
+    assert {f.rule for f in findings} == rules, migrate.as_text(findings)
     lines = code.splitlines()
     assert all(f.line > IMPORTS.count("\n") and lines[f.line - 1].strip() for f in findings)
-    assert f"[{rule}]" in migrate.as_text(findings) and len({f.line for f in findings}) == len(findings)
+    assert len({f.line for f in findings}) == len(findings)
     assert (fixed != code) == any(f.fixable for f in findings)
-    if rule != "unreadable":
+    if rules != {"unreadable"}:
         compile(fixed, "fixed", "exec")
-        again, same = examine(written(tmp_path, fixed))
-        assert same == fixed and not any(f.fixable for f in again)
+        again = migrate.examine(written(tmp_path, fixed))
+        assert again.fixed.decode() == fixed and not any(f.fixable for f in again.findings)
 
 
-@pytest.mark.parametrize("code", [code for rule, code in CASES if rule == "sound"])
+@pytest.mark.parametrize("code", [code for rules, code in CASES if not rules])
 def test_code_that_only_looks_like_trouble_is_left_alone(code, tmp_path):
-    findings, fixed = examine(written(tmp_path, IMPORTS + code))
-    assert findings == [] and fixed == IMPORTS + code
+    examined = migrate.examine(written(tmp_path, code))
+    assert examined.findings == [] and examined.fixed.decode() == code
 
 
-def test_every_rule_has_an_example():
-    elsewhere = {"install", "torch-xla", "torch-tpu"}  # test_notebook.py, test_to_torch_tpu.py
-    assert {rule for rule, _ in BROKEN} | elsewhere == set(migrate.RULES)
+def test_every_rule_has_an_example_and_every_entry_a_rule_and_a_condition_that_exist():
+    seen = set().union(*(rules for rules, _ in CASES))
+    assert seen | {"install"} == set(migrate.RULES)  # test_notebook.py has installs
+    entries = [
+        *TABLES["names"].values(),
+        *(entry for table in TABLES["patterns"].values() for entry in table),
+    ]
+    assert {entry["rule"] for entry in entries if entry} <= set(migrate.RULES)
+    conditions = {name for entry in entries for name in entry.get("where", "").split()}
+    assert conditions and all(hasattr(Surroundings, name) for name in conditions)
 
 
-def test_names_mean_what_the_imports_say(tmp_path):
+def test_names_mean_what_the_imports_say():
     code = "from torch.nn import DataParallel as Both\nfrom torch import save as keep\n"
     code += "model = Both(model)\nkeep(model.state_dict(), 'a')\n"
-    findings, _ = examine(written(tmp_path, code))
-    assert [(f.rule, f.line) for f in findings] == [("data-parallel", 3), ("save", 4)]
-    own = "from mine import DataParallel, autocast\nmodel = DataParallel(autocast())\n"
-    assert examine(written(tmp_path, own))[0] == []
+    found = [(rule, line) for line, _, rule, *_ in Checker(code).findings]
+    assert found == [("data-parallel", 3), ("save", 4)]
+    assert (
+        Checker("from mine import DataParallel, autocast\nmodel = DataParallel(autocast())\n").findings == []
+    )
+
+
+def test_an_optimizers_state_beside_a_copied_model_is_still_a_warning():
+    model = "{name: value.cpu() for name, value in model.state_dict().items()}"
+    code = f"import torch\nboth = {{'model': {model}, 'opt': opt.state_dict()}}\ntorch.save(both, 'a.pt')\n"
+    assert [rule for _, _, rule, *_ in Checker(code).findings] == ["save"]
+    assert Checker(code.replace("opt.state_dict()", "3")).findings == []

@@ -1,12 +1,10 @@
 """Files on the command line: hostile ones cost their own finding and nothing else, no code of a file runs,
 and what is rewritten can be had back."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,11 +22,7 @@ HOSTILE = {
     "not.py": b"x = " + b"not " * 50_000 + b"y",
     "sum.py": b"x = " + b"1+" * 2_000 + b"1",
     "attributes.py": b"x = a" + b".b" * 2_000,
-    "rot13.py": b"# coding: rot13\nvzcbeg bf\n",
-    "zlib.py": b"# coding: zlib\nimport os\n",
-    "undefined.py": b"# coding: undefined\nimport os\n",
-    "surrogate.py": b"# coding: raw_unicode_escape\nx = '\\ud800'\n",
-    "utf7.py": b"# coding: utf-7\nx = '+2AA-'\n",
+    "latin.py": b"# coding: latin-1\nname = '\xe9'\nmodel.cuda()\n",
     "zero.py": b"x = 1\0\nmodel.cuda()\n",
     "bytes.py": b"\xff\xfe\x00",
     "words.ipynb": b"no json",
@@ -37,6 +31,8 @@ HOSTILE = {
     "objects.ipynb": b'{"cells":' * 50_000,
     "cell.ipynb": b'{"cells": [{"cell_type": "code", "source": ["x = ' + NESTED + b'"]}]}',
     "number.ipynb": b'{"cells": ' + b"9" * 10_000 + b"}",
+    "infinite.ipynb": b'{"cells": [{"cell_type": "code", "source": ["x.cuda()"]}], "big": 1e999}',
+    "surrogate.ipynb": b'{"cells": [{"cell_type": "code", "source": ["x.cuda()", "# \\ud83d \xc3\xa9"]}]}',
     "sources.ipynb": b'{"cells": [{"cell_type": "code", "source": 1}]}',
 }
 READABLE = {"not.py", "sum.py", "attributes.py"}
@@ -47,21 +43,13 @@ def test_a_hostile_file_is_named_nothing_of_it_is_written_and_the_others_are_rea
         (tmp_path / name).write_bytes(data)
     for name in ("a_first.py", "z_last.py"):
         written(tmp_path, "model.cuda()\n", name)
-    assert cli.main(["migrate", "--fix", "--format", "json", str(tmp_path)]) == 1
+    assert cli.main(["migrate", "--fix", str(tmp_path)]) == 1
     shown = capsys.readouterr()
-    found = {Path(finding["path"]).name: finding for finding in json.loads(shown.out)}
-    assert "Traceback" not in shown.err and HOSTILE.keys() - READABLE <= found.keys() <= HOSTILE.keys()
-    assert {(finding["rule"], finding["level"]) for finding in found.values()} == {("unreadable", "error")}
+    named = re.findall(rf"^{tmp_path}/([\w.]+).*error \[unreadable\]", shown.out, re.MULTILINE)
+    assert "Traceback" not in shown.err and HOSTILE.keys() - READABLE <= set(named) <= HOSTILE.keys()
+    assert shown.out.count(" [") == len(named), "no other finding"
     assert {name: (tmp_path / name).read_bytes() for name in HOSTILE} == HOSTILE
     assert "cuda" not in (tmp_path / "a_first.py").read_text() + (tmp_path / "z_last.py").read_text()
-
-
-def test_what_is_no_file_or_a_huge_one_is_named(tmp_path, monkeypatch):
-    endless, good = tmp_path / "endless.py", written(tmp_path, "model.cuda()\n")
-    os.mkfifo(endless)  # nobody ever writes into it
-    assert [f.rule for f in migrate.examine(endless)[0]] == ["unreadable"]
-    monkeypatch.setattr(files, "LARGEST", 3)
-    assert [f.rule for f in migrate.examine(good)[0]] == ["unreadable"]
 
 
 def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monkeypatch):
@@ -69,15 +57,8 @@ def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monke
         written(tmp_path, "import os\nos._exit(3)\n", f"{name}.py")
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"]
-    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
-
-
-def test_json_has_every_finding_with_its_rule_place_and_fix(tmp_path, capsys):
-    path = written(tmp_path, "model = model.cuda()\nimport os\nos.environ['XLA_USE_BF16'] = '1'\n")
-    assert cli.main(["migrate", str(path), "--format", "json"]) == 1
-    keys = ("rule", "level", "line", "column", "fixable")
-    found = [tuple(finding[key] for key in keys) for finding in json.loads(capsys.readouterr().out)]
-    assert found == [("cuda", "error", 1, 9, True), ("old-variable", "warning", 3, 12, False)]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    assert ran.returncode == 0
 
 
 def test_one_name_without_code_stops_all_before_anything_is_written(tmp_path, capsys):
@@ -95,21 +76,16 @@ def test_a_folder_without_code_and_what_cannot_be_written_are_said(tmp_path, mon
         files.files_in([tmp_path])
     monkeypatch.setattr(files, "write_atomic", refuse)
     with pytest.raises(TpukitError, match="script.py.*read-only file system"):
-        migrate.write(written(tmp_path, "model.cuda()\n"), "x")
+        migrate.examine(written(tmp_path, "model.cuda()\n")).write()
 
 
-def test_a_file_that_is_edited_while_it_is_checked_keeps_the_edit(tmp_path, monkeypatch, capsys):
-    edited, other = (written(tmp_path, "model.cuda()\n", name) for name in ("a.py", "b.py"))
-
-    def examine_slowly(path, to):
-        edited.write_text("model.cuda()\nmine = 1\n" if path == other else "model.cuda()\n")
-        return examine(path, to)
-
-    examine = migrate.examine
-    monkeypatch.setattr(migrate, "examine", examine_slowly)
-    assert cli.main(["migrate", "--fix", str(tmp_path)]) == 1
-    assert edited.read_text() == "model.cuda()\nmine = 1\n" and "a.py was edited" in capsys.readouterr().out
-    assert "cuda" not in other.read_text()
+def test_a_file_that_is_edited_while_it_is_checked_keeps_the_edit(tmp_path):
+    path = written(tmp_path, "model.cuda()\n")
+    examined = migrate.examine(path)
+    path.write_text("model.cuda()\nmine = 1\n")
+    with pytest.raises(TpukitError, match="script.py was edited"):
+        examined.write()
+    assert path.read_text() == "model.cuda()\nmine = 1\n" and list(tmp_path.iterdir()) == [path]
 
 
 def test_each_file_that_is_rewritten_leaves_a_copy_that_replaces_none(tmp_path):
@@ -136,8 +112,6 @@ def test_what_a_link_in_a_folder_leads_to_is_not_rewritten(tmp_path):
 
 def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
     path = written(tmp_path, "model.cuda()  # \x1b]0;title\x07\nx = f'{loss.item()}\x9b'\n", "\x1b[2J.py")
-    for form in migrate.FORMATS:
-        cli.main(["migrate", str(path), "--format", form])
     cli.main(["migrate", str(path), "--fix"])
     shown = "".join(capsys.readouterr())
     assert "cuda" not in path.read_text() and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)

@@ -1,25 +1,22 @@
-"""What a finding is; the rules, which rules.toml lists; and findings as text, as a table and as JSON."""
+"""A finding, the rules of rules.toml, and findings as text and as a table."""
 
 import dataclasses
-import json
 import tomllib
 from pathlib import Path
 
-from tpukit.host import environment
 from tpukit.host.tables import Table, printable
 
 TABLES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 RULES = TABLES["rules"]  # name -> (level, message)
-OLD_VARIABLES = {
-    name: f"{why}. Instead: {instead}" for name, (why, instead) in environment.OLD_VARIABLES.items()
-}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Finding:
-    """One place that breaks a rule. line, column: from 1, in the file or in the notebook's cell. cell: its
-    number among all cells, from 1; 0 in a script. advice: instead of the rule's message. fixable: the fixed
-    text of the file has it fixed."""
+    """One place that breaks a rule.
+
+    path: of the file. cell: its number among all cells of a notebook, from 1; 0 in a script. line, column:
+    from 1, in the script or the cell. found: the code. advice: in place of the rule's message. fixable: the
+    fixed text of the file has it fixed."""
 
     path: str
     cell: int
@@ -27,8 +24,8 @@ class Finding:
     column: int
     rule: str
     found: str
-    fixable: bool = False
     advice: str = ""
+    fixable: bool = False
 
     @property
     def level(self) -> str:
@@ -49,21 +46,17 @@ class Finding:
 
 
 def as_text(findings: list[Finding]) -> str:
-    """A line for each finding, and a summary."""
+    """Return a line for each finding, and a summary."""
     return printable("\n".join([*map(str, findings), _summary(findings)]))
 
 
 def as_table(findings: list[Finding]) -> Table:
-    """The findings as a table, for notebooks."""
+    """Return the findings as a table, for notebooks."""
     rows = []
     for f in findings:
         place, fix = f.place.rpartition("/")[2], "yes" if f.fixable else ""
         rows.append((place, f.level, f.rule, f.found.replace("`", ""), f.what_to_do, fix))
     return Table(_summary(findings), ("place", "level", "rule", "found", "what to do", "--fix"), rows)
-
-
-def as_json(findings: list[Finding]) -> str:
-    return json.dumps([vars(f) | {"level": f.level, "advice": f.what_to_do} for f in findings], indent=1)
 
 
 def _summary(findings):
@@ -72,6 +65,3 @@ def _summary(findings):
     errors, fixable = sum(f.level == "error" for f in findings), sum(f.fixable for f in findings)
     slow = f"{len(findings) - errors} that will be slow or not what was meant"
     return f"{errors} that will not work on a TPU, {slow}; --fix fixes {fixable} of them"
-
-
-FORMATS = dict(text=as_text, json=as_json)
