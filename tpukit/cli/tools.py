@@ -87,18 +87,18 @@ def merge(files: Files = (), epochs: int = 400) -> None:
 
 def export(
     run: RunFolder,
-    to: Literal["onnx", "torch-export", "peft", "transformers"],
+    to: Literal["onnx", "peft", "transformers"],
     out: Path | None = None,
     task: str | None = None,
 ) -> int:
-    """Write the best weights of a run as one file for other programs, and measure on test samples how much
-    its output differs. Exit code 1 if that is more than 1e-4.
+    """Write the best weights of a run for other programs, and measure on test samples how much the output
+    differs. Exit code 1 if that is more than 1e-4.
 
     Args:
         run: the folder of a run, or a weights file.
-        to: onnx, or torch-export, which torch.export.load reads; of language models peft, the adapter alone,
-            or transformers, the whole model with the adapter in it.
-        out: a new file or folder; by default best.onnx, best.pt2, peft or transformers beside the weights.
+        to: onnx, one file; of language models a folder, peft, the adapter alone, or transformers, the whole
+            model with the adapter in it.
+        out: a new file or folder; by default best.onnx, peft or transformers beside the weights.
         task: the task, for a weights file that does not name its own.
     """
     exported = tpukit.export(run, to=to, out=out, task=task)

@@ -180,17 +180,16 @@ class LanguageModel(Task):
             found["of the chips' FLOP"] = found["TFLOP per second"] * 1e12 / (runtime.cores * chip.flops)
         return found
 
-    def export_folder(self, model: Network, to: str, folder: Path) -> tuple[float, dict[str, str]]:
-        """Write a trained model for `tpukit export`. Returns (the largest difference of its logits, loaded
-        without tpukit; what goes in)."""
+    def export_folder(self, model: Network, to: str, folder: Path) -> float:
+        """Write a trained model for `tpukit export`. Return the largest difference of its logits, loaded
+        without tpukit."""
         import torch
 
         if to == "peft" and not self.uses_lora:
             raise TpukitError("the model has no adapter, all its weights were trained: choose transformers")
         whole = self.model(torch.float32).eval()
         whole.load_state_dict(model.state_dict())
-        difference = whole.export(self._tokenizer, to, folder, self.model_name)
-        return difference, dict(input_ids="int64 (batch, tokens)")
+        return whole.export(self._tokenizer, to, folder, self.model_name)
 
     # Data
 

@@ -143,16 +143,11 @@ class Checker:
                 continue
             values = dict(zip(entry.get("positions", "").split(), call.args))
             values |= {arg.arg: arg.value for arg in call.keywords}
-            texts = {name: self._text_of(value, "follow" in entry) for name, value in values.items()}
+            texts = {name: ast.unparse(value) for name, value in values.items()}
             conditions = [getattr(self.around, name) for name in entry.get("where", "").split()]
             if _has(call, texts, entry.get("when", {})) and all(condition(call) for condition in conditions):
                 use = re.sub(r"\{(\w+)\}", lambda found: _argument(found[1], texts), entry.get("use", ""))
                 self._add(values.get(entry.get("at"), call), entry, use=use)
-
-    def _text_of(self, value, follow):
-        """The code of an argument, "" for None. follow: of a name, what is assigned to it."""
-        values = self.source.assigned.get(value.id, []) if follow and isinstance(value, ast.Name) else [value]
-        return "\n".join(ast.unparse(one) for one in values if ast.unparse(one) != "None")
 
     # What no table says
 
@@ -237,7 +232,7 @@ def _has(call, texts, when):
     is_unknown = None in texts or any(isinstance(one, ast.Starred) for one in call.args)
     if when and is_unknown:
         return False
-    return all(re.fullmatch(pattern, texts.get(name, "")) for name, pattern in when.items())
+    return all(re.fullmatch(pattern, texts.get(name, "None")) for name, pattern in when.items())
 
 
 def _argument(name, texts):

@@ -136,6 +136,17 @@ class Surroundings:
         is_outside = self.source.function_of(call) is self.source.tree
         return is_outside and any(launch.lineno > call.lineno for launch in self.launches)
 
+    def is_saved(self, call: ast.Call) -> bool:
+        """Return whether a state is given to `torch.save` as it is, not copied by {name: ... for ...}."""
+        outers = {call, *self.source.ancestors(call)}
+        for save in self.source.calls:
+            if self.source.name(save.func) == "torch.save" and save.args:
+                saved = save.args[0]
+                values = self.source.assigned.get(saved.id, []) if isinstance(saved, ast.Name) else [saved]
+                if not outers.isdisjoint(values):
+                    return not any(isinstance(outer, ast.DictComp) for outer in outers)
+        return False
+
     def is_not_stored(self, call: ast.Call) -> bool:
         """Return whether a value is neither put into a dict, such as a checkpoint, nor converted at once."""
         return not isinstance(self.source.parents[call], ast.Dict | ast.Attribute)
