@@ -297,6 +297,7 @@ def test_a_session_that_ended_is_resumed_from_drive_or_from_the_output_of_an_ear
 @pytest.mark.slow
 def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports(shapes, tmp_path):
     pytest.importorskip("timm")
+    pytest.importorskip("onnxscript")
     own = sorted(shapes.glob("test/*/*.png"))[0]
     small = dict(
         ACCELERATOR="auto",  # a word of older notebooks
@@ -308,6 +309,7 @@ def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports
         BATCH_SIZE=8,
         CORES=2,
         MICRO_BATCHES=2,
+        EXPORT="onnx",
     )
     parameters = dict(DATASET_DIR=str(shapes), RUN_NAME="run", **small)
     notebook = run_notebook("finetune_images.ipynb", tmp_path, **parameters)
@@ -320,7 +322,7 @@ def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports
     )
     # labels, samples, curves, confusion, report, worst, own
     assert len(outputs(notebook, "image/png")) == 7
-    for name in ("best.pt2", "predictions/per_class.csv", "predictions/worst.npz", "own/predictions.csv"):
+    for name in ("best.onnx", "predictions/per_class.csv", "predictions/worst.npz", "own/predictions.csv"):
         assert (tmp_path / "outputs/run" / name).exists(), name
 
 

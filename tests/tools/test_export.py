@@ -94,7 +94,7 @@ def test_the_exit_code_says_whether_the_file_can_be_used(difference, code, train
 
 
 def test_a_missing_package_a_file_in_the_way_an_unknown_format_and_a_sampler_are_errors(
-    trained, tank, tmp_path, monkeypatch
+    trained, tmp_path, monkeypatch
 ):
     _, run = trained
     (tmp_path / "mine.onnx").write_text("mine")
@@ -103,7 +103,7 @@ def test_a_missing_package_a_file_in_the_way_an_unknown_format_and_a_sampler_are
     assert (tmp_path / "mine.onnx").read_text() == "mine"
     with refuses("tflite", "onnx"):
         export(run, to="tflite")
-    sampler = task_of(tank)
+    sampler = task_of(tmp_path / "gone")
     torch.save(sampler.model().state_dict(), tmp_path / "cdeit.pth")
     with refuses("CDEIT", "tpukit predict"):
         export(tmp_path / "cdeit.pth", task=sampler)
@@ -113,6 +113,7 @@ def test_a_missing_package_a_file_in_the_way_an_unknown_format_and_a_sampler_are
     assert not (run.path / "best.onnx").exists()
 
 
+@pytest.mark.slow
 def test_the_metadata_of_images_say_what_goes_in_and_the_classes_that_come_out(tmp_path):
     pytest.importorskip("timm")
     task = ImageClassifier(model_name="test_resnet", image_size=32, pretrained="no")

@@ -14,17 +14,15 @@ from scipy import ndimage
 from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
-from tpukit import MNIST, MSHNet, Run, TpukitError, cli, predict, train
+from tpukit import MNIST, MSHNet, Run, cli, predict
 from tpukit.host import environment
 from tpukit.runs import weights
 from tpukit.tasks.mshnet import windows
 from tpukit.training import prediction
 from tpukit.training.task import model_settings
 
-SIZES = [(256, 256), (100, 300), (1, 1), (32, 32), (33, 31), (70, 16)]
 
-
-@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("shape", [(256, 256), (100, 300), (1, 1), (32, 32), (70, 16)], ids=str)
 def test_windows_cover_every_pixel_once_and_keep_away_from_their_edges_within_the_image(shape):
     image = np.arange(3 * np.prod(shape)).reshape(3, *shape)
     parts, join = windows.split(image, 32)
@@ -42,30 +40,26 @@ def save_kinds(folder):
     grey[10:12, 20:23] = 200
     images = dict(grey=Image.fromarray(grey), wide=Image.fromarray(grey.astype(np.uint16) * 257))
     images |= dict(palette=Image.fromarray(grey).convert("P"), rgba=Image.fromarray(grey).convert("RGBA"))
-    blank = dict(dot=(1, 1), nudt=(256, 256), long=(300, 100))
-    images |= {name: Image.new("L", size, 102) for name, size in blank.items()}
+    images |= {name: Image.new("L", size, 102) for name, size in dict(dot=(1, 1), long=(300, 100)).items()}
+    folder.mkdir()
     for name, image in images.items():
         image.save(folder / f"{name}.png")
     return {f"{name}.png": image.size[::-1] for name, image in images.items()}
 
 
-def test_images_of_any_kind_and_size_get_a_mask_and_boxes_in_their_own_pixels(
-    infrared_run, bright, tmp_path, monkeypatch
-):
+def test_images_of_any_kind_and_size_get_a_mask_and_boxes_in_their_own_pixels(infrared_run, bright, tmp_path):
     task, run = infrared_run
-    (tmp_path / "mine").mkdir()
     sizes = save_kinds(tmp_path / "mine")
-    found = {result["name"]: result for result in predict(run, tmp_path / "mine", task=task, progress=False)}
+    found = predict(run, tmp_path / "mine", task=task, out=tmp_path / "out", batch_size=64, progress=False)
+    found = {result["name"]: result for result in found}
     assert {name: result["mask"].shape for name, result in found.items()} == sizes
     box = dict(left=20, top=10, right=23, bottom=12, pixels=6, score=1.0)
     for name in ("grey.png", "wide.png", "palette.png", "rgba.png"):
         assert found[name]["boxes"] == [box] and found[name]["mask"].sum() == 6, name
-    assert not any(found[name]["boxes"] for name in ("dot.png", "nudt.png", "long.png"))
-    monkeypatch.undo()  # the network itself takes them too
-    found = predict(run, tmp_path / "mine", task=task, out=tmp_path / "out", batch_size=64, progress=False)
-    assert {result["name"]: result["mask"].shape for result in found} == sizes
-    with Image.open(tmp_path / "out/masks/long.png") as mask:
-        assert mask.size == (300, 100)
+    assert found["dot.png"]["boxes"] == found["long.png"]["boxes"] == []
+    for name, size in sizes.items():
+        with Image.open(tmp_path / "out/masks" / name) as mask:
+            assert mask.size == size[::-1]
 
 
 def test_an_image_of_the_crops_size_is_predicted_as_the_network_does(infrared_run):
@@ -100,19 +94,18 @@ def test_on_xla_images_of_many_sizes_share_one_compiled_graph_and_equal_the_cpu(
 ):
     task, run = infrared_run
     rng = np.random.default_rng(0)
-    # 1, 4 and 9 windows
-    images = [rng.integers(0, 256, size).astype(np.uint8) for size in ((20, 20), (70, 66), (140, 140))]
+    # 1, 4 and 1 windows
+    images = [rng.integers(0, 256, size).astype(np.uint8) for size in ((20, 20), (70, 66), (30, 9))]
+    shapes, opened = [], prediction.open_predictor
+
+    def recording(*arguments):
+        predictor = opened(*arguments)
+        return lambda batch: (shapes.append(tuple(batch["image"].shape)), predictor(batch))[1]
+
+    monkeypatch.setattr(prediction, "open_predictor", recording)
     with prediction.as_files(images) as paths:
-        shapes, opened = [], prediction.open_predictor
-
-        def recording(*arguments):
-            predictor = opened(*arguments)
-            return lambda batch: (shapes.append(tuple(batch["image"].shape)), predictor(batch))[1]
-
-        monkeypatch.setattr(prediction, "open_predictor", recording)
         on_xla = list(prediction.predict_files(task, run.best(), paths, xla, batch_size=4))
-    assert len(set(shapes)) == 1 and len(shapes) > 2
-    monkeypatch.undo()
+    assert len(set(shapes)) == 1 and len(shapes) > 1
     on_cpu = predict(run, images, task=task, progress=False)
     for sample, expected in zip(on_xla, on_cpu, strict=True):
         mask = task.results(sample.batch, sample.prediction)[0]["mask"]
@@ -139,26 +132,28 @@ def words(*parts):
     return ["predict", *map(str, parts), "--device", "cpu"]
 
 
+def rows_of(folder):
+    with open(folder / "predictions.csv") as file:
+        return list(csv.DictReader(file))
+
+
 def test_the_command_predicts_digits_names_a_broken_file_and_ends_with_1(trained, tmp_path, capsys):
     task, run = trained
-    batch = task.test_set().batch(np.arange(4))
-    mine = tmp_path / "mine"
+    mine, out = tmp_path / "mine", tmp_path / "out"
     mine.mkdir()
-    for number, image in enumerate(batch["image"]):
+    for number, image in enumerate(task.test_set().batch(np.arange(2))["image"]):
         Image.fromarray(image[0]).save(mine / f"{number}.png")
     assert cli.main(words(run.path, mine / "*.png", "--out", tmp_path / "good")) == 0
     (mine / "\x1b[31m.png").write_bytes(b"no image")
-    assert cli.main(words(run.path, mine, "--out", tmp_path / "out")) == 1
+    assert cli.main(words(run.path, mine, "--out", out)) == 1
     assert "\x1b" not in "".join(capsys.readouterr())
-    listed = json.loads((tmp_path / "out/predictions.json").read_text())
+    listed = json.loads((out / "predictions.json").read_text())
     good = [entry for entry in listed if "error" not in entry]
     again = predict(run, mine / "?.png", progress=False)
     assert [entry["digit"] for entry in good] == [result["digit"] for result in again]
-    assert all((tmp_path / "out" / entry["picture"]).read_bytes().startswith(b"\x89PNG") for entry in good)
-    assert len(good) == 4 and len(listed) == 5
-    with open(tmp_path / "out/predictions.csv") as file:
-        rows = list(csv.DictReader(file))
-    predicted = {row["name"]: row["digit"] for row in rows if not row["error"]}
+    assert all((out / entry["picture"]).read_bytes().startswith(b"\x89PNG") for entry in good)
+    assert len(good) == 2 and len(listed) == 3
+    predicted = {row["name"]: row["digit"] for row in rows_of(out) if not row["error"]}
     assert predicted == {entry["name"]: str(entry["digit"]) for entry in good}
 
 
@@ -166,30 +161,23 @@ def test_the_table_has_a_line_for_each_box_and_one_for_an_image_without(infrared
     task, run = infrared_run
     two = np.zeros((40, 40), np.uint8)
     two[3, 4] = two[30:32, 30] = 255
-    images = [two, np.zeros((5, 5), np.uint8)]
-    predict(run, images, task=task, out=tmp_path / "out", pictures=False, progress=False)
-    with open(tmp_path / "out/predictions.csv") as file:
-        rows = [(row["name"], row["left"], row["bottom"]) for row in csv.DictReader(file)]
+    predict(run, [two, np.zeros((5, 5), np.uint8)], task=task, out=tmp_path / "out", progress=False)
+    rows = [(row["name"], row["left"], row["bottom"]) for row in rows_of(tmp_path / "out")]
     assert rows == [("0000.png", "4", "4"), ("0000.png", "30", "32"), ("0001.png", "", "")]
-    mask = np.asarray(Image.open(tmp_path / "out/masks/0000.png"))
-    np.testing.assert_array_equal(mask, two)
-    assert not (tmp_path / "out/pictures").exists()
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "out/masks/0000.png")), two)
 
 
 def test_voltages_become_images_from_files_and_from_arrays(tank, tmp_path):
     task, run = task_of(tank), Run(tmp_path / "run")
     run.path.mkdir()
     run.save_best(task.model().state_dict(), **task.metadata(task.datasets()[0]))
-    paths = sorted((tank / "test").glob("*.npz"))[:2]
-    volts = [np.load(path)["ys"].astype(np.float32) for path in paths]
-    from_files = predict(run, paths, task=task, out=tmp_path / "out", progress=False)
-    from_arrays = predict(run, volts, task=task, progress=False)
-    for one, other, path in zip(from_files, from_arrays, paths, strict=True):
-        np.testing.assert_array_equal(one["image"], other["image"])
-        saved = np.load(tmp_path / f"out/images/{path.name}, 1.npy")
-        np.testing.assert_array_equal(saved, one["image"])
-        assert one["image"].shape == (128, 128)
-        assert np.isnan(one["image"][0, 0]) and np.isfinite(one["image"][64, 64])
+    [path, *_] = sorted((tank / "test").glob("*.npz"))
+    [one] = predict(run, path, task=task, out=tmp_path / "out", progress=False)
+    [other] = predict(run, [np.load(path)["ys"].astype(np.float32)], task=task, progress=False)
+    np.testing.assert_array_equal(one["image"], other["image"])
+    np.testing.assert_array_equal(np.load(tmp_path / f"out/images/{path.name}, 1.npy"), one["image"])
+    assert one["image"].shape == (128, 128)
+    assert np.isnan(one["image"][0, 0]) and np.isfinite(one["image"][64, 64])
 
 
 # What is refused
@@ -246,28 +234,14 @@ def test_a_weights_file_alone_carries_what_its_model_needs_and_no_path(trained, 
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes(run.best().read_bytes())
     image = task.test_set().batch([3])["image"][0, 0]
-    assert predict(alone, image, progress=False) == predict(run, image, progress=False)
+    expected = predict(run, image, progress=False)
     about = json.dumps(weights.metadata(alone))
     assert str(tmp_path) not in about and str(task.dataset_dir) not in about
-    # Naming the task, too, changes nothing; another one is refused.
-    named = [predict(source, image, task="mnist", progress=False) for source in (alone, run.path)]
-    assert named[0] == named[1] == predict(run, image, progress=False)
+    for named in (None, "mnist"):  # naming the task, too, changes nothing; another one is refused
+        assert predict(alone, image, task=named, progress=False) == expected
     for source in (alone, run):
-        with pytest.raises(TpukitError, match="of the task mnist, not of mshnet"):
+        with refuses("of the task mnist, not of mshnet"):
             predict(source, image, task="mshnet", progress=False)
-
-
-@pytest.mark.slow
-def test_a_test_takes_the_settings_that_a_weights_file_carries(digits, tmp_path, cpu, capsys):
-    task = MNIST(dataset_dir=digits, epochs=1, channels=4)
-    run = Run.open(tmp_path / "run", task)
-    scores = train(task, run, runtime=cpu, progress=False)
-    test = f"--dataset-dir {digits} --weights {run.best()} --run {tmp_path / 'tested'}".split()
-    assert cli.main(["test", "mnist", *test]) == 0
-    assert f"{scores['accuracy']:.4f}" in capsys.readouterr().out
-    for other in (test, ["--dataset-dir", str(digits), "--run", str(run.path)]):
-        assert cli.main(["test", "mshnet", *other]) == 1
-        assert "of the task mnist, not of mshnet" in capsys.readouterr().err
 
 
 def test_settings_and_statistics_that_are_damaged_are_named(tank, tmp_path):
@@ -275,9 +249,9 @@ def test_settings_and_statistics_that_are_damaged_are_named(tank, tmp_path):
     state = task.model().state_dict()
     about = dict(task="cdeit", settings=json.dumps(model_settings(task)), epoch="0")
     path = tmp_path / "damaged.safetensors"
-    for damage in (dict(voltages="[1"), dict(voltages="[[1], [2]]"), dict(settings='{"patch": "x"}')):
+    for damage in (dict(voltages="[[1], [2]]"), dict(settings='{"patch": "x"}')):
         path.write_bytes(weights.serialize(state, about | damage))
-        with pytest.raises(TpukitError, match="damaged|patch"):
+        with refuses("damaged"):
             predict(path, np.ones((1, 208)), progress=False)
 
 
@@ -289,14 +263,13 @@ def test_a_digit_of_16_bits_is_read_with_its_whole_range(tmp_path):
     assert np.array_equal(read[0, 0], levels // 257)
 
 
-def test_weights_of_others_need_the_tasks_name(tmp_path, capsys):
+def test_weights_of_others_need_the_tasks_name(tmp_path):
     torch.manual_seed(0)
     torch.save(MNIST().model().state_dict(), tmp_path / "published.pth")
-    Image.new("L", (28, 28)).save(tmp_path / "a.png")
-    command = words(tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out")
-    assert cli.main(command) == 1
-    assert "mnist" in capsys.readouterr().err
-    assert cli.main([*command, "--task", "mnist"]) == 0
+    image = np.zeros((28, 28), np.uint8)
+    with refuses("mnist"):
+        predict(tmp_path / "published.pth", image, progress=False)
+    assert "digit" in predict(tmp_path / "published.pth", image, task="mnist", progress=False)[0]
 
 
 def test_a_task_of_ones_own_predicts_without_further_methods(trained):
@@ -327,9 +300,7 @@ def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, mon
     assert opened == [environment.detect().accelerator]
 
 
-@pytest.mark.parametrize(
-    "shape, count", [((512, 512), 1), ((300, 100), 1), ((8, 8), 1), ((600, 400), 2), ((1024, 1024), 9)]
-)
+@pytest.mark.parametrize("shape, count", [((512, 512), 1), ((8, 8), 1), ((600, 400), 2), ((1024, 1024), 9)])
 def test_an_image_is_scaled_as_in_an_evaluation_and_one_of_more_than_twice_the_size_cut_into_windows(
     shape, count
 ):
@@ -338,7 +309,7 @@ def test_an_image_is_scaled_as_in_an_evaluation_and_one_of_more_than_twice_the_s
     assert len(rows) == count and join([np.zeros((1, 256, 256), np.float32)] * count).shape == (1, 1, *shape)
 
 
-@pytest.mark.parametrize("base_size", [32, 64, 128])
+@pytest.mark.parametrize("base_size", [32, 128])
 def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(
     base_size, infrared_run, infrared
 ):

@@ -1,4 +1,4 @@
-"""`tpukit predict`: what a finished run says of a user's own files or images."""
+"""`tpukit predict`: the predictions of a finished run for a user's own files or images."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from tpukit.host import environment, files, known_errors
+from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
+from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import printable
 
 if TYPE_CHECKING:
@@ -18,26 +19,31 @@ if TYPE_CHECKING:
 
 def predict(
     run: Run | str | Path,
-    images: object,
+    files: object,
     *,
     task: Task | str | None = None,
     out: str | Path | None = None,
     batch_size: int = 16,
-    pictures: bool = True,
     device: str = "cpu",
     progress: bool = True,
 ) -> list[dict]:
-    """Predict images with the best weights of a run. Returns a list of dicts, one for each sample.
-
-    run: a `Run`, the path of one, or a weights file. images: paths (files, folders, patterns), numpy arrays
-    or PIL images; of CDEIT, files or arrays of voltages. task: one of a task of your own, or with other
-    settings, or the name of a task for a file that does not name its own. out: a new or empty folder for the
-    results, with a picture of each sample unless `pictures` is False. device: "cpu", or "auto", what this
-    machine has: on a TPU, no cores can be launched from this process afterwards.
+    """Predict your own files with the best weights of a run. Return a list of dicts, one for each sample.
 
     Each dict has the `name`, and what the task's `results` gives: `digit`; `mask`, `boxes` and `targets`;
     `image`. An unreadable file is printed and has its `error` in place of these; the others are still
-    predicted. Raises TpukitError if no file can be read, or the run has no weights."""
+    predicted. Raises TpukitError if no file can be read, or the run has no weights.
+
+    Args:
+        run: a `Run`, the folder of one, or a weights file.
+        files: paths (files, folders, patterns), numpy arrays or PIL images; of CDEIT, files or arrays of
+            voltages.
+        task: a task of your own, or one with other settings, or the name of a task for a file that does not
+            name its own.
+        out: a new or empty folder for the results, with a picture of each sample.
+        batch_size: samples, or windows of large images, that are predicted at once.
+        device: "cpu", or "auto", what this machine has: on a TPU, no cores can be launched from this process
+            afterwards.
+        progress: show a progress bar."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.reporting import own
@@ -47,7 +53,7 @@ def predict(
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
     task, best = find_trained(run, task)
-    with known_errors.explain_known_errors(), prediction.as_files(images) as paths:
+    with known_errors.explain_known_errors(), prediction.as_files(files) as paths:
         if out is not None:
             out = Path(out)
             _make_empty(out)
@@ -60,7 +66,7 @@ def predict(
         if out is None:
             results = [own.result_of(task, sample) for sample in samples]
         else:
-            results = own.save_predictions(task, samples, out, pictures=pictures)
+            results = own.save_predictions(task, samples, out)
     errors = [result["error"] for result in results if "error" in result]
     for error in errors:
         print(printable(f"left out: {error}"))
@@ -71,7 +77,7 @@ def predict(
 
 def _make_empty(folder):
     """Make a folder. Raises TpukitError if anything is in it: no file of another's is replaced."""
-    with files.explain_unwritable(folder):
+    with explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     if names:
