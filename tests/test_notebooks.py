@@ -70,44 +70,16 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
 
-ON_MOCK_CHIPS = f"""import sys
-sys.path.append({str(ROOT)!r})
-from tests.devices import torch_tpu_mock
-from tpukit.host import environment
-mock = torch_tpu_mock.install()
-environment.detect = lambda: torch_tpu_mock.machine(4)
-"""
-
-
 @pytest.mark.slow
-def test_the_eight_core_notebook_runs_unchanged_through_torch_tpu_on_four_mock_chips(tmp_path):
-    mocked = ("env = tpukit.detect()", f"{ON_MOCK_CHIPS}env = tpukit.detect()")
-    notebook = run_notebook(
-        "kaggle_tpu_v5e.ipynb", tmp_path, mocked, **SMALL | dict(EPOCHS=1, CORES=4, BATCH_SIZE=4)
-    )
-    output = text(notebook)
-    for words in (
-        "core 3: TPU v5 lite through torch_tpu",
-        "1 samples",
-        "all 4 cores started",
-        "epoch 1: loss",
-        "IoU ",
-    ):
-        assert words in output, words
-    assert (tmp_path / "outputs/run/best.safetensors").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel, share", [("processes", "2 samples"), ("spmd", "2 samples")])
-def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tmp_path):
+def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(tmp_path):
     pytest.importorskip("torch_xla")
-    small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4, PARALLEL=parallel)
+    small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4)
     notebook = run_notebook("kaggle_tpu_v5e.ipynb", tmp_path, **small)
     output = text(notebook)
     for words in (
         "core 0: ",
-        f"core 1: CPU{':1' * (parallel == 'spmd')}",
-        share,
+        "core 1: CPU",
+        "2 samples",
         "all 2 cores started",
         "epoch 1: loss",
         "IoU ",

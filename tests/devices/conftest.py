@@ -1,8 +1,10 @@
-"""A training step by hand, and a training of a small model by such steps."""
+"""A training step by hand, a training of a small model by such steps, and programs that run as several
+ranks."""
 
 import torch
 
 from tpukit import MNIST
+from tpukit.tools.child import run_python
 
 
 def take_step(runtime, loss, optimizer):
@@ -44,3 +46,36 @@ def outcome(runtime, optimizer, captured, dropout=False, steps=8, ragged_at=None
     kept = [value for value in kept if torch.is_tensor(value)]
     state = [value.detach().cpu() for value in (*model.state_dict().values(), *gradients, *kept)]
     return [float(total) for total in totals[1:]], [*state, torch.rand(3)], len(calls)
+
+
+RANKS = """
+import os, sys
+import torch, torch._dynamo  # once for all
+import torch.distributed as dist
+from tpukit.devices.distributed import World
+from tpukit.devices.runtime import Runtime
+
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
+program, size, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+for rank in range(size):
+    if os.fork() == 0:
+        def tell(*values):
+            print(f"rank {rank}:", *values, file=sys.stderr)  # gloo prints to stdout
+
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        world = World(rank, size)
+        exec(program)
+        os._exit(0)
+for rank in range(size):
+    os.wait()
+"""
+
+
+def told_by_ranks(program, size, folder, timeout_s=300):
+    """What each of several processes tells, line by line. program: Python, run by each, which knows `rank`,
+    `world` and `tell`."""
+    ran = run_python("-c", RANKS, program, size, folder / "store", timeout_s=timeout_s)
+    lines = [line.partition(": ") for line in ran.stderr.splitlines()]
+    told = [[words for who, _, words in lines if who == f"rank {rank}"] for rank in range(size)]
+    assert all(told), ran.stderr
+    return told

@@ -1,5 +1,4 @@
-"""What a captured CUDA graph does with memory, on CPU tensors: the numbers that the null GPU does not compute
-(`test_null_gpu`), which runs torch's own CUDA code.
+"""What a captured CUDA graph does with memory, on CPU tensors.
 
 A capture records each operation with the memory of its inputs and outputs, and leaves all memory as it was;
 what was made within it holds garbage. A replay runs the operations again on the same memory."""

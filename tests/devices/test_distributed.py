@@ -1,26 +1,15 @@
 """Collectives of trees over the processes of a training."""
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.devices.conftest import told_by_ranks
 from tpukit.devices import distributed
 from tpukit.devices.distributed import World
 
 RANK = """
-import sys
-import torch, torch.distributed as dist
-from tpukit.devices.distributed import World
-from tpukit.devices.runtime import Runtime
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
-world = World(rank, 3)
-def tell(*values): print("result:", *values, file=sys.stderr)  # gloo prints to stdout
 mine = dict(weight=torch.full((rank + 1,), float(rank)), notes=[rank, f"rank {rank}"])
 tell(world.all_gather(dict(row=[rank, 0.5], is_first=rank == 0)))
 gathered = world.gather(mine)
@@ -67,16 +56,8 @@ def test_what_another_rank_sends_runs_no_code():
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What each of three ranks tells, line by line."""
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), store], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
-    outputs = [rank.communicate(timeout=120)[1].splitlines() for rank in ranks]
-    told = [[line.removeprefix("result: ") for line in lines if "result: " in line] for lines in outputs]
-    assert [len(lines) for lines in told] == [8] * 3, outputs
+    told = told_by_ranks(RANK, 3, tmp_path_factory.mktemp("ranks"))
+    assert [len(lines) for lines in told] == [8] * 3, told
     return told
 
 

@@ -92,10 +92,10 @@ def test_the_compiled_graph_reads_a_batch_of_the_set_and_nothing_of_its_size(sha
 
     graph = tmp_path / "graph.mlirbc"
     trace = [sys.executable, "-c", TRACER, graph, dtype, *map(str, shape)]
-    subprocess.run(trace, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(trace, cwd=ROOT, check=True, capture_output=True, timeout=300)
     environ = {**os.environ, "PYTHONPATH": str(install_compiler(lambda text: None))}
     compile_ = [sys.executable, "-s", COMPILER_SCRIPT, graph, "v5e:1x1", "1", "processes"]
-    ran = subprocess.run(compile_, env=environ, capture_output=True, text=True)
+    ran = subprocess.run(compile_, env=environ, capture_output=True, text=True, timeout=300)
     text = json.loads(ran.stdout.splitlines()[-1])["hlo"]
     computations, entry = hlo.parse(text)
     whole = np.zeros(shape, dtype).nbytes

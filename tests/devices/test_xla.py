@@ -3,8 +3,6 @@ one graph per function, without a fallback, and a recompilation refused with its
 
 import dataclasses
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -35,50 +33,6 @@ def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(
     monkeypatch.setattr(xla_private, "set_matmul_precision", precisions.append)
     type(xla)(accelerator, precision)
     assert precisions == wanted
-
-
-SPMD = """
-import sys, tempfile
-
-class Recorder:
-    asked = []
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("jax", "torchax"):
-            self.asked.append(name)
-
-sys.meta_path.insert(0, Recorder())
-import torch
-from tpukit import MNIST, Run, train
-from tpukit.devices.xla import XLARuntime
-from tpukit.training.data import BatchLoader
-from tpukit.training.prediction import predict_set
-
-runtime = XLARuntime("xla", spmd_cores=8)
-task = MNIST(dataset_dir=sys.argv[1], channels=4, epochs=1, batch_size=8, eval_every=9)
-before = runtime.counters()["executions"]
-train(task, Run.open(tempfile.mkdtemp(), task), runtime=runtime, progress=False)
-print(Recorder.asked, runtime.counters()["executions"] - before > 25)
-for where in ("device", "host"):
-    task, compiled = MNIST(dataset_dir=sys.argv[1], channels=4, batch_size=8), []
-    model, loader = runtime.to_device(task.model()), BatchLoader(task.test_set(), runtime, on=where)
-    runtime.heartbeat = lambda step: compiled.append(runtime.compilations()[0])  # after each batch
-    list(predict_set(task, model, loader, runtime, epoch=None))
-    print("compiled in later batches:", compiled[-1] - compiled[0], "of", len(compiled) - 1)
-batch = dict(number=torch.arange(16), pixels=torch.rand(16, 3), valid=torch.arange(16) > 3)
-found = runtime.to_cpu_async([runtime.put_batch(batch), "text"])()
-print("the same:", all(torch.equal(found[0][name], value) for name, value in batch.items()), found[1])
-"""
-
-
-@pytest.mark.slow
-def test_spmd_looks_for_no_jax_counts_its_programs_and_compiles_nothing_after_the_first_batch_evaluated(
-    digits, tmp_path, xla
-):
-    command = [sys.executable, "-c", SPMD, str(digits)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    wanted = ["[] True", *2 * ["compiled in later batches: 0 of 4"], "the same: True text"]
-    assert ran.stdout.splitlines()[-4:] == wanted, ran.stdout + ran.stderr
 
 
 def test_an_spmd_process_takes_the_chips_known_memory_and_not_the_hosts(xla, monkeypatch):

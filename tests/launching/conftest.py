@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from tests.launching.launched import Watched
+from tests.launching.launched import RECIPE, Watched
 from tpukit import Run, train
 from tpukit.devices.runtime import Runtime
 
@@ -21,7 +21,7 @@ HEAD = """
 import json, os, sys, time
 from pathlib import Path
 import torch
-from tests.launching.launched import Descending, Watched, machine, noise
+from tests.launching.launched import RECIPE, Watched, machine, noise
 from tpukit import Run, TpukitError, launch, train
 from tpukit.launching.supervisor import CoreFailed
 from tpukit.devices.distributed import World
@@ -40,25 +40,38 @@ def needs_torch_xla():
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it has wheels for Linux x86_64 only")
 
 
-def started(kind, environ=None, **options):
-    """A process that launches; kind: cpu, xla or spmd."""
+def started(kind, data, launches, **environ):
+    """A process that launches; kind: cpu or xla. launches: run and settings of each."""
     own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"])
-    if kind != "cpu":
+    if kind == "xla":
         needs_torch_xla()
         own = xla_environ()
-    if kind == "spmd":
-        options["parallel"] = "spmd"
-    command = [sys.executable, "-m", "tests.launching.launched", json.dumps(options, default=str)]
+    options = json.dumps(dict(data=data, launches=launches), default=str)
+    command = [sys.executable, "-m", "tests.launching.launched", options]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, cwd=ROOT, env=own | (environ or {}), start_new_session=True, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=own | environ, **pipes)
 
 
-def launched(kind, **options):
-    """What the launches of a process gave, and what it printed: a list of dict(result) or dict(error,
-    message), each with `seconds`, and with `left`, the pids of processes that were not gone."""
-    out, err = started(kind, **options).communicate(timeout=500)
+def output_of(process, timeout_s=500):
+    """(stdout, stderr) of a process that ends in time; with it end the cores that it has launched."""
+    try:
+        return process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+
+
+def launched(kind, data, folder, **launches):
+    """name -> (run, what its launch gave) of launches of one kernel. launches: settings by name; the run is
+    in the folder of that name, or of `run`.
+
+    What a launch gave: dict(result) or dict(error, message), with `seconds`, what it printed (`out`), and
+    `left`, the pids of processes that were not gone."""
+    runs = {name: folder / settings.pop("run", name) for name, settings in launches.items()}
+    asked = [dict(settings, run=runs[name]) for name, settings in launches.items()]
+    out, err = output_of(started(kind, data, asked))
     assert "DONE " in out, out[-2000:] + err[-4000:]
-    return json.loads(out.split("DONE ")[1]), out
+    done = json.loads(out.partition("DONE ")[2])
+    return {name: (Run(runs[name]), outcome) for name, outcome in zip(runs, done, strict=True)}
 
 
 def python(program, *arguments, env=None, timeout=500):
@@ -68,10 +81,10 @@ def python(program, *arguments, env=None, timeout=500):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def wait_for(condition, process):
-    deadline = time.monotonic() + 120
+def wait_for(condition, process, timeout_s=300):
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
 
 
@@ -118,11 +131,14 @@ def odd(tmp_path_factory):
     return folder
 
 
+def on_one_core(folder, data, **settings):
+    """(run, scores) of a training on the CPU, in this process."""
+    task = Watched(dataset_dir=data, log_every=1, num_workers=1, **settings)
+    run = Run.open(folder, task)
+    return run, train(task, run, runtime=Runtime("cpu"), progress=False)
+
+
 @pytest.fixture(scope="session")
 def alone(odd, tmp_path_factory):
-    """The training on one core that every other shape has to equal: two epochs of 24 steps, batch norm
-    frozen."""
-    task = Watched(dataset_dir=odd, log_every=1, num_workers=1, batch_norm="frozen")
-    run = Run.open(tmp_path_factory.mktemp("alone"), task)
-    scores = train(task, run, runtime=Runtime("cpu"), progress=False)
-    return run, scores
+    """(run, scores) of RECIPE on one core, which several cores have to equal."""
+    return on_one_core(tmp_path_factory.mktemp("alone"), odd, **RECIPE)

@@ -1,10 +1,12 @@
 """What the tests of `launch` run in processes of their own: a task that watches itself, and a program that
 launches it.
 
-`python -m tests.launching.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the
-error, of one or more launches."""
+`python -m tests.launching.launched '{"data": ..., "launches": [{"run": ..., ...}, ...]}'` launches one after
+another, as one kernel does, and prints one JSON line: what each gave."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -13,11 +15,10 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # noqa: F401  seconds, which each core would take in its first step
 from torch import nn
 
-from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, TpukitError, launch, train
-from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.runs.run import setting
 from tpukit.tasks.mnist import Digits
@@ -42,22 +43,18 @@ class Witnessed(Digits):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched(MNIST):
-    """A small network with batch norm and, if asked for, dropout, devices with the given bytes of memory, or
-    an accident in one step of one rank."""
+    """A small network with batch norm and, if asked for, dropout, or an accident in one step of one rank."""
 
     epochs: int = setting(2, free=True)
     batch_size: int = 8
     lr: float = 0.1
     dropout: float = 0.0
     witness: Path | None = setting(None, free=True)
-    memory_size: int | None = setting(None, free=True)
     accident: str = setting("", free=True)
     accident_at: int = setting(30, free=True)
     """the number of the step, counted from where this launch started or resumed"""
 
     def datasets(self):
-        if self.memory_size:
-            Runtime.memory_size = lambda runtime: self.memory_size
         sets = super().datasets()
         for data, split in zip(sets, ("train", "test")):
             data.__class__, data.split, data.witness = Witnessed, split, self.witness
@@ -76,12 +73,9 @@ class Watched(MNIST):
         return super().loss(model, batch, epoch)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Descending(Narrow):
-    """MSHNet with plain gradient descent."""
-
-    def optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=0.01)
+# Its losses are the same on any number of cores: batch norm is frozen, and the rest is what must not differ.
+RECIPE = dict(batch_norm="frozen", batch_size=16, epochs=9, patience=1, schedule="cosine", warmup_epochs=0.5)
+RECIPE |= dict(micro_batches=2, freeze=("0",), clip_norm=0.5)
 
 
 _calls = {}
@@ -95,8 +89,6 @@ def count(task):
 def cause(accident):
     if accident == "raise":
         raise ValueError("sample 7 is broken")
-    if accident == "exit":
-        sys.exit(3)
     if accident == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if accident == "crash":
@@ -147,23 +139,23 @@ def mapped_memory(task, run, *, runtime):
 FUNCTIONS = dict(train=train, noise=noise, mapped_memory=mapped_memory)
 
 
-def main(options):
-    how = {name: options[name] for name in ("cores", "parallel") if name in options}
+def main(data, launches):
     done = []
-    for settings in options["launches"]:
+    for settings in launches:
         function = FUNCTIONS[settings.pop("function", "train")]
-        run, hang_timeout_s = settings.pop("run", options["run"]), settings.pop("hang_timeout_s", 60)
-        task = Watched(dataset_dir=Path(options["data"]), log_every=1, num_workers=1, **settings)
+        how = {name: settings.pop(name) for name in ("cores", "hang_timeout_s") if name in settings}
+        run = settings.pop("run")
+        task = Watched(dataset_dir=Path(data), log_every=1, num_workers=1, **settings)
         started = time.monotonic()
-        try:
-            outcome = dict(
-                result=launch(function, task, Run.open(run, task), hang_timeout_s=hang_timeout_s, **how)
-            )
-        except TpukitError as error:
-            outcome = dict(error=type(error).__name__, message=str(error))
-        done.append(dict(outcome, seconds=time.monotonic() - started, left=children(os.getpid())))
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                outcome = dict(result=launch(function, task, Run.open(run, task), **how))
+            except (TpukitError, KeyboardInterrupt) as error:
+                outcome = dict(error=type(error).__name__, message=str(error))
+        left = children(os.getpid())
+        done.append(dict(outcome, seconds=time.monotonic() - started, left=left, out=out.getvalue()))
     print("DONE " + json.dumps(done))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(**json.loads(sys.argv[1]))

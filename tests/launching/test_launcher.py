@@ -2,16 +2,23 @@
 
 import collections
 import contextlib
-import json
 import os
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import best_weights, checkpoint, exact, refuses, same, scores_of
-from tests.launching.conftest import difference, launched, losses, needs_torch_xla, python
-from tests.launching.launched import Descending, Watched, machine
+from tests.conftest import best_weights, exact, refuses, same, scores_of
+from tests.launching.conftest import (
+    CPU,
+    difference,
+    launched,
+    losses,
+    needs_torch_xla,
+    on_one_core,
+    python,
+)
+from tests.launching.launched import RECIPE, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
@@ -22,141 +29,88 @@ from tpukit.runs import weights
 from tpukit.training import batch_norm
 from tpukit.training.data import training_index_batches
 
-IN_PARTS = "spmd over 8, the set in parts"  # each core may hold 100 kB of the set's 154
-SHAPES = {
-    "8 processes": ("cpu", 8),
-    "4 XLA devices": ("xla", 4),
-    "spmd over 8": ("spmd", 8),
-    IN_PARTS: ("spmd", 8),
-}
 
-
-@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.slow) for name in SHAPES])
-def shape(request, odd, tmp_path_factory):
-    """The same training on several cores: kind, cores, run, scores, what was printed, and which samples were
-    requested."""
-    kind, cores = SHAPES[request.param]
-    folder = tmp_path_factory.mktemp("shape")
+@pytest.fixture(scope="module")
+def launches(odd, tmp_path_factory):
+    """name -> (run, what its launch gave) of launches of one kernel, of processes on a CPU."""
+    folder = tmp_path_factory.mktemp("launches")
     (folder / "witness").mkdir()
-    settings = dict(batch_norm="frozen", witness=folder / "witness")
-    if request.param == IN_PARTS:
-        settings["memory_size"] = 8 * 100_000
-    [done], out = launched(kind, run=folder / "run", data=odd, cores=cores, launches=[settings])
-    assert "result" in done, done["message"]
-    assert ("on the device, sharded over 8 cores" in out) == (request.param == IN_PARTS)
-    return kind, cores, Run(folder / "run"), done["result"], out, folder / "witness"
+    frozen, dropout = dict(batch_norm="frozen"), dict(dropout=0.5, cores=2)
+    return launched(
+        "cpu",
+        odd,
+        folder,
+        recipe=dict(RECIPE, cores=4),
+        mapped=dict(function="mapped_memory", cores=4),
+        noise=dict(function="noise", cores=2),
+        synced=dict(batch_norm="synced", cores=2),
+        per_core=dict(epochs=1, cores=2, witness=folder / "witness"),
+        straight=dict(dropout, epochs=2),
+        parted=dict(dropout, epochs=1),
+        resumed=dict(dropout, epochs=2, run="parted"),
+        on_four=dict(frozen, epochs=1, cores=4),
+        on_two=dict(frozen, epochs=2, cores=2, run="on_four"),
+        on_one=dict(frozen, epochs=3, cores=1, run="on_four"),
+    )
 
 
-def on_one_core(folder, data, **settings):
-    """The run of a training on the CPU, in this process."""
-    task = Watched(dataset_dir=data, log_every=1, num_workers=1, **settings)
-    run = Run.open(folder, task)
-    train(task, run, runtime=Runtime("cpu"), progress=False)
-    return run
+@pytest.fixture(scope="module")
+def on_xla(odd, tmp_path_factory):
+    """The same of processes with an XLA device each."""
+    folder = tmp_path_factory.mktemp("xla")
+    accident = dict(accident="raise", cores=2)
+    return launched("xla", odd, folder, recipe=dict(RECIPE, cores=2), accident=accident)
 
 
-# What every shape promises
-
-
-def test_several_cores_give_the_losses_scores_and_weights_of_one(shape, alone):
-    kind, cores, run, scores, _, _ = shape
-    assert difference(losses(run), losses(alone[0])) < 1e-4
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, cores", [("launches", 4), ("on_xla", 2)])
+def test_several_cores_give_the_losses_scores_and_weights_of_one(kind, cores, alone, request):
+    """With a schedule, micro-batches, a frozen part, clipping, and patience that ends it at one epoch."""
+    run, done = request.getfixturevalue(kind)["recipe"]
+    assert "result" in done, done
+    one, scores = alone
+    assert difference(losses(run), losses(one)) < 1e-4
     # Another compiled graph rounds differently: one of the 37 digits may lie on the edge.
-    assert scores["images"] == 37 and abs(scores["accuracy"] - alone[1]["accuracy"]) < 1.5 / 37
+    assert done["result"]["images"] == 37
+    assert abs(done["result"]["accuracy"] - scores["accuracy"]) < 1.5 / 37
     start = run.records("start")[0]
-    assert (start["cores"], start["processes"]) == (cores, 1 if kind == "spmd" else cores)
-    ours, theirs = best_weights(run), best_weights(alone[0])
+    assert (start["cores"], start["processes"]) == (cores, cores)
+    [stopped], [stopped_alone] = run.records("stopped"), one.records("stopped")
+    assert stopped["step"] == stopped_alone["step"] < 9 * 12
+    ours, theirs = best_weights(run), best_weights(one)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # by name, on the CPU
     torch.manual_seed(0)
     before = Watched().model().state_dict()
-    assert all(not torch.equal(ours[n], before[n]) for n in ours if n.endswith("weight"))
+    kept = [name for name in ours if name.endswith("weight") and torch.equal(ours[name], before[name])]
+    assert kept == ["0.weight"]  # which is frozen
 
 
-def test_no_sample_is_seen_twice_in_an_epoch_and_none_is_lost_in_an_evaluation(shape):
-    kind, cores, _, scores, _, witness = shape
-    for split in ("train", "test"):
-        files = sorted(witness.glob(f"{split}-*.txt"))
-        assert len(files) == (1 if kind == "spmd" else cores)
-        seen = collections.Counter(int(line) for file in files for line in file.read_text().split())
-        if split == "train":
-            plan = [i for epoch in (0, 1) for i, _, _ in training_index_batches(196, 8, seed=0, epoch=epoch)]
-            assert seen == collections.Counter(np.concatenate(plan).tolist()) and max(seen.values()) == 2
-        else:
-            padding = 2 * 3  # 37 samples in 5 batches of 8, in two evaluations; sample 0 fills up
-            assert seen == {**{sample: 2 for sample in range(37)}, 0: 2 + padding}
-    assert scores["images"] == 37
-
-
-def test_all_cores_are_listed_as_started_and_only_rank_0_writes_and_prints(shape, alone):
-    _, cores, run, _, out, _ = shape
-    lines = [line for line in out.splitlines() if line.startswith("core ")]
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, cores", [("launches", 4), ("on_xla", 2)])
+def test_all_cores_are_listed_as_started_and_only_rank_0_writes_and_prints(kind, cores, alone, request):
+    run, done = request.getfixturevalue(kind)["recipe"]
+    lines = [line for line in done["out"].splitlines() if line.startswith("core ")]
     assert [line.split(":")[0] for line in lines] == [f"core {n}" for n in range(cores)]
-    assert all(f"{8 // cores} sample" in line for line in lines)
-    assert out.count(f"all {cores} cores started") == out.count("epoch 1: loss") == 1
+    assert all(f"{16 // cores} sample" in line for line in lines)
+    assert done["out"].count(f"all {cores} cores started") == done["out"].count("epoch 1: loss") == 1
     assert [(r["kind"], r["step"]) for r in exact(run)] == [(r["kind"], r["step"]) for r in exact(alone[0])]
-    assert run.read_progress()["step"] == run.read_progress()["total"] == 48
+    assert run.read_progress()["step"] == run.read_progress()["total"] == len(losses(run))
     for log in (run.path / "cores").glob("rank-*.log"):
         assert "epoch 1" not in log.read_text()
 
 
 @pytest.mark.slow
-def test_spmd_takes_batch_norm_over_the_whole_batch_in_one_compiled_graph(infrared, tmp_path, xla):
-    """MSHNet, both phases, 20 steps, against one device. SGD: see docs/MSHNET.md on Adagrad's first step."""
-    program = """
-task = Descending(dataset_dir=Path(sys.argv[1]), **json.loads(sys.argv[3]))
-launch(train, task, Run.open(sys.argv[2], task), cores=2, parallel="spmd")
-"""
-    settings = dict(epochs=10, warm_epoch=4, batch_size=8, base_size=32, crop_size=32)
-    settings |= dict(log_every=1, num_workers=1, eval_every=99)
-    ran = python(program, infrared, tmp_path / "two", json.dumps(settings))
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    task = Descending(dataset_dir=infrared, **settings)
-    train(task, Run.open(tmp_path / "one", task), runtime=xla, progress=False)
-    two, one = Run(tmp_path / "two"), Run(tmp_path / "one")
-    assert difference(losses(two), losses(one)) < 1e-4
-    assert [(r["step"], r["programs"]) for r in two.records("compile") if r["what"] == "step"] == [(1, 1)]
-    ours, theirs = checkpoint(two)["model"], checkpoint(one)["model"]
-    statistics = [n for n in ours if n.endswith("running_var")]
-    assert max(float((ours[n] / theirs[n] - 1).abs().max()) for n in statistics) < 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, cores", [("cpu", 2), ("xla", 2), ("spmd", 4)])
-def test_several_cores_with_a_schedule_micro_batches_frozen_parts_and_patience_equal_one(
-    kind, cores, odd, tmp_path
-):
-    settings = dict(schedule="cosine", warmup_epochs=0.5, micro_batches=2, freeze=["0"], clip_norm=0.5)
-    settings |= dict(batch_norm="frozen", batch_size=16, epochs=9, patience=1)
-    [done], _ = launched(kind, run=tmp_path / "several", data=odd, cores=cores, launches=[dict(settings)])
-    assert "result" in done, done["message"]
-    one, several = (
-        on_one_core(tmp_path / "one", odd, **settings | dict(freeze=("0",))),
-        Run(tmp_path / "several"),
-    )
-    assert difference(losses(several), losses(one)) < 1e-4
-    stopped = [[record["step"] for record in run.records("stopped")] for run in (several, one)]
-    assert stopped[0] == stopped[1] and len(stopped[0]) == 1 and stopped[0][0] < 9 * 12
-    torch.testing.assert_close(best_weights(several), best_weights(one), atol=1e-4, rtol=0)
-
-
-# Several launches of two cores, one after another from one kernel
-
-
-@pytest.fixture(scope="session")
-def launches(odd, tmp_path_factory):
-    """name -> (run, dict(result or message)) of launches on two cores."""
-    folder = tmp_path_factory.mktemp("launches")
-    asked = dict(
-        noise=dict(function="noise"),
-        synced=dict(batch_norm="synced"),
-        per_core=dict(epochs=1),
-        straight=dict(dropout=0.5, epochs=4),
-        parted=dict(dropout=0.5, epochs=2),
-        resumed=dict(dropout=0.5, epochs=4, run=folder / "parted"),
-    )
-    settings = [dict(run=folder / name) | options for name, options in asked.items()]
-    done, _ = launched("cpu", run=None, data=odd, cores=2, launches=settings)
-    return {name: (Run(folder / name), outcome) for name, outcome in zip(asked, done)}
+def test_no_sample_is_seen_twice_in_an_epoch_and_none_is_lost_in_an_evaluation(launches):
+    run, _ = launches["per_core"]
+    for split in ("train", "test"):
+        files = sorted((run.path.parent / "witness").glob(f"{split}-*.txt"))
+        assert len(files) == 2
+        seen = collections.Counter(int(line) for file in files for line in file.read_text().split())
+        if split == "train":
+            plan = [i for i, _, _ in training_index_batches(196, 8, seed=0, epoch=0)]
+            assert seen == collections.Counter(np.concatenate(plan).tolist()) and max(seen.values()) == 1
+        else:
+            assert seen == {**dict.fromkeys(range(37), 1), 0: 1 + 3}  # 5 batches of 8; sample 0 fills up
 
 
 @pytest.mark.slow
@@ -164,7 +118,7 @@ def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_ra
     launches, odd, tmp_path
 ):
     run, done = launches["per_core"]
-    one = on_one_core(tmp_path / "one", odd, epochs=1)
+    one, _ = on_one_core(tmp_path / "one", odd, epochs=1)
     assert difference(losses(run), losses(one)) > 1e-3
     # The oracle: rank 0's weights and statistics, as they were saved, score on one core what the two cores
     # reported.
@@ -176,13 +130,63 @@ def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_ra
 
 @pytest.mark.slow
 def test_every_rank_resumes_with_its_own_random_numbers(launches):
-    """With dropout, two and two epochs on two cores equal four; and the two cores do not drop the same."""
+    """With dropout, one and one epoch on two cores equal two; and the two cores do not drop the same."""
     straight, parted = launches["straight"][0], launches["parted"][0]
-    assert len(losses(straight)) == 4 * 24
+    assert len(losses(straight)) == 2 * 24
     assert exact(parted) == exact(straight)
     assert same(best_weights(parted), best_weights(straight))
     noise = launches["noise"][1]["result"]
     assert noise[0] != noise[1]
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_numbers_of_cores_and_equals_a_straight_one(launches, odd, tmp_path):
+    straight, _ = on_one_core(tmp_path / "straight", odd, batch_norm="frozen", epochs=3)
+    moved, _ = launches["on_one"]
+    assert [record["cores"] for record in moved.records("start")] == [4, 2, 1]
+    assert difference(losses(moved), losses(straight)) < 1e-4
+
+
+@pytest.mark.slow
+def test_the_dataset_is_held_once_for_all_processes_of_a_host(launches, odd):
+    """Four processes that have read every pixel: their shares of the map (Pss) add up to one dataset, not to
+    four."""
+    with np.load(odd / "mnist.npz") as arrays:
+        images = arrays["x_train"]
+    rows = launches["mapped"][1]["result"]
+    assert [total for total, *_ in rows] == [int(images.sum())] * 4
+    assert all(whole >= images.nbytes for _, _, whole, _ in rows)
+    assert sum(share for _, share, _, _ in rows) < 1.1 * images.nbytes
+    assert sum(private for *_, private in rows) == 0
+
+
+@pytest.mark.slow
+def test_a_core_with_an_xla_device_that_fails_ends_the_launch_and_leaves_no_process(on_xla):
+    _, failed = on_xla["accident"]
+    assert failed["error"] == "CoreFailed" and failed["left"] == []
+    assert "core 1 (rank 1) in step 30 failed" in failed["message"]
+    assert "ValueError: sample 7 is broken" in failed["message"]
+
+
+SPMD = """
+task = Watched(dataset_dir=Path(sys.argv[1]), log_every=1, num_workers=1)
+scores = launch(train, task, Run.open(sys.argv[2], task), cores=8, parallel="spmd")
+print("ALL", scores["images"])
+"""
+
+
+@pytest.mark.slow
+def test_one_graph_over_eight_devices_gives_the_losses_and_weights_of_one(odd, tmp_path):
+    """Batch norm, whose statistics are those of the whole batch, included."""
+    needs_torch_xla()
+    ran = python(SPMD, odd, tmp_path / "eight")
+    assert "all 8 cores started" in ran.stdout and "ALL 37" in ran.stdout, ran.stdout + ran.stderr[-3000:]
+    one, _ = on_one_core(tmp_path / "one", odd)
+    eight = Run(tmp_path / "eight")
+    assert difference(losses(eight), losses(one)) < 1e-4
+    ours, theirs = best_weights(eight), best_weights(one)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)  # running statistics too
+    assert [r["programs"] for r in eight.records("compile") if r["what"] == "step"] == [1]
 
 
 @pytest.mark.slow
@@ -198,21 +202,6 @@ def test_synced_batch_norm_on_gpus_is_torchs_own():
     assert [type(m) for m in model.modules() if "Norm" in type(m).__name__] == [torch.nn.SyncBatchNorm]
 
 
-@pytest.mark.slow
-def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_one(odd, tmp_path):
-    """One epoch each on 4 XLA devices in one process, 2 processes, and 1 XLA device."""
-    for epochs, (kind, cores) in enumerate((("spmd", 4), ("cpu", 2), ("xla", 1)), 1):
-        launches = [dict(batch_norm="frozen", epochs=epochs)]
-        [done], _ = launched(kind, run=tmp_path / "run", data=odd, cores=cores, launches=launches)
-        assert "result" in done, done["message"]
-    straight = on_one_core(tmp_path / "straight", odd, batch_norm="frozen", epochs=3)
-    moved = Run(tmp_path / "run")
-    starts = [(record["cores"], record["accelerator"]) for record in moved.records("start")]
-    assert starts == [(4, "xla"), (2, "cpu"), (1, "xla")]
-    assert difference(losses(moved), losses(straight)) < 1e-4
-    assert all(v.device.type == "cpu" for v in best_weights(moved).values())
-
-
 # What is refused before anything starts
 
 
@@ -224,7 +213,7 @@ def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_on
         (machine("cuda", 4), 2, "processes", 2),
         (machine("cpu", 1), None, "processes", 1),
         (machine("xla", 1), 8, "processes", 8),
-        (machine("tpu", 4, "tpu-vm"), 16, "processes", 4),
+        (machine("tpu", 4, "tpu-vm"), 16, "processes", ["16", "found 4"]),
         (machine("tpu", 1, "colab"), 8, "processes", ["8", "found 1", environment.TPU_MENU["colab"]]),
         (machine("cuda", 1), 2, "processes", ["2", "found 1", environment.GPU_MENU["kaggle"]]),
         (machine("tpu", 8), 4, "processes", ["4 of 8", "cores=1", "cores=8"]),
@@ -237,6 +226,23 @@ def test_all_cores_are_taken_unless_fewer_are_requested_and_impossible_shapes_ar
 ):
     with refuses(*wanted) if isinstance(wanted, list) else contextlib.nullcontext():
         assert launcher._count_cores(env, requested, parallel) == wanted
+
+
+@pytest.mark.parametrize(
+    "accelerator, variables",
+    [
+        ("tpu", dict(TPU_WORKER_HOSTNAMES="host-0,host-1")),
+        ("cuda", dict(TORCHELASTIC_RUN_ID="1", RANK="0", GROUP_WORLD_SIZE="2")),
+    ],
+)
+def test_one_of_several_hosts_is_refused(accelerator, variables, digits, tmp_path, monkeypatch):
+    here = machine(accelerator, 8)
+    monkeypatch.setattr(environment, "detect", lambda: here)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    task = Watched(dataset_dir=digits)
+    with refuses("one of 2 hosts", "trains on one host"):
+        launch(train, task, Run.open(tmp_path, task))
 
 
 @pytest.mark.parametrize(
@@ -309,37 +315,28 @@ def test_a_kernel_that_used_the_device_an_unknown_way_and_no_time_until_a_core_h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "before, well",
-    [
-        ("torch.ones(1, requires_grad=True).backward()", True),  # on the CPU alone autograd starts no threads
-        ("torch.cuda.is_available()", False),
-        ("import torch_xla; x = torch.ones(1, device='xla', requires_grad=True); x.backward()", False),
-    ],
-)
-def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(before, well, odd, tmp_path):
+def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(odd, tmp_path):
     """Each core finds out. gloo and the CPU replace NCCL and the cards; the check of `join_group` is the real
     one."""
-    if "cuda" in before and not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
-    if "torch_xla" in before:
-        needs_torch_xla()
-    program = f"""
+    program = """
 import torch.distributed as dist
 from tpukit.devices import cuda
-{before}
 gpus, init = machine("cuda", 2), dist.init_process_group
 environment.detect = lambda: gpus
 cuda.check_cuda = torch.cuda.set_device = lambda *_: None
 dist.init_process_group = lambda backend, **how: init("gloo", **how)
 core.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1)
+run = Run.open(sys.argv[2], task)
+torch.ones(1, requires_grad=True).backward()  # on the CPU alone autograd starts no threads
+print("WELL", launch(noise, task, run, cores=2))
+torch.cuda.is_available()
 try:
-    launch(train, task, Run.open(sys.argv[2], task), cores=2)
-    print("WELL")
+    launch(noise, task, run, cores=2)
 except CoreFailed as error:
-    print(error)
-    print("REFUSED" if "Restart the session" in str(error) else "FAILED")
+    print("REFUSED", "Restart the session" in str(error))
 """
-    ran = python(program, odd, tmp_path)
-    assert ran.stdout.split()[-1] == ("WELL" if well else "REFUSED"), ran.stdout + ran.stderr
+    ran = python(program, odd, tmp_path, env=CPU)
+    assert "WELL [[" in ran.stdout and "REFUSED True" in ran.stdout, ran.stdout + ran.stderr

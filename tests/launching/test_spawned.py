@@ -1,7 +1,6 @@
 """`train_core` in the processes that torch and torch_xla start: the form of the older guides."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -11,74 +10,74 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import ROOT, best_weights
-from tests.launching.conftest import CPU, HEAD, difference, losses, needs_torch_xla, xla_environ
+from tests.launching.conftest import (
+    CPU,
+    HEAD,
+    difference,
+    losses,
+    needs_torch_xla,
+    on_one_core,
+    xla_environ,
+)
 from tests.launching.launched import machine
 from tpukit import MNIST, Run, TpukitError, train_core
 from tpukit.host import environment
 from tpukit.launching import spawned, tpu_chips
 
-TASK = """
-if __name__ == "__main__":
-    data, folder, accident = sys.argv[1:4]
-    task = Watched(dataset_dir=data, log_every=1, num_workers=1, batch_norm="frozen", accident=accident)
-"""
-SPAWN = f"""
+SPAWN = """
 from tpukit import train_core
-{TASK}
-    torch.multiprocessing.spawn(train_core, args=(task, folder), nprocs=2)
+
+if __name__ == "__main__":
+    data, folder = sys.argv[1:]
+    settings = dict(dataset_dir=data, log_every=1, num_workers=1, **RECIPE)
+    torch.multiprocessing.spawn(train_core, args=(Watched(**settings), folder + "/run"), nprocs=2)
+    broken = Watched(**settings, accident="raise")
+    torch.multiprocessing.spawn(train_core, args=(broken, folder + "/broken"), nprocs=2)
 """
-BY_TORCH_XLA = f"""
+BY_TORCH_XLA = """
 import torch_xla
 from torch_xla.distributed import xla_multiprocessing as xmp
 from tpukit import train_core
-{TASK}
-    torch_xla.launch(train_core, args=(task, folder + "/launch"))
+
+if __name__ == "__main__":
+    data, folder = sys.argv[1:]
+    task = Watched(dataset_dir=data, log_every=1, num_workers=1, batch_norm="frozen", epochs=1)
+    torch_xla.launch(train_core, args=(task, folder + "/launch"), start_method="fork")
     xmp.spawn(train_core, args=(task, folder + "/spawn"), start_method="fork")
 """
 
 
-def variables():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
-
-
-def spawned_by(program, tmp_path, env, *arguments):
+def spawned_by(program, tmp_path, env, data):
     """A finished process that ran a program from a file, which each spawned process imports again."""
     (tmp_path / "program.py").write_text(HEAD + program)
-    command = [sys.executable, str(tmp_path / "program.py"), *map(str, arguments)]
+    command = [sys.executable, str(tmp_path / "program.py"), str(data), str(tmp_path)]
     env = dict(env, PYTHONPATH=str(ROOT), TPUKIT_CACHE=os.environ["TPUKIT_CACHE"])
     return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cpu", "xla"])
-def test_two_spawned_processes_train_as_a_launch_does(kind, odd, alone, tmp_path):
-    if kind == "xla":
-        needs_torch_xla()
-    env = variables() | (CPU if kind == "cpu" else xla_environ())
-    ran = spawned_by(SPAWN, tmp_path, env, odd, tmp_path / "run", "")
-    assert ran.returncode == 0, ran.stderr[-3000:]
+def test_two_spawned_processes_train_as_a_launch_does_and_one_that_fails_ends_both(odd, alone, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meeting = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    ran = spawned_by(SPAWN, tmp_path, CPU | meeting, odd)
     run = Run(tmp_path / "run")
-    assert difference(losses(run), losses(alone[0])) < 1e-4
+    assert difference(losses(run), losses(alone[0])) < 1e-4, ran.stderr[-3000:]
     torch.testing.assert_close(best_weights(run), best_weights(alone[0]), atol=1e-4, rtol=0)
-    assert ran.stdout.count("all 2 cores started") == 1 and run.records("start")[0]["cores"] == 2
-
-
-@pytest.mark.slow
-def test_torch_xla_starts_it_by_both_of_its_names(odd, alone, tmp_path):
-    needs_torch_xla()
-    ran = spawned_by(BY_TORCH_XLA, tmp_path, xla_environ(), odd, tmp_path, "")
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    for name in ("launch", "spawn"):
-        assert difference(losses(Run(tmp_path / name)), losses(alone[0])) < 1e-4
-
-
-@pytest.mark.slow
-def test_a_process_that_fails_ends_the_others_with_its_own_words(odd, tmp_path):
-    ran = spawned_by(SPAWN, tmp_path, variables() | CPU, odd, tmp_path / "run", "raise")
+    assert run.records("start")[0]["cores"] == 2
     assert ran.returncode == 1
-    assert re.search(r"core 1 on \S+ failed in step 30: sample 7 is broken", ran.stderr)
+    assert "core 1 failed in step 15: sample 7 is broken" in ran.stderr  # in its 30th micro-batch
+
+
+@pytest.mark.slow
+def test_torch_xla_starts_it_by_both_of_its_names(odd, tmp_path):
+    needs_torch_xla()
+    ran = spawned_by(BY_TORCH_XLA, tmp_path, xla_environ(), odd)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    one, _ = on_one_core(tmp_path / "one", odd, batch_norm="frozen", epochs=1)
+    for name in ("launch", "spawn"):
+        assert difference(losses(Run(tmp_path / name)), losses(one)) < 1e-4
 
 
 @pytest.mark.parametrize("told", [{}, dict(WORLD_SIZE="two"), dict(WORLD_SIZE="1")], ids=str)
@@ -119,4 +118,4 @@ def test_a_core_of_a_tpu_joins_by_pjrt_and_ends_its_process_when_it_fails(
     with pytest.raises(TpukitError):
         train_core(3, MNIST(dataset_dir=tmp_path), tmp_path / "run")
     assert tpu_core["init_method"] == "xla://" and tpu_core["exit"] == 1
-    assert "core 5 on" in (printed := capfd.readouterr().err) and "failed: 5 of 8" in printed
+    assert "core 5 failed: 5 of 8" in capfd.readouterr().err

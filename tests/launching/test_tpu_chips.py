@@ -6,24 +6,18 @@ import os
 import pytest
 
 from tests.conftest import refuses
-from tests.launching.conftest import needs_torch_xla, python
 from tpukit import Run
 from tpukit.launching import tpu_chips
+from tpukit.tools import child
 
 
 @pytest.mark.parametrize(
-    "hosts, processes, kept",
-    [
-        ("localhost", 8, ()),
-        ("localhost", 1, tpu_chips.ONE_PROCESS_VARIABLES),  # by SPMD one process stays
-        ("host-0,host-1", 4, tpu_chips.LEFTOVER_VARIABLES),  # which give each host its place
-    ],
+    "processes, kept",
+    [(8, ()), (1, tpu_chips.ONE_PROCESS_VARIABLES)],  # by SPMD one process stays
 )
-def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(
-    hosts, processes, kept, monkeypatch
-):
+def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(processes, kept, monkeypatch):
     names = {*tpu_chips.ONE_PROCESS_VARIABLES, *tpu_chips.LEFTOVER_VARIABLES}
-    environ = dict(TPU_WORKER_HOSTNAMES=hosts, TPU_HOST_BOUNDS="1,1,1") | dict.fromkeys(names, "0")
+    environ = dict(TPU_HOST_BOUNDS="1,1,1") | dict.fromkeys(names, "0")
     monkeypatch.setattr(os, "environ", environ)
     tpu_chips.clear_variables(processes)
     assert names & os.environ.keys() == set(kept) and os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
@@ -68,22 +62,27 @@ def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(le
     )
 
 
+def test_a_core_whose_chip_is_one_of_several_hosts_says_that_one_is_supported(xla, monkeypatch):
+    import torch_xla.runtime as xr
+
+    monkeypatch.setattr(xr, "addressable_device_count", lambda: 1)
+    monkeypatch.setattr(xr, "local_process_count", lambda: 4)
+    monkeypatch.setattr(xr, "global_ordinal", lambda: 3)
+    monkeypatch.setattr(xr, "world_size", lambda: 4)
+    assert tpu_chips.rank_of_opened_chip() == (3, 4)
+    monkeypatch.setattr(xr, "world_size", lambda: 16)
+    with refuses("16 cores", "this host has 4", "one host"):
+        tpu_chips.rank_of_opened_chip()
+
+
+def open_first_of_one(_):
+    return tpu_chips.open_chip(0, 1)
+
+
 @pytest.mark.slow
-def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
-    """PJRT's opening of one of several processes and the run directory for real, with the one core that
-    PJRT_DEVICE=CPU has."""
-    needs_torch_xla()
-    program = """
-task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
-folder = Path(sys.argv[2])
-run, meeting = Run.open(folder, task), folder / "rendezvous"
-job = core.Job(train, task, run, machine("tpu", 8), None, 60.0, rendezvous=meeting)
-print(supervisor.Supervisor(job).wait())
-"""
-    ran = python(program, odd, tmp_path)
-    assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, (
-        ran.stderr[-3000:]
-    )
+def test_a_chip_is_opened_by_torch_xlas_own_function(xla):
+    """PJRT's opening for real, with the one core that PJRT_DEVICE=CPU has."""
+    assert child.call(open_first_of_one, None, timeout_s=120) == [0, 1]
 
 
 def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, monkeypatch, capsys):

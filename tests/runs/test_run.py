@@ -313,7 +313,7 @@ def test_a_second_launch_is_refused_and_leaves_what_the_first_wrote(where, digit
     kept = [run.path / name for name in ("cores/rank-00.log", "cores/rank-00.step", "progress.json")]
     for path in kept:
         path.write_text("{}")
-    name = ".lock" if where == "another-host" else f".launch-{socket.gethostname()}.lock"
+    name = ".lock" if where == "another-host" else ".launch.lock"
     with holding(run.path / name) as first:
         if where == "another-host":
             monkeypatch.setattr(socket, "gethostname", lambda: where)

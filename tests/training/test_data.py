@@ -86,7 +86,7 @@ def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_lo
 ):
     data = MNIST(dataset_dir=digits).datasets()[0]
     size = xla.whole_nbytes(data.device_arrays())
-    assert "on the device, whole: a batch is an index" in BatchLoader(data, xla).description
+    assert "on the device: a batch is an index" in BatchLoader(data, xla).description
     monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
     loader = BatchLoader(data, xla)
     assert loader.resident is None and "because more than" in loader.description
@@ -96,29 +96,3 @@ def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_lo
     plain = types.SimpleNamespace(batch=data.batch, __len__=data.__len__)
     with refuses("data_on='device'", "device_arrays, device_nbytes, sample_parameters and compose"):
         BatchLoader(plain, xla, on="device")
-
-
-@pytest.mark.parametrize(
-    "share, on, is_resident, is_sharded",
-    [
-        (1.0, "auto", True, False),
-        (0.5, "auto", True, True),
-        (0.1, "auto", False, False),
-        (0.5, "device", True, True),
-        (0.1, "device", True, True),
-        (1.0, "host", False, False),
-    ],
-)
-def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only_parts_fit(
-    share, on, is_resident, is_sharded, digits, cpu, monkeypatch
-):
-    data, put = MNIST(dataset_dir=digits).datasets()[0], []
-    size = cpu.whole_nbytes(data.device_arrays())
-    for name, value in dict(accelerator="xla", shards=8).items():
-        monkeypatch.setattr(cpu, name, value, raising=False)
-    monkeypatch.setattr(cpu, "put_dataset", lambda arrays, sharded: put.append(sharded) or arrays)
-    monkeypatch.setattr(cpu, "memory_size", lambda: 8 * int(share * size + 1))
-    loader = BatchLoader(data, cpu, on=on)
-    assert (loader.resident is not None) == is_resident and put == [is_sharded] * is_resident
-    assert loader.bytes_per_core == is_resident * (size // 8 if is_sharded else size)
-    assert ("sharded over 8 cores" in loader.description) == is_sharded

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 class World:
     """This process among the `size` processes of a training. The default is a world of one.
 
-    rank: 0 to size - 1, over all hosts; rank 0 records, saves and prints.
+    rank: 0 to size - 1; rank 0 records, saves and prints.
     Every method is collective: all ranks call it, in the same order.
     """
 

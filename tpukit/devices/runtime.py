@@ -57,8 +57,8 @@ class Runtime:
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs,
     as on XLA. has_graphs: whether they become these or captured ones. has_fp16: whether a user may ask for
-    it. cores: the number of devices that share a global batch, over all processes. shards: those of them in
-    this process. notes: sentences for the run's log about how the placed model is computed, or "".
+    it. cores: the number of devices that share a global batch, over all processes. notes: sentences for the
+    run's log about how the placed model is computed, or "".
     allow_sync: whether a step may wait for the device; one that is captured may not. trusts_graphs: whether
     training steps may be captured, replayed or compiled as a whole; False where a trial found them wrong (see
     `trial`). reduces_on_the_host: whether gradients are averaged in host memory. step: of the last
@@ -70,7 +70,6 @@ class Runtime:
     notes = ""
     allow_sync = trusts_graphs = True
     reduces_on_the_host = False
-    shards = 1
     step = 0
     watchdog: Watchdog | None = None
     # Numbers of the optimizer's parameters without a gradient: on this rank, and on all of them.
@@ -141,9 +140,8 @@ class Runtime:
         """`put` for this process's share of a batch: (B / world size, ...) each."""
         return self.put(arrays)
 
-    def put_dataset(self, arrays: Mapping[str, np.ndarray], *, sharded: bool = False) -> dict[str, Any]:
-        """`put` for a whole dataset, (N, ...) each, that stays, for `take`. sharded: over this process's
-        `shards` devices."""
+    def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """`put` for a whole dataset, (N, ...) each, that stays, for `take`."""
         # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch never frees
         # pinned memory.
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}

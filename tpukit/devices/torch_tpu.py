@@ -1,8 +1,8 @@
 """The runtime of a TPU chip through torch_tpu, Google's backend for torch 2.11 and newer; its device is
 called "tpu".
 
-Not yet run on a TPU. Tests run it on CPU tensors with a mock of the package, and compare the names that are
-used here with the package's own; docs/TPU_GUIDE.md, section 12, says what that leaves open."""
+Not yet run on a TPU. Tests run it on CPU tensors with a mock of the package, and look the names that are used
+here up in the package itself; docs/TPU_GUIDE.md, section 12, says what that leaves open."""
 
 from pathlib import Path
 

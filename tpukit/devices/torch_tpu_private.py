@@ -1,6 +1,6 @@
 """What torch_tpu 0.2 keeps under private names, or changes from one torch to the next, in one place.
 
-tests/devices/test_torch_tpu.py compares every name that is used here, and the public ones, with the package
+tests/devices/test_torch_tpu.py looks every name that is used here, and the public ones, up in the package
 itself. torch_tpu is imported within, because most machines lack it."""
 
 # It is not installed where types are checked.
@@ -60,16 +60,16 @@ def set_launch_variables(processes: int) -> None:
 
 
 def check_launch_variables(processes: int) -> None:
-    """Raise TpukitError unless these variables are set for this number of processes, over all hosts: others
-    would wait for chips that nobody opens."""
+    """Raise TpukitError unless these variables are set for this number of processes: others would wait for
+    chips that nobody opens."""
     addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
     chips = len(addresses.split(",")) if addresses else 0
     if chips != processes:
         raise TpukitError(
             f"TORCH_TPU_SLICEBUILDER_ADDRESSES names {chips} TPU chips, but {processes} processes were to"
-            " run, one on each. `tpukit train` without torchrun sets it for one host: unset it. Before"
-            ' torchrun run `set -a; eval "$(python -m torch.tpu.distributed)"; set +a` on every host, and'
-            " start as many processes as it names chips"
+            " run, one on each. `tpukit train` without torchrun sets it: unset it. Before torchrun run"
+            ' `set -a; eval "$(python -m torch.tpu.distributed)"; set +a`, and start as many processes as it'
+            " names chips"
         )
 
 

@@ -183,7 +183,8 @@ def _take_steps(runtime, *, as_graph):
     compiled = runtime.compile(step, name="trial", mutates=(model, optimizer)) if as_graph else step
     numbers, losses = torch.Generator().manual_seed(runtime.world.rank), []
     for number in range(STEPS):
-        image = torch.randn(runtime.shards * SAMPLES, 1, SIDE, SIDE, generator=numbers)
+        samples = SAMPLES * runtime.cores // runtime.world.size  # by SPMD one process has those of all cores
+        image = torch.randn(samples, 1, SIDE, SIDE, generator=numbers)
         label = image[:, 0, 1, 1:5].argmax(1)  # so that there is something to learn
         batch = runtime.put_batch({"image": image, "label": label})
         losses.append(compiled(batch, runtime.as_graph_input(1 - number / STEPS / 2)))

@@ -51,7 +51,7 @@ class XLARuntime(Runtime):
         world: World | None = None,
         spmd_cores: int | None = None,
     ):
-        self.spmd_cores, self.shards = spmd_cores, spmd_cores or 1
+        self.spmd_cores = spmd_cores
         super().__init__(accelerator, precision, world)
         self.reset_statistics()
         self.cores = spmd_cores or self.world.size
@@ -124,15 +124,14 @@ class XLARuntime(Runtime):
 
     def put_batch(self, arrays: Mapping[str, Any]) -> Batch:
         batch = self.put(arrays)
-        self._shard(batch)
+        if self.mesh is not None:
+            for value in batch.values():
+                axes = ("data",) + (None,) * (value.dim() - 1)
+                xla_private.shard(value, self.mesh.get_op_sharding(axes))
         return batch
 
-    def put_dataset(
-        self, arrays: Mapping[str, np.ndarray], *, sharded: bool = False
-    ) -> dict[str, lanes.Stored]:
+    def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, lanes.Stored]:
         rows = {name: torch.as_tensor(lanes.to_rows(array)).to(self.device) for name, array in arrays.items()}
-        if sharded:
-            self._shard(rows)
         return {name: lanes.Stored(rows[name], array.shape) for name, array in arrays.items()}
 
     def whole_nbytes(self, arrays: Mapping[str, np.ndarray]) -> int:
@@ -140,14 +139,6 @@ class XLARuntime(Runtime):
 
     def take(self, whole: dict[str, lanes.Stored], index: Tensor) -> Batch:
         return {name: lanes.take(stored, index) for name, stored in whole.items()}
-
-    def _shard(self, tensors: Batch) -> None:
-        """Shard the first axis of each tensor over the mesh, if there is one."""
-        if self.mesh is None:
-            return
-        for value in tensors.values():
-            axes = ("data",) + (None,) * (value.dim() - 1)
-            xla_private.shard(value, self.mesh.get_op_sharding(axes))
 
     def _on_device(self, tree: Any) -> list[Tensor]:
         leaves = tree_leaves(tree)

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -46,26 +45,26 @@ class Job:
     env: environment.Environment
     requested_cores: int | None
     hang_timeout_s: float
-    processes: int = 1  # on this host
+    processes: int = 1
     spmd_cores: int | None = None  # how many the one process drives, with parallel="spmd"
-    rendezvous: Path | None = None  # the file in which the processes of this host meet
+    rendezvous: Path | None = None  # the file in which the processes meet
 
     @property
     def folder(self) -> Path:
-        """Where the cores of this host leave their files. The hosts of a slice may share a disk."""
-        return self.run.path / "cores" / (socket.gethostname() if self.env.host == "tpu-vm" else "")
+        """Where the cores leave their files."""
+        return self.run.path / "cores"
 
     def file(self, index: int, name: str) -> Path:
-        """The path of what core number `index` of this host writes: its log, step, stacks, hang or end."""
+        """The path of what core number `index` writes: its log, step, stacks, hang or end."""
         return self.folder / f"rank-{index:02d}.{name}"
 
 
 def run_core(job: Job, index: int) -> None:
-    """Call the job's function as one rank, in a process of its own, which is number `index` on this host.
+    """Call the job's function as one rank, in a process of its own, which is core number `index`.
 
-    Writes how that ended to its file `end`, as JSON: dict(outcome="done", rank), with the `result` of rank 0
-    and of the first core of a host; dict(outcome="stopped") after a signal; or dict(outcome="failed", core,
-    rank, step, host, time, description)."""
+    Writes how that ended to its file `end`, as JSON: dict(outcome="done", rank), with the `result` of rank 0;
+    dict(outcome="stopped") after a signal; or dict(outcome="failed", core, rank, step, time,
+    description)."""
     runtime = None
     try:
         # All stay open until the process ends: faulthandler writes to its files at any moment.
@@ -84,7 +83,7 @@ def run_core(job: Job, index: int) -> None:
         runtime.watchdog = Watchdog(job.hang_timeout_s, hang, kills_process=False, steps=steps)
         result = job.function(job.task, run if world.rank == 0 else run.read_only(), runtime=runtime)
         ending = dict(outcome="done", rank=world.rank)
-        if world.rank == 0 or index == 0:  # each host returns one
+        if world.rank == 0:
             ending["result"] = json.loads(json.dumps(result))  # fails here for what JSON cannot hold
         leave_group()
     except BaseException as error:
@@ -97,7 +96,6 @@ def run_core(job: Job, index: int) -> None:
                 core=index,
                 rank=runtime.world.rank if runtime else index,
                 step=runtime.step if runtime else None,
-                host=socket.gethostname(),
                 time=time.time(),
                 description=str(error) if isinstance(error, TpukitError) else explained,
             )
@@ -123,7 +121,7 @@ def open_core(job: Job, run: Run, world: World) -> Runtime:
     memory = runtime.memory()
     size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
     share = f"{job.task.batch_size // runtime.cores} samples per step"
-    mine = [f"{device} on {socket.gethostname()}, {share}{size}" for device in runtime.device_names()]
+    mine = [f"{device}, {share}{size}" for device in runtime.device_names()]
     if lines := sum(world.gather(mine), start=[]):  # rank 0 has those of all
         for number, line in enumerate(lines):
             run.print(f"core {number}: {line}")
@@ -135,13 +133,12 @@ def open_core(job: Job, run: Run, world: World) -> Runtime:
 
 
 def join(job: Job, index: int) -> World:
-    """The `World` of one of this host's processes. On one host they meet in a file and use the loopback
-    device only."""
+    """The `World` of one of a launch's processes, which meet in a file and use the loopback device only."""
     by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
     if job.env.accelerator == "tpu":
         tpu_chips.clear_variables(job.processes)
     if by_torch_xla:  # before `open_chip`: libtpu reads them once
-        cores = job.spmd_cores or job.processes * tpu_chips.count_hosts()
+        cores = job.spmd_cores or job.processes
         add_libtpu_args(job.task.libtpu_args(job.task.batch_size // cores))
     else:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
@@ -152,10 +149,6 @@ def join(job: Job, index: int) -> World:
     rank, size = index, job.processes
     if by_torch_xla:
         rank, size = tpu_chips.open_chip(index, job.processes)
-    if size > job.processes:  # the hosts of a TPU slice find each other by PJRT
-        import torch_xla.distributed.xla_backend  # noqa: F401  registers xla://
-
-        return join_group(job, index, init_method="xla://")
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     store = dist.FileStore(str(job.rendezvous), size)

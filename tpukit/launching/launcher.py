@@ -1,4 +1,4 @@
-"""One function on one core, on all cores of a machine, on many hosts: `launch(train, task, run)`.
+"""One function on one core or on all cores of a machine: `launch(train, task, run)`.
 
 The notebook's process forks one process for each core (a single one for SPMD) and watches them
 (supervisor.py). It opens no device itself, so that it can launch again. What a core does is in core.py;
@@ -7,7 +7,6 @@ docs/CONTRIBUTING.md lists the files of a launch."""
 import dataclasses
 import faulthandler
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -59,6 +58,7 @@ def launch(
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
     env = environment.detect()
     os.environ.update(environment.failed_lookups(os.environ))
+    _check_one_host(env)
     job = Job(function, task, run, env, cores, hang_timeout_s)
     if environment.under_torchrun():
         return _call_under_torchrun(job, parallel)
@@ -90,10 +90,10 @@ def launch(
 
         torch_tpu_private.set_launch_variables(count)
     shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
-    lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
+    lock = files.exclusive_lock(run.path / ".launch.lock")
     # In the folder, which is this user's alone, the cores leave their addresses for each other.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
-        with run.lock_to_open():  # another host may train there
+        with run.lock_to_open():  # a training on one core, or on another host, may be at work there
             pass
         return Supervisor(dataclasses.replace(job, rendezvous=Path(folder) / "rendezvous", **shape)).wait()
 
@@ -101,8 +101,16 @@ def launch(
 # Before anything starts
 
 
+def _check_one_host(env: Environment) -> None:
+    """Raise TpukitError where the environment names several hosts, of a TPU slice or of torchrun."""
+    names = os.environ.get("TPU_WORKER_HOSTNAMES", "") if env.accelerator == "tpu" else ""
+    hosts = max(names.count(",") + 1, int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+    if hosts > 1:
+        raise TpukitError(f"this is one of {hosts} hosts: {tpu_chips.ONE_HOST}")
+
+
 def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
-    """How many cores this host runs."""
+    """How many cores a launch uses."""
     if cores is not None and cores < 1:
         raise TpukitError(f"cores={cores}: give 1 or more, or leave it out to use all")
     if parallel == "spmd" and (env.uses_torch_tpu or env.accelerator not in ("tpu", "xla")):
@@ -112,8 +120,6 @@ def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
         return cores or 1
     here = env.cores
     if cores is None or cores == here:
-        return here
-    if env.host == "tpu-vm" and here and cores % here == 0:  # the other hosts of the slice run the rest
         return here
     if cores > here:
         env.require(env.accelerator, cores=cores)
@@ -146,8 +152,7 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
     by_torch_tpu = job.env.uses_torch_tpu
     if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
         raise TpukitError(
-            "torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their"
-            " peers"
+            "torchrun is for GPUs. On TPUs run `tpukit train` without it, which starts all cores of this host"
         )
     if by_torch_tpu:
         torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
@@ -163,7 +168,7 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
         return result
     except Exception as error:
         step = f" in step {runtime.step + 1}" if runtime else ""
-        print(f"rank {environment.rank()} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
+        print(f"rank {environment.rank()} failed{step}: {error}", file=sys.stderr)
         if by_torch_tpu:
             torch_tpu_private.leave_without_waiting()
         raise

@@ -8,7 +8,6 @@
 import faulthandler
 import multiprocessing
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
         leave_group()
     except Exception as error:
         step = f" in step {runtime.step + 1}" if runtime else ""
-        words = f"core {rank} on {socket.gethostname()} failed{step}: {error}"
+        words = f"core {rank} failed{step}: {error}"
         if is_opened_by_torch_xla and size > 1:
             # torch_xla waits for the other cores, and they for this one; it ends them once this one is gone.
             print(words, file=sys.__stderr__, flush=True)

@@ -31,25 +31,16 @@ LEFTOVER_VARIABLES = (
 )
 # Kaggle sets these for one process; several would each wait for the wrong peers.
 ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
+ONE_HOST = "tpukit trains on one host: use a machine that has all its chips or GPUs itself, as a v5litepod-8"
 
 
 def clear_variables(processes: int) -> None:
     """Remove from the environment what would send the processes of this host to the wrong chips and peers."""
-    names = LEFTOVER_VARIABLES
-    if count_hosts() > 1:
-        names = ONE_PROCESS_VARIABLES  # the others give each of several hosts its place
-    elif processes > 1:
-        names = LEFTOVER_VARIABLES + ONE_PROCESS_VARIABLES
-    for name in names:
+    for name in LEFTOVER_VARIABLES + (ONE_PROCESS_VARIABLES if processes > 1 else ()):
         value = os.environ.pop(name, None)
         asks_google = not os.environ.get("TPU_SKIP_MDS_QUERY")  # torch_xla, where a name is not set
         if value and name in BOUNDS and not asks_google:
             os.environ.setdefault(BOUNDS[name], value)
-
-
-def count_hosts() -> int:
-    """How many hosts the slice of this TPU has."""
-    return os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",") + 1
 
 
 def wait_until_free(run: Run, root: Path = Path("/"), timeout_s: float = 60.0) -> None:
@@ -78,7 +69,7 @@ def is_busy(device: Path) -> bool:
 
 def open_chip(index: int, processes: int) -> tuple[int, int]:
     """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its processes;
-    waits in libtpu for the others. Returns (rank, world size) over all hosts."""
+    waits in libtpu for the others. Returns (rank, world size)."""
     from torch_xla._internal import pjrt
 
     pjrt.initialize_multiprocess(index, processes)
@@ -86,11 +77,14 @@ def open_chip(index: int, processes: int) -> tuple[int, int]:
 
 
 def rank_of_opened_chip() -> tuple[int, int]:
-    """(rank, world size) over all hosts, of a process that has opened its chip."""
+    """(rank, world size) of a process that has opened its chip."""
     import torch_xla.runtime as xr
 
     if xr.addressable_device_count() > 1:
         raise TpukitError(
             "each chip of this TPU has two cores (v2, v3): use parallel='spmd', one process for all of them"
         )
+    if xr.world_size() > xr.local_process_count():
+        cores = f"{xr.world_size()} cores, of which this host has {xr.local_process_count()}"
+        raise TpukitError(f"found {cores}: {ONE_HOST}")
     return xr.global_ordinal(), xr.world_size()

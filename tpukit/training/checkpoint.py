@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
@@ -73,8 +72,7 @@ def restore(
 
     Raises TpukitError for a checkpoint of another version, dataset, model or optimizer.
     """
-    _check_newest_is_on_rank_0(run, runtime.world)
-    # Rank 0 reads for all: other hosts need not see its disk.
+    # Rank 0 reads for all: where the newest checkpoint is damaged, all go on from the same older one.
     saved = runtime.world.broadcast(_read(run, task) if runtime.world.rank == 0 else None)
     if saved is None:
         return TrainState(), metrics.SUMS
@@ -167,14 +165,3 @@ def _load_optimizer(optimizer: Optimizer, saved: dict) -> None:
             is_like_it = isinstance(value, torch.Tensor) and value.shape == parameter.shape
             if is_like_it and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _check_newest_is_on_rank_0(run: Run, world: World) -> None:
-    mine = max((checkpoint["step"] for checkpoint in run.checkpoints()), default=0)
-    newest = [int(row[0]) for row in world.all_gather([mine])]
-    if max(newest) > newest[0]:
-        raise TpukitError(
-            f"{run.path}: rank 0's newest checkpoint there is of step {newest[0]} (0: none), but rank"
-            f" {newest.index(max(newest))} has one of step {max(newest)}. Start the host that has the run"
-            " with --node-rank 0, or put the run on a disk that all hosts share."
-        )

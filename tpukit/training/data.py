@@ -59,13 +59,13 @@ class BatchLoader:
 
     data: as `Task.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an
     index and a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead (0: in the
-    calling thread); "auto" stores them on an accelerator if they take at most an eighth of its memory, whole
-    or sharded over the devices of this process."""
+    calling thread); "auto" stores them on an accelerator if they take at most an eighth of the memory of each
+    of its devices, which all hold the whole set."""
 
     def __init__(self, data: Any, runtime: Runtime, *, on: str = "auto", workers: int = 2) -> None:
         self.data, self.runtime, self.workers = data, runtime, workers
         self.resident: Batch | None = None  # the dataset's arrays on the device, if they are stored there
-        self.bytes_per_core = 0  # what they take of each device
+        self.resident_bytes = 0  # what they take of each device
         can_be_stored = hasattr(data, "device_arrays")
         if on == "device" and not can_be_stored:
             raise TpukitError(
@@ -75,16 +75,13 @@ class BatchLoader:
             )
         where = f"{workers} threads make the batches ahead" if workers else "a batch is made when it is due"
         if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):
-            limit = runtime.memory_size() // MEMORY_SHARE
-            most = limit * runtime.shards if on == "auto" else float("inf")
+            most = runtime.memory_size() // MEMORY_SHARE if on == "auto" else float("inf")
             arrays = data.device_arrays() if data.device_nbytes() <= most else {}
             size = runtime.whole_nbytes(arrays)  # with what the device pads
             if arrays and size <= most:
-                is_sharded = size > limit and runtime.shards > 1
-                self.resident = runtime.put_dataset(arrays, sharded=is_sharded)
-                self.bytes_per_core = size // runtime.shards if is_sharded else size
-                layout = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
-                where = f"{size / 2**20:.0f} MiB on the device, {layout}: a batch is an index"
+                self.resident = runtime.put_dataset(arrays)
+                self.resident_bytes = size
+                where = f"{size / 2**20:.0f} MiB on the device: a batch is an index"
             else:
                 where += f", because more than {most / 2**20:.0f} MiB would take too much of the device"
         self.description = f"{len(data)} samples, {where}"

@@ -113,7 +113,7 @@ def first_batch(
     loader, *others = [BatchLoader(data, runtime, on=task.data_on, workers=0) for data in sets]
     numbers = np.random.default_rng(0).random((size, sets[0].num_uniforms)) if training else None
     batch = next(loader.batches([BatchSpec(np.arange(size) % len(sets[0]), numbers)]))
-    return batch, loader.compose, sum(other.bytes_per_core for other in others)
+    return batch, loader.compose, sum(other.resident_bytes for other in others)
 
 
 if __name__ == "__main__":
