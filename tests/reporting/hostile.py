@@ -50,7 +50,7 @@ def strange_run(folder, word):
     run = write_run(folder, records, task=word, settings={word: word})
     progress = dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word)
     (folder / "progress.json").write_text(json.dumps(progress))
-    (folder / "checkpoints/checkpoints.json").write_text(json.dumps([dict(file=word, step=8, sha256=word)]))
+    (folder / "checkpoints/checkpoints.json").write_text(json.dumps({"checkpoints/step-00000008.pt": [word]}))
     return run
 
 

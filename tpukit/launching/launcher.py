@@ -93,7 +93,7 @@ def launch(
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
     # In the folder, which is this user's alone, the cores leave their addresses for each other.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
-        with run.lock_to_open():  # another host may train there
+        with run.lock():  # another host may train there
             pass
         return Supervisor(dataclasses.replace(job, rendezvous=Path(folder) / "rendezvous", **shape)).wait()
 

@@ -127,12 +127,8 @@ def curves(records: list) -> Series:
 
 
 def steps_per_epoch(records: list) -> int:
-    """Steps of an epoch of the last session; 1 where nothing tells.
-
-    Runs of earlier versions do not record it: there by the last evaluation."""
-    records = valid_records(records)
-    counts = [record["step"] // max(record["epoch"] + 1, 1) for record in _of_kind(records, "evaluation")]
-    counts += [r["steps_per_epoch"] for r in records if has_type(r.get("steps_per_epoch"), int)]
+    """Steps of an epoch of the last session; 1 where nothing tells."""
+    counts = [r["steps_per_epoch"] for r in records if has_type(r.get("steps_per_epoch"), int)]
     return max(counts[-1], 1) if counts else 1
 
 
