@@ -73,7 +73,7 @@ def test_a_damaged_record_is_left_out_and_counted_and_changes_no_chart(damage, t
 
 
 def started(**more):
-    return dict(kind="start", step=0, device="2 x tpu", batch_size=4) | more
+    return dict(kind="start", step=0, device="2 x tpu", batch_size=4, max_graphs=1) | more
 
 
 def trained_at(step, **more):
@@ -196,7 +196,8 @@ def test_curves_over_epochs_count_the_steps_of_one():
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), 1e308, "0.5", True, [], 10**400])
 def test_a_score_that_is_no_number_to_be_drawn_has_no_point(value):
-    records = [started(), evaluated(6, 0, dict(iou=0.25, pd=value)), evaluated(12, 1, dict(iou=value))]
+    scored = [evaluated(6, 0, dict(iou=0.25, pd=value)), evaluated(12, 1, dict(iou=value))]
+    records = [started(steps_per_epoch=6), *scored]
     assert findings.curves(records) == dict(iou=([1.0], [0.25]))
 
 
