@@ -128,7 +128,8 @@ def curves(records: list) -> Series:
 
 def steps_per_epoch(records: list) -> int:
     """Steps of an epoch of the last session; 1 where nothing tells."""
-    counts = [r["steps_per_epoch"] for r in records if has_type(r.get("steps_per_epoch"), int)]
+    found = [record.get("steps_per_epoch") for record in valid_records(records)]
+    counts = [count for count in found if has_type(count, int)]
     return max(counts[-1], 1) if counts else 1
 
 

@@ -89,7 +89,7 @@ def restore(
     state = TrainState(**saved["state"])
     if not has_whole_best:
         state.best = None
-    if what := _differences(saved["test_signature"], origin.test_signature):
+    if what := differences(saved["test_signature"], origin.test_signature):
         state.best = None  # which no score on these samples can be compared with
         run.print(
             f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other {what}:"
@@ -115,7 +115,7 @@ def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn
     data, code = f"other data than {task.dataset_dir} holds now", type(task).__name__
     if saved["train_size"] != origin.train_size:
         raise _changed(run, f"on {data}: {saved['train_size']} samples, not {origin.train_size}")
-    if what := _differences(saved["data_signature"], origin.data_signature):
+    if what := differences(saved["data_signature"], origin.data_signature):
         raise _changed(run, f"on {data}, with other {what}")
     if what := weights.differences(saved["model"], model.state_dict()):
         raise _changed(run, f"with another model than {code}.model() makes now: {what}")
@@ -130,7 +130,7 @@ def _changed(run: Run, what: str) -> TpukitError:
     return TpukitError(f"{run.path} was trained {what}. Undo the change, or {TRAIN_ANEW}")
 
 
-def _differences(saved: dict, expected: dict) -> str:
+def differences(saved: dict, expected: dict) -> str:
     """What differs between two of `Task.data_signature`, in words; "" if nothing does."""
     found = []
     for name, old in saved.items():
