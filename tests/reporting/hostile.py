@@ -18,7 +18,7 @@ SPEED = dict(seconds=2.0, images_per_s=8.0, wait_s=0.5, memory=[], counters={})
 
 def evaluated(step, epoch, scores, **more):
     """The record of an evaluation."""
-    about = dict(kind="evaluation", step=step, epoch=epoch, speed=dict(seconds=1.0))
+    about = dict(kind="evaluation", step=step, epoch=epoch, kept=False, speed=dict(seconds=1.0))
     return about | dict(scores=scores) | more
 
 
@@ -37,7 +37,15 @@ def strange_run(folder, word):
     compiled = dict(kind="compile", programs=1, seconds=9.0, why=[word], refused=False)
     scores = {word: 0.5, "iou": 0.25, "beside": {word: {word: 0.5, "iou": word}}}
     records = [
-        dict(kind="start", step=0, device=word, accelerator=word, batch_size=4, torch_compile=word),
+        dict(
+            kind="start",
+            step=0,
+            device=word,
+            accelerator=word,
+            batch_size=4,
+            max_graphs=1,
+            torch_compile=word,
+        ),
         dict(compiled, step=1, what="step"),
         dict(compiled, step=2, what="step"),
         dict(compiled, step=3, what="step", refused=True),
@@ -50,7 +58,7 @@ def strange_run(folder, word):
     run = write_run(folder, records, task=word, settings={word: word})
     progress = dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word)
     (folder / "progress.json").write_text(json.dumps(progress))
-    (folder / "checkpoints/checkpoints.json").write_text(json.dumps([dict(file=word, step=8, sha256=word)]))
+    (folder / "checkpoints/checkpoints.json").write_text(json.dumps({"checkpoints/step-00000008.pt": [word]}))
     return run
 
 

@@ -160,8 +160,10 @@ LABELS = findings.Labels("iou", dict(iou="IoU", fa="Fa"), dict(iou=0.9))
 
 
 def records_of(ious, **start):
-    records = [dict(kind="start", step=0, device="cpu", batch_size=4, steps_per_epoch=4) | start]
-    records.append(dict(kind="compile", step=1, seconds=9.0, what="step"))
+    records = [
+        dict(kind="start", step=0, device="cpu", batch_size=4, max_graphs=1, steps_per_epoch=4) | start
+    ]
+    records.append(dict(kind="compile", step=1, seconds=9.0, what="step", why=[], refused=False, programs=1))
     for epoch, iou in enumerate(ious):
         step = 4 * epoch + 4
         records.append(dict(kind="train", step=step, loss=1.0 / step, grad_norm=2.0, speed=SPEED))

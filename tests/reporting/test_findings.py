@@ -73,7 +73,7 @@ def test_a_damaged_record_is_left_out_and_counted_and_changes_no_chart(damage, t
 
 
 def started(**more):
-    return dict(kind="start", step=0, device="2 x tpu", batch_size=4) | more
+    return dict(kind="start", step=0, device="2 x tpu", batch_size=4, max_graphs=1) | more
 
 
 def trained_at(step, **more):
@@ -177,28 +177,27 @@ def test_a_task_that_is_unknown_or_no_name_has_no_labels(task):
     assert findings.labels_of(dict(task=task, settings={})) == findings.NO_LABELS
 
 
-def test_curves_over_epochs_count_the_steps_of_one_also_in_a_run_of_an_earlier_version():
+def test_curves_over_epochs_count_the_steps_of_one():
     rest = [trained_at(6), evaluated(12, 1, dict(iou=0.5, images=3)), trained_at(15)]
     for records, per_epoch in (
         ([started(steps_per_epoch=6), *rest], 6),
-        ([started(), *rest], 6),  # an earlier version: by the evaluation, at the end of its second epoch
-        ([started(), *rest[::2]], 1),
+        ([started(), *rest], 1),
         ([started(steps_per_epoch=3), started(steps_per_epoch=6), *rest[::2]], 6),
         ([started(steps_per_epoch=0), *rest[::2]], 1),
-        ([started(steps_per_epoch="6"), evaluated(12, -1, {}), *rest[::2]], 12),
     ):
         assert findings.steps_per_epoch(records) == per_epoch
         curves = findings.curves(records)
         assert curves["loss"] == ([6 / per_epoch, 15 / per_epoch], [0.5, 0.5])
         assert "gradient norm" not in curves
-    curves = findings.curves([started(), *rest])
+    curves = findings.curves([started(steps_per_epoch=6), *rest])
     assert curves["iou"] == ([2.0], [0.5]) and "images" not in curves
     assert findings.steps_per_epoch([]) == 1 and findings.curves([]) == {}
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), 1e308, "0.5", True, [], 10**400])
 def test_a_score_that_is_no_number_to_be_drawn_has_no_point(value):
-    records = [started(), evaluated(6, 0, dict(iou=0.25, pd=value)), evaluated(12, 1, dict(iou=value))]
+    scored = [evaluated(6, 0, dict(iou=0.25, pd=value)), evaluated(12, 1, dict(iou=value))]
+    records = [started(steps_per_epoch=6), *scored]
     assert findings.curves(records) == dict(iou=([1.0], [0.25]))
 
 
@@ -252,6 +251,5 @@ def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a
 def test_a_run_is_over_when_the_checkpoint_of_its_last_step_is_there_and_not_before_its_evaluation(trained):
     _, run = trained
     assert findings.is_finished(run.read_progress(), run.checkpoints())
-    last = run.path / "checkpoints/checkpoints.json"
-    last.write_text(json.dumps([dict(c, file="step-00000010.pt", step=10) for c in run.checkpoints()]))
+    (run.path / "checkpoints/checkpoints.json").write_text(json.dumps({"checkpoints/step-00000010.pt": []}))
     assert not findings.is_finished(run.read_progress(), run.checkpoints())

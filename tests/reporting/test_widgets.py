@@ -216,7 +216,7 @@ def test_without_a_page_or_without_ipywidgets_one_picture_is_shown(why, drawn, p
 
 def curved(folder, name, *more, **scores):
     """A run of two epochs with these scores, and more records."""
-    records = [dict(kind="start", step=0, device="cpu", batch_size=4, steps_per_epoch=2)]
+    records = [dict(kind="start", step=0, device="cpu", batch_size=4, max_graphs=1, steps_per_epoch=2)]
     return write_run(folder / name, [*records, evaluated(2, 0, scores), evaluated(4, 1, scores), *more]).path
 
 

@@ -1,4 +1,4 @@
-"""A trained run, and an empty file system in memory."""
+"""A trained run, in memory."""
 
 import os
 import shutil
@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.conftest import SMALL
 from tpukit import MNIST, Run, train
@@ -34,11 +33,3 @@ def trained(_trained, tmp_path):
     """(task, run) of MNIST after two epochs of 25 steps."""
     task, folder = _trained
     return task, Run(shutil.copytree(folder, tmp_path / "run"))
-
-
-@pytest.fixture
-def memory(monkeypatch):
-    """An address, and the files that are there: path -> file."""
-    monkeypatch.setattr(MemoryFileSystem, "store", {})
-    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
-    return "memory://backups/mnist", MemoryFileSystem.store

@@ -1,4 +1,4 @@
-"""Checkpoints: what survives damage and a full disk."""
+"""The weights files of a run: what survives damage and a full disk."""
 
 import dataclasses
 import errno
@@ -9,10 +9,10 @@ import signal
 import pytest
 import torch
 
-from tests.conftest import exact, flip, refuses
+from tests.conftest import best_weights, exact, flip, refuses, same
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.host import files
-from tpukit.host.errors import Damaged
+from tpukit.runs import checkpoints, weights
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "unreadable"])
@@ -75,33 +75,9 @@ def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(limi
     assert run.records("evaluation")[-1]["epoch"] == 2
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, None], ids=["too deep", "gone"])
-def test_the_list_of_checkpoints_can_be_lost_and_lets_no_flipped_bit_through(content, trained, capsys):
-    _, run = trained
-    newest, older = run.checkpoints()
-    (run.path / "checkpoints/checkpoints.json").unlink()
-    if content:
-        (run.path / "checkpoints/checkpoints.json").write_text(content)
-    assert run.restore()["state"]["step"] == newest["step"] and steps_in(run) == [50, 25]
-    path = run.path / "checkpoints" / newest["file"]
-    flip(path, path.read_bytes().find(b"data/0") + 200)  # within a tensor
-    assert run.restore()["state"]["step"] == older["step"]
-    assert f"{newest['file']} is damaged" in capsys.readouterr().out
-
-
 class RunsCode:
     def __reduce__(self):
         return os.system, ("true",)
-
-
-def test_a_checkpoint_that_would_run_code_is_skipped_without_advice_to_run_it(two, capsys):
-    for step in (1, 2):
-        torch.save(dict(records_size=0, state=RunsCode()), two.path / f"checkpoints/step-0000000{step}.pt")
-    (two.path / "checkpoints/checkpoints.json").unlink()
-    with refuses(two.path / "checkpoints"):
-        two.restore()
-    assert "could run code" in capsys.readouterr().out
-    assert "weights_only" not in (two.path / "log.txt").read_text()
 
 
 def steps_in(run):
@@ -129,27 +105,6 @@ def test_a_damaged_checkpoint_is_not_kept_in_place_of_a_whole_one(two):
     assert run.restore() == dict(a=1)
 
 
-def test_a_flipped_bit_in_the_list_does_not_disown_a_whole_checkpoint(two):
-    path = two.path / "checkpoints/checkpoints.json"
-    flip(path, path.read_bytes().index(two.checkpoints()[0]["sha256"].encode()))
-    assert two.restore() == dict(a=2) and steps_in(two) == [2, 1]
-
-
-def test_a_checkpoint_that_reached_the_disk_damaged_does_not_replace_an_older_one(two, monkeypatch):
-    fsync, done = os.fsync, []
-
-    def damaging(file):
-        path = os.readlink(f"/proc/self/fd/{file}")
-        if "step-00000003" in path and not done:
-            done.append(flip(files.Path(path)))
-        fsync(file)
-
-    monkeypatch.setattr(os, "fsync", damaging)
-    with pytest.raises(Damaged):
-        two.save(dict(a=torch.ones(100)), 3)
-    assert done and steps_in(two) == [2, 1] and len(list((two.path / "checkpoints").glob("*.pt"))) == 2
-
-
 def test_records_and_log_reach_the_disk_before_the_checkpoint_that_counts_on_them(two, monkeypatch):
     synced, fsync = [], os.fsync
 
@@ -161,3 +116,54 @@ def test_records_and_log_reach_the_disk_before_the_checkpoint_that_counts_on_the
     two.save({}, 3)
     checkpoint = next(number for number, name in enumerate(synced) if "step-00000003" in name)
     assert {"records.jsonl", "log.txt"} <= set(synced[:checkpoint])
+
+
+def test_a_checkpoint_that_would_run_code_is_skipped_without_advice_to_run_it(two, capsys):
+    two.save(RunsCode(), 3)
+    assert two.restore() == dict(a=2)
+    assert "could run code" in capsys.readouterr().out
+    assert "weights_only" not in (two.path / "log.txt").read_text()
+
+
+LISTS = ["", "[" * 100_000, "3", "[1]", '{"../outside.pt": ["0"]}', '{"best.safetensors": 3}']
+
+
+@pytest.mark.parametrize("content", LISTS, ids=range(len(LISTS)))
+def test_a_damaged_list_of_weights_files_is_named_and_nothing_is_written(content, two):
+    path = two.path / checkpoints.LIST
+    path.write_text(content)
+    for use in (two.restore, lambda: two.save({}, 3), lambda: Run.open(two.path, MNIST())):
+        with refuses(path):
+            use()
+    assert path.read_text() == content and len(list(path.parent.iterdir())) == 3
+
+
+def test_a_flipped_bit_anywhere_in_weights_of_a_run_is_named_by_whoever_reads_them(two):
+    from safetensors.torch import load_file
+
+    two.save_best(dict(weight=torch.arange(4.0)), epoch=1)
+    path = two.path / "best.safetensors"
+    whole = path.read_bytes()
+    for at in (0, 7, 20, whole.index(b"epoch") + 8, len(whole) - 1):
+        flip(path, at)
+        with refuses(path, "damaged"):
+            weights.read(path)
+        assert not two.has_whole_best()
+        path.write_bytes(whole)
+    assert same(weights.read(path), load_file(path)) and two.has_whole_best()
+    path.unlink()
+    assert not two.has_whole_best()
+
+
+def test_best_weights_that_are_replaced_while_they_are_read_are_not_taken_for_damaged(two, monkeypatch):
+    two.save_best(dict(weight=torch.zeros(4)))
+    digest, replaced = files.sha256, []
+
+    def replacing(path):
+        if not replaced:
+            replaced.append(1)
+            two.save_best(dict(weight=torch.ones(4)))
+        return digest(path)
+
+    monkeypatch.setattr(files, "sha256", replacing)
+    assert best_weights(two)["weight"].sum() == 4 and replaced

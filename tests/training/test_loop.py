@@ -76,14 +76,11 @@ train(task, Run.open(sys.argv[1], task), runtime=Runtime("cpu"), progress=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number, code, word", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, None, "interrupted")]
-)
-def test_sigterm_and_interrupt_save_before_leaving(number, code, word, digits, tmp_path):
+def test_sigterm_saves_before_the_process_leaves(digits, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPED, str(tmp_path / "run"), str(digits)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
     try:
@@ -92,17 +89,14 @@ def test_sigterm_and_interrupt_save_before_leaving(number, code, word, digits, t
         while not (records.exists() and records.read_text().count("train") > 5):
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()
             time.sleep(0.05)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    if code:
-        assert process.returncode == code
-    else:
-        assert "KeyboardInterrupt" in err
+    assert process.returncode == 128 + signal.SIGTERM
     run = Run.find(tmp_path / "run")
     saved = checkpoint(run)["state"]["step"]
-    assert f"saved at step {saved}" in out and word in out
+    assert f"saved at step {saved}" in out and "SIGTERM" in out
     assert saved >= run.records("train")[-1]["step"]
 
 
@@ -201,20 +195,20 @@ class Scripted(MNIST):
 
 def scripted(folder, cpu, digits, earlier=0, **settings):
     """(run, epochs that were trained) of a training that follows `earlier` evaluations."""
-    settings = dict(DIGITS, epochs=10) | settings
+    settings = DIGITS | dict(epochs=10, batch_size=100) | settings
     run = train_in(folder, Scripted(dataset_dir=digits, evaluated=[1] * earlier, **settings), cpu)
     return run, len(run.records("epoch"))
 
 
-@pytest.mark.parametrize("patience, epochs", [(None, 10), (1, 2), (2, 5), (3, 9), (4, 10)])
+@pytest.mark.parametrize("patience, epochs", [(None, 10), (1, 2), (3, 9), (4, 10)])
 def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(
     patience, epochs, digits, tmp_path, cpu
 ):
     run, trained = scripted(tmp_path, cpu, digits, patience=patience)
     assert trained == epochs == len(run.records("evaluation"))
-    assert checkpoint(run)["state"]["step"] == 25 * epochs
+    assert checkpoint(run)["state"]["step"] == 2 * epochs
     stopped = [(r["step"], r["epoch"], r["patience"]) for r in run.records("stopped")]
-    assert stopped == ([(25 * epochs, epochs - 1, patience)] if epochs < 10 else [])
+    assert stopped == ([(2 * epochs, epochs - 1, patience)] if epochs < 10 else [])
     sentences = [s for s in findings.describe(run.records()) if "stopped early" in s]
     assert len(sentences) == (run.path / "log.txt").read_text().count("stopped early") == (epochs < 10)
     assert findings.is_finished(run.read_progress(), run.checkpoints())
@@ -237,7 +231,7 @@ def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equal
     assert (run.path / "log.txt").read_text().count("stopped early after epoch 5") == 2
     _, more = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=3)
     assert more == 9 and same(best_weights(run), best_weights(straight))
-    assert [r for r in exact(run) if r["step"] != 125 or r["kind"] != "stopped"] == exact(straight)
+    assert [r for r in exact(run) if r["step"] != 10 or r["kind"] != "stopped"] == exact(straight)
 
 
 def test_patience_is_counted_across_interruptions(digits, tmp_path, cpu):

@@ -26,8 +26,7 @@ class LaunchOptions(CoreOptions):
     run: Path | None = None
     """Folder of the run; by default TASK in this machine's output folder."""
     backup: Path | None = None
-    """Folder (on Drive, say) or address (s3://bucket/run, gs://, hf://) that gets a copy of the run at every
-    checkpoint."""
+    """Folder (on Drive or in a mounted bucket, say) that gets a copy of the run at every checkpoint."""
     hang_timeout_s: float = HANG_TIMEOUT_S
     """When no step completes for this many seconds, show every core's Python stack and stop."""
 

@@ -77,6 +77,7 @@ def report(
     run: RunFolder,
     follow: bool = False,
     trace: int = 0,
+    tensorboard: Path | None = None,
     dataset_dir: Path | None = None,
 ) -> None:
     """What the accelerator did in a run: compilations and their causes, where a step's time went, memory.
@@ -86,6 +87,7 @@ def report(
         follow: first print the log of a run that another process trains, and how far it is, until it ends.
         trace: also take this number of steps of its task again, here, keep a profiler's trace of them for
             TensorBoard, and name the lines whose operations fall back to the CPU or wait for the device.
+        tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
         dataset_dir: the dataset for these steps, if it has moved since the run.
     """
     from tpukit.reporting import display
@@ -94,6 +96,10 @@ def report(
     if follow:
         display.follow(folder)
     display.show_report(folder)
+    if tensorboard:
+        from tpukit.tools.tensorboard import write_events
+
+        print(f"\nevents for TensorBoard: {printable(write_events(folder, tensorboard))}")
     if trace:
         from tpukit.tasks.trained import task_of
         from tpukit.tools.trace import trace as run_trace

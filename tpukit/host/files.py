@@ -1,4 +1,4 @@
-"""Atomic files and folders, JSON with a checksum, locks, and the cache folder."""
+"""Atomic files and folders, locks, and the cache folder."""
 
 import contextlib
 import errno
@@ -14,13 +14,12 @@ import stat
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.json_types import has_type
+from tpukit.host.tables import printable
 
 if sys.platform != "win32":  # where the commands work that take no lock
     import fcntl
@@ -133,6 +132,24 @@ def explain_unwritable(place: Path, *, only: Collection[int] = ()) -> Iterator[N
         raise TpukitError(f"cannot write {place} ({reason}{at}): choose another folder") from error
 
 
+def local_path(path: str | Path, advice: str) -> Path:
+    """Return the path. Raises TpukitError with `advice` for an address such as s3://bucket/run, without
+    showing it: it may hold a secret."""
+    # pathlib makes s3:/ of s3://, and would write in a folder named "s3:".
+    if found := re.match(r"([a-z][a-z0-9+.-]+):/", str(path), re.I):
+        raise TpukitError(f"{found[1]}:// is an address and not a folder or a file of this machine: {advice}")
+    return Path(path)
+
+
+def check_empty(folder: Path) -> None:
+    """Raise TpukitError for files where no run is: they could be taken for a part of one."""
+    with explain_unwritable(folder):
+        names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if found := [name for name in names if not name.startswith(".")]:
+        has = printable(", ".join(found[:3]))
+        raise TpukitError(f"{folder} is not empty and holds no run (it has {has}): choose an empty folder")
+
+
 def append(path: Path, text: str) -> None:
     """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError if it cannot
     be written."""
@@ -174,35 +191,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# JSON with a checksum
-
-
-def with_crc32(values: dict[str, Any]) -> dict[str, Any]:
-    """A dict for JSON with the CRC-32 of its content, for `parse_with_crc32`."""
-    return dict(values, crc32=_crc32(values))
-
-
-def parse_with_crc32(text: str | bytes) -> dict[str, Any]:
-    """The dict that JSON text holds. Raises ValueError for a damaged one; one without a CRC-32 passes."""
-    try:
-        values = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"it holds a {type(values).__name__}")
-    last = next(reversed(values), None)
-    content = {name: value for name, value in values.items() if name != last}
-    if last is not None and values[last] == _crc32(content):  # also if the flipped bit is in the name crc32
-        return content
-    if "crc32" in values:
-        raise ValueError("its content does not match its CRC-32")
-    return values
-
-
-def _crc32(values):
-    return zlib.crc32(json.dumps(values).encode())
-
-
 # Locks
 
 
@@ -210,93 +198,63 @@ def _crc32(values):
 def file_lock(path: Path) -> Iterator[None]:
     """Context manager: a lock that one process of this user on this host holds at a time. Without a usable
     cache folder there is no lock; what is written is still atomic."""
-    try:
-        make_private(cache_folder())
-        digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
-        file = _open_lock(cache_folder() / f"{digest}.lock")
-    except OSError:
-        file = contextlib.nullcontext()
-    with file as opened:
-        if opened:
-            fcntl.flock(opened, fcntl.LOCK_EX)  # released by the system when the process ends
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            make_private(cache_folder())
+            name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
+            file = stack.enter_context(_open_lock(cache_folder() / f"{name}.lock"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # released by the system when the process ends
         yield
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[Callable[[], None]]:
+def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
     """Context manager: take the lock file `path` for this process alone, and write its host and pid into it.
-    Yields a function that raises TpukitError if another process took it since, while this one was suspended.
 
     Raises TpukitError with the host and pid of the process that has it. A lock ends with its process, killed
-    or not. On some shared disks (Drive) a lock is seen on its own host only: there the last holder counts as
-    long as this file or one of `signs` changed lately."""
+    or not. Another host's is not seen through some shared disks (Drive): it counts as long as this file or
+    one of `signs` changed lately."""
     with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
         holder, here = _holder(file.read()), socket.gethostname()
-        is_free = is_seen = True  # is_seen: whether the disk has locks
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:
-            is_seen = False
+            is_free = True
+        except OSError as error:
+            is_free = not isinstance(error, BlockingIOError)  # a disk without locks
         if holder and holder["host"] != here:  # whose clock may be ahead
-            recent = [sign.stat().st_mtime for sign in (path, *signs) if sign.exists()]
-            is_free &= all(abs(time.time() - then) >= ALIVE_S for then in recent)
-        elif holder and not is_seen:
-            is_free = holder["pid"] == os.getpid() or not _lives(holder["pid"])
+            changed = [sign.stat().st_mtime for sign in (path, *signs) if sign.exists()]
+            is_free &= all(abs(time.time() - then) >= ALIVE_S for then in changed)
         if not is_free:
+            who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
             raise TpukitError(
-                f"{_describe(holder)} is at work in {path.parent} (it trains, restores or sends): end it, or"
-                f" choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
+                f"{who} is at work in {path.parent} (it trains, restores or sends): end it, or choose another"
+                f" folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
-        text = json.dumps(dict(host=here, pid=os.getpid(), token=secrets.token_hex(8))).encode()
-
-        def check():
-            with contextlib.suppress(OSError):  # a disk that is away says nothing
-                if (latest := path.read_bytes()) != text:
-                    raise TpukitError(
-                        f"{_describe(_holder(latest))} has trained in {path.parent} since, while this one was"
-                        " suspended or its disk was away: start this one again to resume from there"
-                    )
-
         try:
             with explain_unwritable(path, only=DISK_FULL):
-                _overwrite(file, text)
-            yield check
+                _overwrite(file, json.dumps(dict(host=here, pid=os.getpid())).encode())
+            yield
         finally:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
-                if path.read_bytes() == text:
-                    _overwrite(file, b"")
+                _overwrite(file, b"")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
 
 
-def _holder(text):
-    """dict(host, pid) of the last holder of a lock file, from its content; None if nobody, or not written
-    yet."""
-    with contextlib.suppress(ValueError, RecursionError):
+def _holder(text: bytes) -> dict[str, Any] | None:
+    """dict(host, pid) of the last holder of a lock file; None if nobody, or not written yet."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         holder = json.loads(text)
-        if has_type(holder, dict(host=str, pid=int)):
-            return holder
+        return dict(host=str(holder["host"]), pid=int(holder["pid"]))
 
 
-def _describe(holder):
-    return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+def _open_lock(path: Path) -> BinaryIO:
+    """Open a lock file without emptying it, and never through a link."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b", buffering=0)
 
 
-def _open_lock(path):
-    """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or not a
-    regular file."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        os.close(file)
-        raise OSError(f"{path.name} is a link or not a regular file: remove it")
-    return os.fdopen(file, "r+b", buffering=0)
-
-
-def _overwrite(file, data):
+def _overwrite(file: BinaryIO, data: bytes) -> None:
     file.seek(0)
     file.truncate()
     file.write(data)

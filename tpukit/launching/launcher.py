@@ -93,7 +93,7 @@ def launch(
     lock = files.exclusive_lock(run.path / ".launch.lock")
     # In the folder, which is this user's alone, the cores leave their addresses for each other.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
-        with run.lock_to_open():  # a training on one core, or on another host, may be at work there
+        with run.lock():  # a training on one core may be at work there
             pass
         return Supervisor(dataclasses.replace(job, rendezvous=Path(folder) / "rendezvous", **shape)).wait()
 

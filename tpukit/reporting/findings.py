@@ -25,11 +25,11 @@ SPEED = dict(
 )
 SCORES = dict(beside=dict[str, dict] | None)
 FIELDS = dict(
-    start=dict(device=str, max_graphs=int | None, batch_size=int | None),
+    start=dict(device=str, max_graphs=int, batch_size=int),
     train=dict(loss=float | None, grad_norm=float | None, lr=float | None, speed=SPEED),
     stopped=dict(epoch=int, patience=int),
-    evaluation=dict(epoch=int, kept=bool | None, scores=SCORES, speed=dict(seconds=float)),
-    compile=dict(seconds=float, what=str | None, why=list[str] | None),
+    evaluation=dict(epoch=int, kept=bool, scores=SCORES, speed=dict(seconds=float)),
+    compile=dict(seconds=float, what=str, why=list[str], refused=bool, programs=int),
 )
 PROGRESS = dict(step=int, total=int, unit=str)
 ROC = dict.fromkeys(("tpr", "fpr", "precision"), list[float])
@@ -99,7 +99,7 @@ def _format_number(value):
 def last_and_kept_tables(records: list) -> list[Table]:
     """The scores of the last evaluation, and of the one whose weights are kept where that is another."""
     evaluations = _of_kind(valid_records(records), "evaluation")
-    kept = [record for record in evaluations if record.get("kept")][-1:]
+    kept = [record for record in evaluations if record["kept"]][-1:]
     tables = []
     for record in evaluations[-1:] + [record for record in kept if record is not evaluations[-1]]:
         which = ", whose weights are kept" if tables else ""
@@ -127,12 +127,9 @@ def curves(records: list) -> Series:
 
 
 def steps_per_epoch(records: list) -> int:
-    """Steps of an epoch of the last session; 1 where nothing tells.
-
-    Runs of earlier versions do not record it: there by the last evaluation."""
-    records = valid_records(records)
-    counts = [record["step"] // max(record["epoch"] + 1, 1) for record in _of_kind(records, "evaluation")]
-    counts += [r["steps_per_epoch"] for r in records if has_type(r.get("steps_per_epoch"), int)]
+    """Steps of an epoch of the last session; 1 where nothing tells."""
+    found = [record.get("steps_per_epoch") for record in valid_records(records)]
+    counts = [count for count in found if has_type(count, int)]
     return max(counts[-1], 1) if counts else 1
 
 
@@ -231,7 +228,7 @@ def _describe_graphs(session, speeds):
         sentences.append(f"The training step was {made}{form} {steps}; every other step reused that graph.")
     for record in unexpected:
         reason = _why(record, " because ") or ", though no argument changed"
-        end = ", which ended the run" if record.get("refused") else ""
+        end = ", which ended the run" if record["refused"] else ""
         sentences.append(f"Step {record['step']} {made} again ({record['seconds']:.1f} s){reason}{end}.")
     if not is_xla:
         for record in _of_step(session):
@@ -254,11 +251,11 @@ def _describe_graphs(session, speeds):
 
 def _of_step(session):
     """The records of compilations of the training step."""
-    return [record for record in _of_kind(session, "compile") if (record.get("what") or "step") == "step"]
+    return [record for record in _of_kind(session, "compile") if record["what"] == "step"]
 
 
 def _made_graphs(compilation):
-    return not compilation.get("refused") and bool(compilation.get("programs", 1))
+    return not compilation["refused"] and bool(compilation["programs"])
 
 
 def _step_compilations(session):
@@ -266,14 +263,14 @@ def _step_compilations(session):
     allowed. The last may be one that was refused."""
     done = [record for record in _of_step(session) if _made_graphs(record)]
     slow = [record for record in done if record["seconds"] >= LONG_COMPILE_S] or done[:1]
-    allowed = session[0].get("max_graphs") or 1 if session else 0
-    refused = [record for record in _of_step(session) if record.get("refused")]
+    allowed = session[0]["max_graphs"] if session else 0
+    refused = [record for record in _of_step(session) if record["refused"]]
     return slow[:allowed], slow[allowed:] + refused
 
 
 def _why(compilation, before=""):
     """The causes of a compilation, with a text before them; nothing where it has none."""
-    causes = "; ".join(compilation.get("why") or [])
+    causes = "; ".join(compilation["why"])
     return f"{before}{causes}" if causes else ""
 
 
@@ -304,9 +301,9 @@ def accelerator_tables(records: list) -> list[Table]:
     session = _last_session(records)
     compilations, seen = [], set()
     for record in _of_kind(session, "compile"):
-        function = record.get("what") or "step"
+        function = record["what"]
         reason = _why(record) or ("no argument changed" if function in seen else "the first time")
-        seconds = "refused" if record.get("refused") else f"{record['seconds']:.1f}"
+        seconds = "refused" if record["refused"] else f"{record['seconds']:.1f}"
         compilations.append((record["step"], function, seconds, reason))
         seen.add(function)
     spans, steps = intervals(records), []
@@ -336,7 +333,7 @@ def intervals(records: list) -> list[dict]:
     session = _last_session(records)
     spans = []
     for record in _of_kind(session, "train"):
-        speed, batch_size = record["speed"], session[0].get("batch_size") or 1
+        speed, batch_size = record["speed"], session[0]["batch_size"]
         steps = max(1, round(speed["images_per_s"] * speed["seconds"] / batch_size))
         span = {"from": record["step"] - steps + 1, "to": record["step"]}
         times = {name: 1e3 * (speed.get(field) or 0.0) / steps for name, field in TIMES.items()}
@@ -378,7 +375,7 @@ def _how_far(session, progress):
     trained = _of_kind(session, "train")
     rate = trained[-1]["speed"]["images_per_s"] if trained else 0.0
     if progress["unit"] == "step" and step < total and rate > 0:
-        left_s = (total - step) * (session[0].get("batch_size") or 1) / rate
+        left_s = (total - step) * (session[0]["batch_size"]) / rate
         parts.append(f"about {format_duration(left_s)} left")
     return parts
 

@@ -201,7 +201,7 @@ def _is_zip_of(run, path):
     """Whether a file is a zip of this run, not of an earlier one in a folder of the same name."""
     try:
         with zipfile.ZipFile(path) as archive:
-            config = files.parse_with_crc32(archive.read(f"{run.path.resolve().name}/config.json"))
+            config = json.loads(archive.read(f"{run.path.resolve().name}/config.json"))
         return config["id"] == run.config["id"]
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, TpukitError):
         return False

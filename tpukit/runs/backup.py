@@ -1,49 +1,73 @@
-"""The copy of a run in a storage, such as Drive: kept up to date, and restored from. Also runs in Kaggle's
-inputs."""
+"""A copy of a run in another folder (on Drive, in a mounted bucket), kept up to date and restored from; and
+runs in Kaggle's inputs."""
 
-import functools
 import glob
+import os
 import tempfile
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpukit.host import files
+from tpukit.host import environment, files
 from tpukit.host.environment import Environment
 from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import printable
-from tpukit.runs import checkpoints, weights
-from tpukit.runs.checkpoints import Entry
-from tpukit.runs.storage import Check, Storage
+from tpukit.runs import checkpoints
 
 if TYPE_CHECKING:
     from tpukit.runs.run import Run
     from tpukit.training.task import Task
 
-COPIED = ("config.json", "log.txt", "records.jsonl", "best.safetensors")  # and the checkpoints
+COPIED = ("config.json", "log.txt", "records.jsonl")  # and the weights files
 OTHER_FOLDER = "choose another backup, or, to resume what was backed up, a run folder that does not exist yet"
-LIST = f"checkpoints/{checkpoints.LIST}"
-
-
-def _checks(entries: Iterable[Entry]) -> dict[str, Check]:
-    """What raises Damaged for a damaged file of a run, by its name. entries: of the list of checkpoints."""
-    named = {f"checkpoints/{e['file']}": functools.partial(checkpoints.check, entry=e) for e in entries}
-    return {"best.safetensors": weights.check_embedded_sha256, **named}
+MOUNT = (
+    "mount the bucket and give the folder where it is (gcsfuse, rclone mount), or copy the run there yourself"
+    " (gcloud storage rsync, hf upload)"
+)
 
 
 class Backup:
-    """A copy of a run in a folder, or at an address."""
+    """A copy of a run in a folder."""
 
-    def __init__(self, place: str | Path):
-        self.storage = Storage(place)
+    def __init__(self, path: str | Path):
+        self.path = files.local_path(path, MOUNT).resolve()
+        # When Drive is lost, an empty folder stays where it was mounted.
+        self.mount_point = next(filter(os.path.ismount, (self.path, *self.path.parents)))
         self.failed = False
-        # File name -> the version of the run's file that was copied last.
-        self.copied: dict[str, tuple | None] = {}
-        self.records = 0, 0  # bytes of the records that were copied last, and their CRC-32
+        self.copied: dict[str, tuple] = {}  # name -> version of the run's file that was copied last
 
     def __str__(self) -> str:
-        return str(self.storage)
+        return str(self.path)
+
+    def check_writable(self) -> None:
+        """Raise TpukitError, before a training, if no copy can be kept here."""
+        drive = environment.detect().drive
+        if drive is not None and self.path.is_relative_to(drive.parent) and not drive.is_dir():
+            raise TpukitError(f"{self} is on Drive, which is not mounted: call tpukit.mount_drive first")
+        with files.explain_unwritable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()
+
+    def check_run(self, run: "Run", run_id: str) -> None:
+        """Raise TpukitError if a run of this id cannot be backed up here: the disk is gone, or the folder
+        holds another run, other files, or a later state of this run, which another session left."""
+        self._check_mounted()
+        if not (self.path / "config.json").is_file():
+            files.check_empty(self.path)
+            return
+        if (found := type(run)(self.path).config.get("id")) != run_id:
+            other = f"belongs to another run than {run.path} (id {found}, not {run_id})"
+            raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
+        here = max((entry["step"] for entry in run.checkpoints()), default=0)
+        listed = checkpoints.read_list(self.path) or {}
+        for name, step in checkpoints.steps(listed).items():
+            if step > here and checkpoints.is_whole(self.path / name, listed[name]):
+                later = f"has step {step} of this run, but {run.path} has only step {here}"
+                raise TpukitError(f"the backup {self} {later}: {OTHER_FOLDER}")
+
+    def _check_mounted(self) -> None:
+        if not os.path.ismount(self.mount_point):
+            raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
 
     def update(self, run: "Run") -> None:
         """Copy what changed. A failure is reported once and ends no training: Drive may be full or gone."""
@@ -58,151 +82,79 @@ class Backup:
         self.failed = bool(failure)
 
     def copy(self, run: "Run") -> None:
-        """Copy what changed, each file whole or not at all, the list of checkpoints last. A damaged file of
-        the run replaces nothing. Raises TpukitError or OSError where the run cannot be backed up here."""
+        """Copy what changed, each file whole or not at all, the list of weights files last. A damaged one is
+        named and replaces nothing. Raises TpukitError or OSError if the run cannot be backed up here."""
         self.check_run(run, run.config["id"])
-        kept = run.checkpoints()
-        checks = _checks(kept) | {"records.jsonl": self._check_records}
-        if not self.storage.has("config.json"):
-            self._copy(run, "config.json")
-            self._put_list([])
+        listed = checkpoints.read_list(run.path) or {}
+        kept = checkpoints.read_list(self.path)
+        self._copy_file(run, "config.json")
+        # Until its copy takes its place, a file here is the one of before.
+        both = {}
+        for name, digests in (kept or {}).items():
+            new = [digest for digest in listed.get(name, []) if digest not in digests]
+            both[name] = digests + new
+        if both != kept:
+            self._check_mounted()
+            checkpoints.write_list(self.path, both)
         for name in COPIED:
             if (run.path / name).exists():
-                self._copy(run, name, checks.get(name))
-        whole = []
-        for entry in kept:
-            name = f"checkpoints/{entry['file']}"
-            if self._copy(run, name, checks[name]) or self.take_back(run, name, checks[name]):
-                whole.append(entry)
-        if not whole:
+                self._copy_file(run, name)
+        whole = {}
+        for name, digests in listed.items():
+            if self._copy_whole(run, name, digests):
+                whole[name] = digests
+            elif checkpoints.is_whole(self.path / name, both.get(name, [])):
+                whole[name] = both[name]
+        if checkpoints.steps(listed) and not checkpoints.steps(whole):
             raise Damaged(f"no checkpoint in {run.path} is whole")
-        self._put_list(whole)
+        self._check_mounted()
+        checkpoints.write_list(self.path, whole)
 
-    def _copy(self, run: "Run", name: str, check: Check | None = None) -> bool:
-        """Bring the copy of a file up to date. Returns False if the run's own is damaged, and says so."""
-        path = run.path / name
-        stat = path.stat() if path.exists() else None
-        version = stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        if version and self.copied.get(name) == version and self.storage.has(name):
-            return True
+    def _copy_file(self, run: "Run", name: str, check: Callable[[Path], None] | None = None) -> None:
+        stat = (run.path / name).stat()
+        version = stat.st_ino, stat.st_mtime_ns, stat.st_size
+        if self.copied.get(name) != version or not (self.path / name).exists():
+            self._check_mounted()  # copying takes long on Drive, which may go meanwhile
+            files.copy_atomic(run.path / name, self.path / name, check)
+            self.copied[name] = version
+
+    def _copy_whole(self, run: "Run", name: str, digests: list[str]) -> bool:
+        """Bring the copy of a weights file up to date. Return False if it would be damaged, and say so."""
         try:
-            if check is not None:
-                check(path)
-        except Damaged as error:
-            run.print(f"{name} in {run.path} is damaged ({error}): it is not copied to {self}")
-            return False
-        self.storage.put(path, name, check)
-        self.copied[name] = version
-        return True
-
-    def _put_list(self, entries: Sequence[Entry]) -> None:
-        """Write the list of checkpoints, and remove those that are no longer in it."""
-        with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
-            written = Path(folder) / checkpoints.LIST
-            written.write_text(checkpoints.list_text(entries))
-            self.storage.put(written, LIST)
-        kept = {entry["file"] for entry in entries}
-        for name in set(self.storage.names("checkpoints")) - kept:
-            if checkpoints.step_of(name) is not None:  # files of other names are not tpukit's
-                self.storage.remove(f"checkpoints/{name}")
-        self.storage.check_mounted()
-
-    def _check_records(self, path: Path) -> None:
-        """Raise Damaged if records that were copied before have changed since: they only ever grow."""
-        data = path.read_bytes()
-        size, crc32 = self.records
-        if zlib.crc32(data[:size]) != crc32:
-            raise Damaged(f"one of its first {size} bytes has changed since they were copied")
-        self.records = len(data), zlib.crc32(data)
-
-    def take_back(self, run: "Run", name: str, check: Check) -> bool:
-        """Replace a damaged file of the run by its copy. Returns whether that is there, and whole."""
-        try:
-            self.storage.get(name, run.path / name, check)
-        except Damaged:
-            return False
-        run.print(f"{name} in {run.path} was damaged: taken from {self}")
-        return True
-
-    def check_run(self, run: "Run", run_id: str) -> None:
-        """Raise TpukitError if a run of this id cannot be backed up here: the disk is gone, or the storage
-        holds another run, other files, or a later state of this run, which another session left."""
-        self.storage.check_mounted()
-        if not self.storage.has("config.json"):
-            self.storage.check_empty()
-            return
-        copy, entries = self._open_copy(run)
-        found = copy.config.get("id")
-        if found != run_id:
-            other = f"belongs to another run than {run.path} (id {found}, not {run_id})"
-            raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
-        here = max((entry["step"] for entry in run.checkpoints()), default=0)
-        for entry in entries:
-            if entry["step"] > here and self._is_whole(entry):
-                later = f"has step {entry['step']} of this run, but {run.path} has only step {here}"
-                raise TpukitError(f"the backup {self} {later}: {OTHER_FOLDER}")
-
-    def _open_copy(self, run: "Run") -> tuple["Run", list[Entry]]:
-        """(the copy as a run for reading, entries of its checkpoints)."""
-        copy = type(run)(self.storage.local_copy(["config.json", LIST]))
-        copy.label = str(self)
-        copy.check_links()
-        return copy, copy.checkpoints() or checkpoints.entries_of(self.storage.names("checkpoints"))
-
-    def _is_whole(self, entry: Entry) -> bool:
-        """Whether a checkpoint of the copy is there, and whole."""
-        name = f"checkpoints/{entry['file']}"
-        try:
-            checkpoints.check(self.storage.local_copy([name]) / name, entry)
+            self._copy_file(run, name, lambda path: checkpoints.check(path, digests))
             return True
         except Damaged:
+            run.print(f"{name} in {run.path} is damaged, or its copy is: {self} does not take it")
             return False
 
     def restore(self, run: "Run", task: "Task") -> None:
-        """Restore a run of this task from its copy: what is whole there, and nothing else that lies there."""
-        unfinished = run.path / ".restoring"  # the run's id; exists only if a kill cut this short
-        if not unfinished.exists():
-            Storage(run.path.absolute()).check_empty()
-        copy, entries = self._open_copy(run)
-        run.check_links()
+        """Make the run's folder from its copy, complete or not at all: what is whole there, and nothing
+        else."""
+        files.check_empty(run.path)
+        copy = type(run)(self.path)
         copy.check_settings(task)
-        if not entries:
-            copy.check_results(list(filter(self.storage.has, ("best.safetensors", "records.jsonl"))))
+        copy.check_results()
+        listed = checkpoints.read_list(self.path) or {}
         print(printable(f"run: restoring {run.path} from {self}"))
-        with run.lock_to_open():
-            if (run.path / "config.json").exists():  # another process has restored it meanwhile
-                return
-            run_id = str(copy.config.get("id"))
-            if unfinished.exists() and unfinished.read_text(errors="replace") != run_id:
+        with files.atomic_folder(run.path) as folder:
+            whole = {name: digests for name, digests in listed.items() if self._fetch(folder, name, digests)}
+            if checkpoints.steps(listed) and not checkpoints.steps(whole):
+                count = len(checkpoints.steps(listed))
                 raise TpukitError(
-                    f"{run.path} has parts of another run than {run_id}: choose an empty folder"
+                    f"none of the {count} checkpoints in {self} is whole: start anew without it"
                 )
-            files.write_atomic(unfinished, run_id)
-            checks = _checks(entries)
-            # The list after what it names; config.json last: it is what makes the folder a run.
-            arrived = [e for e in entries if self._restore_file(run, f"checkpoints/{e['file']}", checks)]
-            if entries and not arrived:
-                raise TpukitError(f"none of the {len(entries)} checkpoints in {self} is whole: start anew")
-            (run.path / "checkpoints").mkdir(exist_ok=True)
-            checkpoints.write_list(run.path / "checkpoints", arrived)
-            for name in filter(self.storage.has, reversed(COPIED)):
-                self._restore_file(run, name, checks)
-            unfinished.unlink(missing_ok=True)
+            checkpoints.write_list(folder, whole)
+            for name in COPIED:
+                if (self.path / name).exists():
+                    files.copy_atomic(self.path / name, folder / name)
 
-    def _restore_file(self, run: "Run", name: str, checks: dict[str, Check]) -> bool:
-        """Restore a file. Returns whether it was whole; a damaged one is named and left out."""
-
-        def check(path: Path) -> None:
-            if name in checks:
-                checks[name](path)
-            run.check_lock()  # copying may have taken long
-
-        try:
-            self.storage.get(name, run.path / name, check)
-            return True
-        except Damaged as error:
-            print(printable(f"run: {name} in {self} is damaged ({error}): it is left out"))
+    def _fetch(self, folder: Path, name: str, digests: list[str]) -> bool:
+        """Copy a weights file. Return False if it is damaged, and say so."""
+        if not checkpoints.is_whole(self.path / name, digests):
+            print(printable(f"run: {name} in {self} is damaged: it is left out"))
             return False
+        files.copy_atomic(self.path / name, folder / name)
+        return True
 
 
 def find_in_inputs(env: Environment, name: str) -> Path | None:

@@ -1,112 +1,127 @@
-"""The checkpoints of a run: the newest two, and a list of them with their SHA-256.
+"""The weights files of a run, its newest two checkpoints and best.safetensors, and the list of their SHA-256.
 
-A file is listed only once it has reached the disk and was read back, and removed only once the list has: a
-kill at any point loses none. The list of a run without checkpoints is empty; if there is none, checkpoints
-were deleted."""
+The list is written last: a file is on the disk before the list names it, and is removed after the list has
+dropped it. While a file replaces one of the same name, the list has the SHA-256 of both. So a kill at any
+point loses none. A run without weights has an empty list; a missing list means that files were deleted."""
 
 import json
 import re
-import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, first_line
-from tpukit.runs import weights
 
-KEEP = 2  # the newest, and the one before in case it is damaged
-LIST = "checkpoints.json"
+KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
+LIST = "checkpoints/checkpoints.json"
+BEST = "best.safetensors"
 
-Entry = dict[str, Any]  # file, step, sha256 (None if the list was damaged)
+Listed = dict[str, list[str]]  # name in the run's folder, newest first -> SHA-256; two while it is replaced
 
 
-def save(folder: Path, content: Any, step: int) -> None:
+def save(run: Path, content: Any, step: int) -> None:
     """Write a checkpoint, whole or not at all. content: pytree of CPU tensors, numbers and strings."""
     import torch
 
-    path = folder / _file_name(step)
-    with files.atomic_file(path, check=_check_crc32s) as file:
+    def write(file: BinaryIO) -> None:
         try:
             torch.save(content, file)
         except RuntimeError as error:  # in which torch hides that the disk is full
             raise error.__context__ if isinstance(error.__context__, OSError) else error
-    older = [entry for entry in entries(folder) if entry["file"] != path.name]
-    write_list(folder, [dict(file=path.name, step=step, sha256=files.sha256(path)), *older][:KEEP])
+
+    _put(run, f"checkpoints/step-{step:08d}.pt", write)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """What `save` wrote to a file that `check` found whole: dict(records_size, state). Raises Damaged."""
-    with weights.explain_damage(path):
-        content = weights.load_tensors(path)
-        return dict(records_size=content["records_size"], state=content["state"])
+def save_best(run: Path, data: bytes) -> None:
+    """Write best.safetensors, whole or not at all."""
+    _put(run, BEST, lambda file: file.write(data))
 
 
-def check(path: Path, entry: Entry) -> None:
-    """Raise Damaged if the file at `path` is not the checkpoint of this entry of a list."""
+def _put(run: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
+    others = read_list(run) or {}
+    old = others.pop(name, [])
+    new: list[str] = []
+
+    def announce(partial: Path) -> None:
+        new.append(files.sha256(partial))
+        if old:
+            write_list(run, {name: new + old, **others})
+
+    with files.atomic_file(run / name, check=announce) as file:
+        write(file)
+    write_list(run, {name: new, **others})
+
+
+def check(path: Path, digests: Collection[str]) -> None:
+    """Raise Damaged if the file has none of these SHA-256."""
     try:
-        if not entry["sha256"]:
-            _check_crc32s(path)
-        elif files.sha256(path) != entry["sha256"]:
-            raise Damaged(f"its {path.stat().st_size} bytes do not match the recorded SHA-256")
+        digest, size = files.sha256(path), path.stat().st_size
     except OSError as error:
-        raise Damaged(first_line(error)) from error
+        raise Damaged(f"{path} is damaged ({first_line(error)})") from error
+    if digest not in digests:
+        raise Damaged(f"{path} is damaged: its {size} bytes do not match the recorded SHA-256")
 
 
-def _check_crc32s(path: Path) -> None:
+def is_whole(path: Path, digests: Collection[str]) -> bool:
+    """Return whether the file has one of these SHA-256."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch writes CRC-32s, and does not check them
-            part = archive.testzip()
-    except Exception as error:  # zipfile raises many types for a damaged file
-        raise Damaged(first_line(error)) from error
-    if part:
-        raise Damaged(f"{part} in it does not match its CRC-32")
+        check(path, digests)
+        return True
+    except Damaged:
+        return False
 
 
-def entries(folder: Path) -> list[Entry]:
-    """Those in the list, newest first. If it is damaged: of the files found, with sha256=None."""
-    return read_list(folder) or entries_of(path.name for path in folder.glob("step-*.pt"))
+def check_best(path: Path) -> None:
+    """Raise Damaged if a file is the best weights of a run, and not as the run's list has them."""
+    if path.name != BEST or (listed := read_list(path.parent)) is None:
+        return
+    if not is_whole(path, listed.get(BEST, [])):
+        # Training may have replaced both since the list was read.
+        check(path, (read_list(path.parent) or {}).get(BEST, []))
 
 
-def read_list(folder: Path) -> list[Entry] | None:
-    """The list, which may be empty; None if it cannot be read."""
+def read_list(run: Path) -> Listed | None:
+    """Return the list of the run in a folder, None if it is missing. Raises Damaged."""
+    path = run / LIST
     try:
-        listed = json.loads((folder / LIST).read_bytes())
-        found = [files.parse_with_crc32(json.dumps(entry)) for entry in listed]
-        if all(entry["file"] == _file_name(entry["step"]) and "sha256" in entry for entry in found):
-            return found
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    return None
+        listed = json.loads(path.read_bytes())
+        if all(_is_ours(name) and isinstance(digests, list) for name, digests in listed.items()):
+            return listed
+        raise ValueError("it names other files")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        advice = "restore it from a copy of the run, or choose another folder"
+        raise Damaged(f"{path} is damaged ({first_line(error)}): {advice}") from error
 
 
-def entries_of(names: Iterable[str]) -> list[Entry]:
-    """What `entries` returns, for the files of these names alone."""
-    steps = {step for name in names if (step := step_of(name)) is not None}
-    return [dict(file=_file_name(step), step=step, sha256=None) for step in sorted(steps, reverse=True)]
-
-
-def list_text(entries: Sequence[Entry]) -> str:
-    """The content of the list of these checkpoints."""
-    return json.dumps([files.with_crc32(entry) for entry in entries], indent=1)
-
-
-def write_list(folder: Path, entries: Sequence[Entry]) -> None:
-    """Replace the list, then remove the checkpoints that it no longer has, and what killed processes left."""
-    files.write_atomic(folder / LIST, list_text(entries))
-    kept = {entry["file"] for entry in entries}
+def write_list(run: Path, listed: Listed) -> None:
+    """Replace the list, less all but the newest checkpoints. Then remove the checkpoints that it no longer
+    has, and what killed processes left."""
+    dropped = list(steps(listed))[KEEP:]
+    kept = {name: digests for name, digests in listed.items() if name not in dropped}
+    folder = (run / LIST).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(run / LIST, json.dumps(kept, indent=1))
     for path in folder.glob("step-*.pt"):
-        if path.name not in kept and step_of(path.name) is not None:
+        name = f"checkpoints/{path.name}"
+        if name not in kept and _is_ours(name):  # files of other names stay
             path.unlink()
     files.remove_partials(folder)
-    files.remove_partials(folder.parent)
+    files.remove_partials(run)
 
 
-def _file_name(step: int) -> str:
-    return f"step-{step:08d}.pt"
+def steps(listed: Listed) -> dict[str, int]:
+    """Return the checkpoints of a list, newest first: name -> step."""
+    return {name: step for name in listed if (step := step_of(name)) is not None}
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's file, None for a file of another name, which is not tpukit's."""
-    found = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})\.pt", name)
+    """Return the step of a checkpoint by its name in the run's folder; None if the file is not tpukit's."""
+    found = re.fullmatch(r"checkpoints/step-(\d{8,})\.pt", name)
     return int(found[1]) if found else None
+
+
+def _is_ours(name: str) -> bool:
+    return name == BEST or step_of(name) is not None

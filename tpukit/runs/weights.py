@@ -1,51 +1,42 @@
 """Weight files of any kind, read without running code from them."""
 
 import contextlib
-import hashlib
-import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError, first_line
+from tpukit.runs import checkpoints
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 
-def is_address(path: str | Path) -> bool:
-    """Whether this is no path, but an address such as s3://bucket/file."""
-    return re.match(r"[a-z0-9+]{2,}:", str(path), re.I) is not None
-
-
 def local(path: str | Path) -> Path:
-    """The path of a weight file. Raises TpukitError for an address, without showing it: it may hold a
-    secret."""
-    if is_address(path):
-        scheme = str(path).partition(":")[0]
-        raise TpukitError(f"{scheme}: weights are read from a file, not from an address: download it first")
-    return Path(path)
+    """Return the path of a weights file. Raises TpukitError for an address."""
+    return files.local_path(path, "weights are read from a file: download it first")
 
 
 def read(path: str | Path) -> "dict[str, Tensor]":
-    """name -> CPU tensor from a .safetensors, .pth, .pt, .pkl or .tar file.
+    """Return name -> CPU tensor of a .safetensors, .pth, .pt, .pkl or .tar file.
 
     Takes a bare state dict, or one under `state_dict`, `model` or `net`; a `module.` prefix (DataParallel) is
-    dropped. Raises TpukitError for a missing or damaged file and for a pickle that would run code: it is
-    never run."""
+    dropped. Raises TpukitError for a missing or damaged file (the best weights of a run have a SHA-256), and
+    for a pickle that would run code: it is never run."""
     import torch
 
     path = local(path)
     if not path.is_file():
         raise TpukitError(f"weights {path}: no such file")
     with explain_damage(path):
+        checkpoints.check_best(path)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            check_embedded_sha256(path)
             content = load_file(path)
         else:
             content = load_tensors(path)
@@ -59,23 +50,15 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     for name, tensor in content.items():
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not is_dense or tensor.is_quantized or tensor.is_nested:
-            raise TpukitError(
-                f"weights {path}: {name} is no plain tensor ({tensor.layout} on {tensor.device}, quantized:"
-                f" {tensor.is_quantized}): save it as one (`.to_dense()`, `.dequantize()`)"
-            )
+            raise TpukitError(f"weights {path}: {name} is no plain tensor (use .to_dense() or .dequantize())")
     return {name.removeprefix("module."): tensor for name, tensor in content.items()}
 
 
 def load_tensors(path: Path) -> Any:
-    """What `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises
-    UnpicklingError for a file that asks for more, and TpukitError for a torch that cannot refuse it."""
+    """Read what `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises
+    UnpicklingError for a file that asks for more."""
     import torch
 
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
-        raise TpukitError(
-            f"torch {torch.__version__} can run code from a weight file even with weights_only=True"
-            " (CVE-2025-32434): install torch 2.6 or newer"
-        )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
@@ -112,18 +95,14 @@ def differences(loaded: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]"
 
 
 def metadata(path: str | Path) -> dict[str, str]:
-    """The strings kept with the weights in a .safetensors file; empty for any other file. `read` checks its
-    SHA-256."""
+    """Return the strings kept with the weights in a .safetensors file; empty for any other file."""
     from safetensors import safe_open
 
     path = local(path)
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
     with explain_damage(path), safe_open(path, "pt") as file:
-        found = file.metadata() or {}
-    if "workload" in found:  # as earlier versions call the task
-        found["task"] = found["workload"]
-    return found
+        return file.metadata() or {}
 
 
 def epoch_of(path: str | Path) -> int | None:
@@ -147,36 +126,8 @@ def explain_damage(path: Path) -> Iterator[None]:
         raise Damaged(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
 
 
-# The SHA-256 in the metadata of a run's .safetensors: that of the file with zeros in the digest's place
-
-EMBEDDED = b'"tpukit.sha256":"%b"'
-ZEROS = b"0" * 64
-
-
 def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a .safetensors file of CPU tensors with its SHA-256 embedded."""
+    """The bytes of a .safetensors file of CPU tensors."""
     from safetensors.torch import save
 
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    data = save(contiguous, metadata={**metadata, "tpukit.sha256": ZEROS.decode()})
-    digest = hashlib.sha256(data).hexdigest().encode()
-    return data.replace(EMBEDDED % ZEROS, EMBEDDED % digest, 1)
-
-
-def check_embedded_sha256(path: Path) -> None:
-    """Raise Damaged if a .safetensors file is missing, has no whole header, or is not what its embedded
-    SHA-256 says, if it has one."""
-    try:
-        data = path.read_bytes()
-        header = data[8 : 8 + int.from_bytes(data[:8], "little")]
-        json.loads(header)
-    except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
-    found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
-    if not found and not re.search(rb'"tpukit|sha256"', header):  # one of which a flipped bit leaves
-        return
-    zeroed = data.replace(found[1], ZEROS, 1) if found else data
-    if not found or hashlib.sha256(zeroed).hexdigest().encode() != found[1]:
-        raise Damaged(
-            f"weights {path}: damaged (its {len(data)} bytes do not match the SHA-256 embedded in it)"
-        )
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=dict(metadata))

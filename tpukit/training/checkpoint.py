@@ -38,8 +38,7 @@ class TrainState:
 
 
 class Origin(NamedTuple):
-    """What a run was started with, and must be resumed with; test_signature may change. Runs of earlier
-    versions have no signatures."""
+    """What a run was started with, and must be resumed with; test_signature may change."""
 
     train_size: int
     data_signature: dict
@@ -73,23 +72,22 @@ def restore(
     Raises TpukitError for a checkpoint of another version, dataset, model or optimizer.
     """
     # Rank 0 reads for all: where the newest checkpoint is damaged, all go on from the same older one.
-    saved = runtime.world.broadcast(_read(run, task) if runtime.world.rank == 0 else None)
+    found = (run.restore(), run.has_whole_best()) if runtime.world.rank == 0 else None
+    saved, has_whole_best = runtime.world.broadcast(found)
     if saved is None:
         return TrainState(), metrics.SUMS
     _check_origin(run, task, saved, origin, parts["model"])
-    try:
-        _load_optimizer(parts["optimizer"], saved["optimizer"])
-    except (ValueError, KeyError) as error:  # of a run that has no signature
-        raise _changed(run, f"with another {type(task).__name__}.optimizer(): {error!r}") from error
+    _load_optimizer(parts["optimizer"], saved["optimizer"])
     buffers = []
     for name in ("model", "averaged", "scaler"):
         if parts[name] is not None and saved[name]:
             parts[name].load_state_dict(saved[name])
             buffers += getattr(parts[name], "buffers", list)()
     runtime.unalias([*buffers, *state_tensors(parts["optimizer"])])
-    saved["state"].pop("best_on", None)  # of earlier versions
     state = TrainState(**saved["state"])
-    if what := _differences(saved.get("test_signature", {}), origin.test_signature):
+    if not has_whole_best:
+        state.best = None
+    if what := differences(saved["test_signature"], origin.test_signature):
         state.best = None  # which no score on these samples can be compared with
         run.print(
             f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other {what}:"
@@ -104,15 +102,6 @@ def restore(
     return state, saved["sums"]
 
 
-def _read(run: Run, task: Task) -> dict | None:
-    """The state of the newest checkpoint. Its best score is that of the best weights that are there."""
-    saved = run.restore()
-    if saved and saved.get("format") == FORMAT and saved["state"]["best"] is not None:
-        if (about := run.mend_best()) is not None:
-            saved["state"]["best"] = float(about[task.score]) if task.score in about else None
-    return saved
-
-
 def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn.Module) -> None:
     """Raise TpukitError, naming what differs, unless a checkpoint is of this version, of this training set,
     and of the model and the optimizer that the code of the task makes now."""
@@ -124,11 +113,11 @@ def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn
     data, code = f"other data than {task.dataset_dir} holds now", type(task).__name__
     if saved["train_size"] != origin.train_size:
         raise _changed(run, f"on {data}: {saved['train_size']} samples, not {origin.train_size}")
-    if what := _differences(saved.get("data_signature", {}), origin.data_signature):
+    if what := differences(saved["data_signature"], origin.data_signature):
         raise _changed(run, f"on {data}, with other {what}")
     if what := weights.differences(saved["model"], model.state_dict()):
         raise _changed(run, f"with another model than {code}.model() makes now: {what}")
-    old, new = saved.get("optimizer_signature", {}), origin.optimizer_signature
+    old, new = saved["optimizer_signature"], origin.optimizer_signature
     # Another version of torch may have more settings.
     changed = [name for name in old if name in new and old[name] != new[name]]
     if what := ", ".join(f"{name} was {old[name]}, is {new[name]}" for name in changed[:3]):
@@ -139,7 +128,7 @@ def _changed(run: Run, what: str) -> TpukitError:
     return TpukitError(f"{run.path} was trained {what}. Undo the change, or {TRAIN_ANEW}")
 
 
-def _differences(saved: dict, expected: dict) -> str:
+def differences(saved: dict, expected: dict) -> str:
     """What differs between two of `Task.data_signature`, in words; "" if nothing does."""
     found = []
     for name, old in saved.items():

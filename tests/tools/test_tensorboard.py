@@ -1,0 +1,44 @@
+"""`tpukit report RUN --tensorboard FOLDER`: the numbers of a run as TensorBoard's own package reads them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tpukit.tools.tensorboard import write_events
+
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def scalars(folder):
+    """name -> [(step, value)]"""
+    reader = accumulator.EventAccumulator(str(folder)).Reload()
+    return {name: [(e.step, e.value) for e in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_what_the_records_say_and_nothing_twice(trained, tmp_path):
+    _, run = trained
+    strange = dict(accuracy=0.5, huge=1e300, missing=None, table=[1.0])
+    run.log("evaluation", 300, epoch=2, scores=strange, speed=dict(seconds=1.0))
+    (path,) = {write_events(run, tmp_path / "events") for _ in range(2)}
+    assert list((tmp_path / "events").iterdir()) == [path]
+    found = scalars(tmp_path / "events")
+    losses = [(r["step"], pytest.approx(r["loss"])) for r in run.records("train")]
+    assert len(losses) > 5 and found["loss"] == losses
+    accuracy = [(r["step"], pytest.approx(r["scores"]["accuracy"])) for r in run.records("evaluation")]
+    assert len(accuracy) == 3 and found["scores/accuracy"] == accuracy
+    assert {"gradient norm", "learning rate", "speed/samples per second"} < found.keys()
+    assert not {"scores/huge", "scores/missing", "scores/table"} & found.keys()
+
+
+def test_events_are_written_without_tensorboard_and_tensorflow(trained, tmp_path):
+    _, run = trained
+    for package in ("tensorboard", "tensorflow"):
+        (tmp_path / f"{package}.py").write_text("raise SystemExit('imported')")
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; from tpukit.cli import main; "
+    code += f"sys.exit(main(['report', {str(run.path)!r}, '--tensorboard', {str(tmp_path / 'events')!r}]))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and str(tmp_path / "events") in ran.stdout, ran.stdout + ran.stderr
+    write_events(run, tmp_path / "here")
+    assert scalars(tmp_path / "events") == scalars(tmp_path / "here") != {}
