@@ -15,6 +15,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+PACKAGES = ("torch==2.13.0", "torch_tpu==0.2.0", "jax==0.10.2", "jaxlib==0.10.2", "libtpu==0.0.52")
+
 
 def fault(name, count, keywords):
     """What is wrong with a use of the real package, or ""."""
@@ -56,7 +58,7 @@ def in_the_real_package(tmp_path, *arguments, text=""):
     from tpukit.tools import plan
     from tpukit.tools.child import run_python
 
-    folder = plan.install_compiler(backend="torch_tpu")
+    folder = plan.install_compiler(packages=PACKAGES)
     variables = dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     variables["TPU_SKIP_MDS_QUERY"] = "1"
     ran = run_python(*arguments, text=text, variables=variables)

@@ -71,8 +71,8 @@ def test_compare_measures_a_task_of_the_users_own_and_runs_nothing_else_beside_i
 @pytest.mark.slow
 def test_plan_traces_a_task_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile, xla, tmp_path):
     from tpukit.devices.chips import MACHINES
-    from tpukit.tools.plan import compiler
+    from tpukit.tools.plan.trace import trace_graphs
 
     (tmp_path / "graphs").mkdir()
-    assert compiler.trace(mine, "train", 8, MACHINES["v5e-1"], tmp_path / "graphs")
+    assert trace_graphs(mine, "train", 8, MACHINES["v5e-1"], tmp_path / "graphs")
     assert not (hostile / "ran").exists()
