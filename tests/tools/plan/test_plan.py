@@ -50,7 +50,7 @@ def test_a_small_graph_has_the_figures_of_the_committed_plan(case, needs_xla, re
         pytest.skip("the compiler is not installed; the nightly tests install it")
     assert COMMITTED["compiler"] == list(compiler.COMPILER)
     assert COMMITTED["plans"].keys() == plans.CASES.keys()
-    found, wanted = plans.measure(case, quiet), COMMITTED["plans"][case]
+    found, wanted = plans.measure(case), COMMITTED["plans"][case]
     assert found.keys() == wanted.keys() and found["fits"]
     for name in ("peak_bytes", "flops", "hbm_bytes"):
         assert found[name] == pytest.approx(wanted[name], rel=0.02), name
