@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 
 import pytest
 
 from benchmarks import plans
-from tests.conftest import refuses
+from tests.conftest import ROOT, refuses
 from tpukit import MNIST, MSHNet, TpukitError, cli
 from tpukit.devices import lanes
 from tpukit.devices.chips import MACHINES
@@ -59,6 +60,23 @@ def test_a_small_graph_has_the_figures_of_the_committed_plan(case, needs_xla, re
         c, pixels = TINY.channels, 28 * 28
         first, rest = 9 * c * pixels, 9 * c * 2 * c * pixels / 4 + 2 * c * 49 * 128 + 128 * 10
         assert found["flops"] == pytest.approx(2 * 32 * (2 * first + 3 * rest), rel=0.2)
+
+
+@pytest.mark.parametrize("page", ["TRAINING_COMPARISON.md", "TRAINING_COMPARISON.zh-CN.md"])
+def test_the_page_about_batches_has_the_figures_of_the_committed_plan(page):
+    text = (ROOT / "docs" / page).read_text()
+    found = re.findall(
+        r"\| (MSHNet|CDEIT) \| (v5e-\d) \| (\d+) \| ([\d.]+) GiB \| [\d.]+ ms \| ([\d.]+) ms", text
+    )
+    planned = {
+        (name.split()[0].strip(",").lower(), row["chip"], row["batch_size"], f"{row['peak_bytes'] / GIB:.2f}")
+        + (f"{1e3 * row['hbm_bytes'] / MACHINES[row['chip']].chip.bandwidth:.3g}",)
+        for name, row in COMMITTED["plans"].items()
+        if row["fits"]
+    }
+    assert len(found) > 20
+    for task, chip, batch, *figures in found:
+        assert (task.lower(), chip, int(batch), *figures) in planned, (task, chip, batch)
 
 
 @pytest.mark.nightly
