@@ -3,7 +3,7 @@
 # make test   lint, unit tests, launches, notebooks
 # make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups;
 #             make nightly NIGHTLY="nightly and not long" KILLS=100 for half of its time
-# make bench  how fast, in ratios; make bench PARTS="loops" for some parts, DATA=path/to/IRSTD-1k for real images
+# make bench  how fast, in ratios: the loop and the step; make bench PARTS="text text_gpu" for language models
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough, and beside it what
 #             `kaggle kernels push` reads
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
@@ -83,7 +83,7 @@ nightly: .venv/installed
 	touch $@
 
 bench: .venv/bench-installed
-	$(BIN)/python -m benchmarks $(PARTS) $(if $(DATA),--data "$(DATA)") --out $(OUT)/bench.json
+	$(BIN)/python -m benchmarks $(PARTS) --out $(OUT)/bench.json
 
 plan: .venv/installed
 	$(BIN)/python -m benchmarks.plans

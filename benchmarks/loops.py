@@ -1,35 +1,28 @@
 """The cost of tpukit's loop: the same steps of the same model by a bare hand-written loop, by tpukit,
 Lightning and accelerate.
 
-In every round each contender trains a new model for two epochs, in changing order, each in a process of its
-own, which is started anew a few times; times are of the second epoch's steps alone, and the first round does
+In every round each contender trains a new model for two epochs, in changing order, in one process, because
+two processes differ by several percent; times are of the second epoch's steps alone, and a first round does
 not count. The bare loop makes its batches in line; it does nothing but train. It starts from tpukit's weights
 and takes tpukit's batches, because what is computed counts: max-pooling takes longer where its branches are
-harder to predict. On a CPU it also runs with the memory kept as tpukit keeps it; what tpukit's takes longer
-than that, the cost of its loop, is measured in one process: `both`."""
+harder to predict. On a CPU all of them run with the memory kept that a step frees, as tpukit keeps it."""
 
-import concurrent.futures
-import dataclasses
-import itertools
 import json
 import logging
-import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from tpukit import MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
-
-ROUNDS = 5  # each is noisy on a shared machine
-# where a process's memory lies makes it faster or slower for all its rounds on a CPU
-LAUNCHES = dict(cpu=3, xla=1)
+from tpukit.tasks.datasets import make_synthetic
 
 
 class Bare:
@@ -41,43 +34,34 @@ class Bare:
         self.data, _ = task.datasets()
 
     def run(self):
-        steps = self.steps()
-        for _ in range(2):
-            started = time.perf_counter()
-            self.take(steps, steps_per_epoch(self.task, self.data))
-            seconds = time.perf_counter() - started
-        return seconds
-
-    def take(self, steps, count):
-        for total in itertools.islice(steps, count):
-            pass
-        float(total)
-
-    def steps(self):
-        """Generate the sum of the losses so far, on the device, after each step of an endless training."""
+        """Return the seconds of the second epoch."""
         torch.manual_seed(self.task.seed)
         model = self.task.model().to(self.device)
-        optimizer, total = self.task.optimizer(model), torch.zeros(1, device=self.device)
-        seed, size = self.task.seed, self.task.batch_size
-        for epoch in itertools.count():
-            order = np.random.default_rng((seed, epoch)).permutation(len(self.data))
-            for step in range(steps_per_epoch(self.task, self.data)):
-                chosen = order[step * size : (step + 1) * size]
-                numbers = np.random.default_rng((seed, epoch, step)).random((size, self.data.num_uniforms))
-                batch = {
-                    name: torch.as_tensor(v).to(self.device)
-                    for name, v in self.data.batch(chosen, numbers).items()
-                }
-                optimizer.zero_grad(set_to_none=True)
-                loss = self.task.loss(model, batch, epoch)
-                loss.backward()
-                optimizer.step()
-                total += loss.detach()
-                if self.device.type == "xla":
-                    import torch_xla
+        optimizer = self.task.optimizer(model)
+        self.train_epoch(model, optimizer, 0)
+        started = time.perf_counter()
+        self.train_epoch(model, optimizer, 1)
+        return time.perf_counter() - started
 
-                    torch_xla.sync()
-                yield total
+    def train_epoch(self, model, optimizer, epoch):
+        total = torch.zeros(1, device=self.device)
+        seed, size = self.task.seed, self.task.batch_size
+        order = np.random.default_rng((seed, epoch)).permutation(len(self.data))
+        for step in range(steps_per_epoch(self.task, self.data)):
+            chosen = order[step * size : (step + 1) * size]
+            numbers = np.random.default_rng((seed, epoch, step)).random((size, self.data.num_uniforms))
+            arrays = self.data.batch(chosen, numbers)
+            batch = {name: torch.as_tensor(values).to(self.device) for name, values in arrays.items()}
+            optimizer.zero_grad(set_to_none=True)
+            loss = self.task.loss(model, batch, epoch)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+            if self.device.type == "xla":
+                import torch_xla
+
+                torch_xla.sync()
+        float(total)
 
 
 def steps_per_epoch(task, data):
@@ -100,14 +84,12 @@ class Ours:
 
 
 def loader(task):
+    """Return (a torch.utils.data.DataLoader, the names of what its batches hold)."""
     data, _ = task.datasets()
     arrays = data.batch(np.arange(len(data)))
-    return torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*map(torch.as_tensor, arrays.values())),
-        task.batch_size,
-        shuffle=True,
-        drop_last=True,
-    ), list(arrays)
+    tensors = torch.utils.data.TensorDataset(*map(torch.as_tensor, arrays.values()))
+    batches = torch.utils.data.DataLoader(tensors, task.batch_size, shuffle=True, drop_last=True)
+    return batches, list(arrays)
 
 
 class Lightning:
@@ -173,111 +155,55 @@ class Accelerate:
         return time.perf_counter() - started
 
 
-def contender(name, device, model, digits, infrared):
-    """An object of a class above."""
+def contenders(device, model, folder):
+    """Return name -> an object of a class above."""
     settings = dict(epochs=2, eval_every=9, log_every=999)
     if model == "mnist":
-        task = MNIST(dataset_dir=digits, **settings)
+        task = MNIST(dataset_dir=make_synthetic("mnist", folder / "digits", size=8000), **settings)
     else:
-        task = MSHNet(
-            dataset_dir=infrared, batch_size=4, base_size=64, crop_size=64, num_workers=1, **settings
-        )
-    if name in ("lightning", "accelerate"):
-        return (Lightning if name == "lightning" else Accelerate)(task)
+        images = make_synthetic("IRSTD-1k", folder / "infrared", size=120)
+        sizes = dict(batch_size=4, base_size=64, crop_size=64, num_workers=1)
+        task = MSHNet(dataset_dir=images, **sizes, **settings)
     if device == "xla":
         from tpukit.devices.xla import XLARuntime
 
         runtime = XLARuntime("xla")
     else:
-        runtime = None if name == "bare" else Runtime("cpu")  # which keeps freed memory
-    if name == "tpukit":
-        return Ours(task, runtime)
-    return Bare(task, runtime.device if runtime else torch.device("cpu"))
-
-
-def serve(connection, *which):
-    """In a contender's process: answer every message with the seconds that a step of one more round took."""
-    warnings.simplefilter("ignore")
-    loop = contender(*which)
-    steps = steps_per_epoch(loop.task, loop.task.datasets()[0])
-    while connection.recv():
-        connection.send(loop.run() / steps)
-
-
-def main(device, model, *folders):
-    loops = ["bare", "tpukit"]
-    if device == "cpu":
-        loops[1:1] = ["bare, memory kept"]
+        runtime = Runtime(device)
+    found = dict(bare=Bare(task, runtime.device), tpukit=Ours(task, runtime))
     # Lightning takes no XLA device but a TPU; accelerate takes XLA's wherever torch_xla is installed
-    if model == "mnist":
-        loops.append("lightning" if device == "cpu" else "accelerate")
-    rounds = [found for _ in range(LAUNCHES[device]) for found in launch(loops, device, model, *folders)]
-    rows = [dict(loop=name, **compare(rounds, name, "bare")) for name in loops]
-    if device == "cpu":
-        rounds = []
-        for _ in range(LAUNCHES[device]):
-            with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                rounds += process.submit(both, device, model, *folders).result()
-        rows.append(dict(loop="tpukit, in one process with bare", **compare(rounds, "tpukit", "bare")))
-    for row in rows:
-        print("ROW " + json.dumps(dict(device=device, model=model, **row)), flush=True)
+    if model == "mnist" and device == "cpu":
+        found["lightning"] = Lightning(task)
+    elif model == "mnist":
+        found["accelerate"] = Accelerate(task)
+    return found
 
 
-def both(*which):
-    """tpukit and the bare loop in one process: after each interval of tpukit's training the bare loop takes
-    the same steps with a model of its own, so that they differ in nothing but the loop. [{loop: seconds per
-    step} of an interval]"""
+def main(device, model, rounds):
     warnings.simplefilter("ignore")
-    ours = contender("tpukit", *which)
-    task = dataclasses.replace(ours.task, epochs=12, eval_every=99, log_every=26)
-    bare, intervals, taken = Bare(task, ours.runtime.device), [], 0
-    steps = bare.steps()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run.open(folder, task)
-        run.echo = False
-
-        def log(kind, step, *, log=run.log, **values):
-            nonlocal taken
-            log(kind, step, **values)
-            if kind == "train":
-                count, taken, started = step - taken, step, time.perf_counter()
-                bare.take(steps, count)
-                seconds = dict(tpukit=values["speed"]["seconds"], bare=time.perf_counter() - started)
-                intervals.append({loop: found / count for loop, found in seconds.items()})
-
-        run.log = log
-        train(task, run, runtime=ours.runtime, progress=False)
-    return intervals[4:]  # the first two epochs warm up
-
-
-def launch(loops, *which):
-    """Let every loop run ROUNDS times, in turn, in a process of its own: [{loop: seconds per step} of a
-    round]."""
-    context, ends, processes = multiprocessing.get_context("spawn"), {}, []
+        loops = contenders(device, model, Path(folder))
+        steps = steps_per_epoch(loops["bare"].task, loops["bare"].data)
+        taken = []
+        for _ in range(int(rounds) + 1):
+            order = random.sample(list(loops), len(loops))
+            taken.append({name: loops[name].run() / steps for name in order})
     for name in loops:
-        ends[name], end = context.Pipe()
-        processes.append(context.Process(target=serve, args=(end, name, *which), daemon=True))
-        processes[-1].start()
-        end.close()  # so that a process that fails ends this one, too
-    rounds = []
-    for _ in range(ROUNDS + 1):
-        seconds = {}
-        for name in random.sample(loops, len(loops)):
-            ends[name].send(True)
-            seconds[name] = ends[name].recv()
-        rounds.append(seconds)
-    for end, process in zip(ends.values(), processes):
-        end.send(False)
-        process.join()
-    return rounds[1:]  # the first one compiles
+        row = dict(device=device, model=model, loop=name, **compare(taken[1:], name))  # the first compiles
+        print("ROW " + json.dumps(row), flush=True)
 
 
-def compare(rounds, name, other):
-    """The columns of a row: one loop against another."""
-    ratios = [seconds[name] / seconds[other] for seconds in rounds]
-    medians = {loop: statistics.median(seconds[loop] for seconds in rounds) for loop in (name, other)}
-    row = dict(ms_per_step=round(1e3 * medians[name], 2), times_bare=round(medians[name] / medians[other], 3))
-    return row | dict(lowest=round(min(ratios), 3), highest=round(max(ratios), 3), rounds=len(rounds))
+def compare(rounds, name):
+    """Return how a loop compares with the bare one: medians, and the lowest and highest single round."""
+    ratios = [seconds[name] / seconds["bare"] for seconds in rounds]
+    step_s, bare_s = (statistics.median(seconds[loop] for seconds in rounds) for loop in (name, "bare"))
+    return dict(
+        ms_per_step=round(1e3 * step_s, 2),
+        times_bare=round(step_s / bare_s, 3),
+        lowest=round(min(ratios), 3),
+        highest=round(max(ratios), 3),
+        rounds=len(rounds),
+    )
 
 
 if __name__ == "__main__":

@@ -1,28 +1,23 @@
-"""MSHNet's training step with each way of making it faster, and an epoch of tpukit.train around it."""
+"""MSHNet's training step with each way of making it faster; each takes turns with its device's first one."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import statistics
 import sys
-import tempfile
 import time
 
 import torch
 
 from benchmarks import by_hand
 from benchmarks.literal import literal_layers
-from tpukit import MSHNet, Run, train
-from tpukit.devices import cuda_graph
+from tpukit import MSHNet
 from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
-from tpukit.host.tables import GIB
 from tpukit.training.data import identity
 from tpukit.training.metrics import new_sums
 from tpukit.training.step import train_step
 
-ROUNDS = 7
 STEPS = dict(cpu=1, xla=3, cuda=10)  # of a round
 # The ways of a device: name -> settings. The first is what the others are compared with.
 WAYS = {
@@ -129,76 +124,42 @@ def contender(device, task, by_hand=False, **how):
     return ByHand(device, task) if by_hand else Ours(device, task, **how)
 
 
-def steps(device, size, batch_size):
-    """Each way takes turns with the first one, so that both meet the same noise."""
+def main(device, size, batch_size, rounds):
     first = None
     for name, settings in WAYS[device].items():
         settings = dict(settings)
         if settings.get("precision") == "half":  # of this GPU: fp16 on a T4
             settings["precision"] = open_runtime(device, "auto").precision
         how = {part: settings.pop(part) for part in ("by_hand", "tiled", "replayed") if part in settings}
-        way = contender(
-            device, MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings), **how
-        )
+        sizes = dict(base_size=int(size), crop_size=int(size), batch_size=int(batch_size))
+        way = contender(device, MSHNet(**sizes, **settings), **how)
         first = first or way
-        rounds = {one: [] for one in (first, way)}
-        for number in range(ROUNDS):
-            for one in list(rounds)[:: (-1) ** number]:
-                rounds[one].append([one.seconds() for _ in range(STEPS[device])])
-        host = statistics.median(handed_over for part in rounds[way] for _, handed_over in part)
-        ms, base_ms = (
-            [1e3 * statistics.median(whole for whole, _ in part) for part in rounds[one]]
-            for one in (way, first)
-        )
-        ratios = [one / base for one, base in zip(ms, base_ms)]
-        row = dict(device=device, way=name, ms_per_step=round(statistics.median(ms), 1))
-        row |= dict(times_first=round(statistics.median(ms) / statistics.median(base_ms), 2))
-        row |= dict(lowest=round(min(ratios), 2), highest=round(max(ratios), 2), host_ms=round(1e3 * host, 1))
-        row |= dict(first_step_s=round(way.first_s, 1), rounds=ROUNDS)
+        taken = {one: [] for one in (first, way)}
+        for number in range(int(rounds)):
+            for one in list(taken)[:: (-1) ** number]:
+                taken[one].append([one.seconds() for _ in range(STEPS[device])])
+        row = dict(device=device, size=size, batch=batch_size, way=name, **compare(taken, way, first))
         print("ROW " + json.dumps(row), flush=True)
 
 
-def epochs(device, size, batch_size, folder):
-    """Two epochs of a training, the second one measured."""
-    runtime = open_runtime(device, "auto")
-    for on in ("device", "host"):
-        task = MSHNet(
-            dataset_dir=folder,
-            base_size=size,
-            crop_size=size,
-            batch_size=batch_size,
-            epochs=2,
-            warm_epoch=-1,
-            data_on=on,
-        )
-        with tempfile.TemporaryDirectory() as place:
-            run = Run.open(place, dataclasses.replace(task, log_every=10**6))
-            run.echo = False
-            started = time.time()
-            train(task, run, runtime=runtime, progress=False)
-            last, evaluation = run.records("train")[-1]["speed"], run.records("evaluation")[-1]["speed"]
-            compiled = [r for r in run.records("compile") if r["what"] == "step"]
-            late = sum(r["programs"] for r in compiled if r["step"] > cuda_graph.WARM_UP + 1)
-            # whose graph is made at a later step
-            first = [r["time"] - started for r in compiled if device != "cuda"][:1]
-        row = dict(
-            device=device,
-            data_on=on,
-            images_per_s=round(last["images_per_s"], 1),
-            epoch_s=round(last["seconds"], 2),
-        )
-        row |= dict(wait_share=round(last["wait_s"] / last["seconds"], 4), compiled_late=late)
-        row |= dict(eval_s=round(evaluation["seconds"], 2), scoring_s=round(evaluation["scoring_s"], 2))
-        row |= dict(first_step_s=round(first[0], 1) if first else None)
-        row |= dict(peak_gib=round(last["memory"][0][0] / GIB, 2) if last["memory"] else None)
-        print("ROW " + json.dumps(row), flush=True)
+def compare(taken, way, first):
+    """Return how a way compares with the first one.
 
-
-def main(what, device, size, batch_size, folder=None):
-    if what == "steps":
-        steps(device, int(size), int(batch_size))
-    else:
-        epochs(device, int(size), int(batch_size), folder)
+    taken: way -> rounds -> [(seconds of a step, seconds until the host has handed it over)]."""
+    ms, first_ms = (
+        [1e3 * statistics.median(whole for whole, _ in steps) for steps in taken[one]] for one in (way, first)
+    )
+    ratios = [one / other for one, other in zip(ms, first_ms)]
+    host_s = statistics.median(handed_over for steps in taken[way] for _, handed_over in steps)
+    return dict(
+        ms_per_step=round(statistics.median(ms), 1),
+        times_first=round(statistics.median(ms) / statistics.median(first_ms), 2),
+        lowest=round(min(ratios), 2),
+        highest=round(max(ratios), 2),
+        host_ms=round(1e3 * host_s, 1),
+        first_step_s=round(way.first_s, 1),
+        rounds=len(ms),
+    )
 
 
 if __name__ == "__main__":

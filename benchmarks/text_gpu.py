@@ -1,6 +1,5 @@
 """GPT-2 124M on a GPU: tokens a second and FLOP by tpukit's loop, and by a loop in the manner of nanoGPT's.
 
-`python -m benchmarks.text_gpu [PARTS]`, some of tpukit, recomputed, plain, compiled, lora; by default all.
 The rows are random words, one document each. The loop beside it follows nanoGPT (Andrej Karpathy): the
 network of GPT-2 with flash attention over whole rows, bf16 by autocast, fused AdamW, gradients clipped to 1,
 batches copied from pinned memory, with and without torch.compile. FLOP are 6 for each parameter and token and
@@ -8,7 +7,6 @@ batches copied from pinned memory, with and without torch.compile. FLOP are 6 fo
 H200 in bf16 without sparsity."""
 
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -20,11 +18,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from benchmarks.text import decayed_groups
 from tpukit import LanguageModel, Run, train
 from tpukit.devices import open_runtime
 from tpukit.host.environment import detect
-from tpukit.tasks.text import hub
 
 VOCABULARY, LAYERS, HEADS, WIDTH, LENGTH, BATCH = 50304, 12, 12, 768, 1024, 16
 WORDS = 50257
@@ -68,8 +64,15 @@ class GPT(nn.Module):
         return cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+def decayed_groups(network: nn.Module) -> list[dict]:
+    """Return the parameters for AdamW, of which matrices alone decay."""
+    matrices = [p for p in network.parameters() if p.ndim > 1]
+    others = [p for p in network.parameters() if p.ndim <= 1]
+    return [dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
+
+
 def by_hand(compiled: bool) -> list[float]:
-    """Seconds of each `LOG_EVERY` steps of the loop in the manner of nanoGPT's."""
+    """Return the seconds of each `LOG_EVERY` steps of the loop in the manner of nanoGPT's."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     network = GPT().cuda()
@@ -102,78 +105,73 @@ def _row(stream, start):
     return torch.from_numpy(stream[start : start + LENGTH].astype(np.int64))
 
 
-def by_tpukit(folder: Path, *, model_name: str = "gpt2", batch_size: int = BATCH, **settings) -> list[float]:
-    """The same of `train`, by its own records."""
-    data = make_rows(folder, batch_size * STEPS + 64)
-    shutil.copy(hub.find_folder(model_name, "config") / "config.json", folder / "words")
-    settings |= dict(epochs=1, samples=0, log_every=LOG_EVERY, sequence_length=LENGTH, pretrained="no")
-    settings |= dict(model_name=str(folder / "words"), batch_size=batch_size)
-    task = LanguageModel(dataset_dir=data, **settings)
-    run = Run.open(folder / f"run-{time.time_ns()}", task)
-    train(task, run, runtime=open_runtime(detect(), task.precision), progress=False)
-    return [record["speed"]["seconds"] for record in run.records("train")]
+def by_tpukit() -> list[float]:
+    """Return the same of `train`, by its own records."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        task = LanguageModel(
+            dataset_dir=make_rows(folder, BATCH * STEPS + 64),
+            model_name=str(folder / "gpt2"),
+            pretrained="no",
+            sequence_length=LENGTH,
+            batch_size=BATCH,
+            epochs=1,
+            samples=0,
+            log_every=LOG_EVERY,
+            gradient_checkpointing=False,
+        )
+        run = Run.open(folder / "run", task)
+        run.echo = False
+        train(task, run, runtime=open_runtime(detect(), task.precision), progress=False)
+        return [record["speed"]["seconds"] for record in run.records("train")]
 
 
 def make_rows(folder: Path, count: int) -> Path:
-    """Texts of random words, each as long as a row, and a tokenizer of these words."""
+    """Write texts of random words, each as long as a row, and GPT-2's shape with a tokenizer of these words.
+    Return the folder of the texts."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import GPT2Config, PreTrainedTokenizerFast
 
-    data = folder / f"rows-{count}"
-    if not data.exists():
-        vocabulary = {f"w{n}": n for n in range(WORDS - 1)} | {"<end>": WORDS - 1}
-        words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
-        made.save_pretrained(folder / "words")
-        for part, number in (("train", count), ("test", 32)):
-            (data / part).mkdir(parents=True)
-            numbers = np.random.default_rng(number).integers(WORDS - 1, size=(number, LENGTH - 1))
-            lines = [json.dumps(dict(text=" ".join(f"w{n}" for n in row))) for row in numbers]
-            (data / part / "rows.jsonl").write_text("\n".join(lines))
-    return data
-
-
-def measured(function) -> dict[str, float]:
-    """Milliseconds of a step (the median of every `LOG_EVERY` steps but the first 40), and more. peak_gib: of
-    a captured step it leaves out the graph's own memory, which tpukit had before it began to count."""
-    torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    times = function()
-    step_s = statistics.median(times[2:]) / LOG_EVERY
-    return dict(
-        step_ms=1e3 * step_s,
-        first_s=times[0],
-        whole_s=time.perf_counter() - began,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30,
-    )
+    vocabulary = {f"w{n}": n for n in range(WORDS - 1)} | {"<end>": WORDS - 1}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    made.save_pretrained(folder / "gpt2")
+    GPT2Config().save_pretrained(folder / "gpt2")
+    for part, number in (("train", count), ("test", 32)):
+        (folder / "rows" / part).mkdir(parents=True)
+        numbers = np.random.default_rng(number).integers(WORDS - 1, size=(number, LENGTH - 1))
+        lines = [json.dumps(dict(text=" ".join(f"w{n}" for n in row))) for row in numbers]
+        (folder / "rows" / part / "rows.jsonl").write_text("\n".join(lines))
+    return folder / "rows"
 
 
-def main(*parts: str) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        ways = dict(
-            tpukit=lambda: by_tpukit(folder, gradient_checkpointing=False),
-            recomputed=lambda: by_tpukit(folder),
-            plain=lambda: by_hand(False),
-            compiled=lambda: by_hand(True),
-            lora=lambda: by_tpukit(folder, model_name="Qwen/Qwen3-0.6B", adapter="lora", batch_size=8),
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.text_gpu needs a GPU, and torch finds none here")
+    flops = 6 * sum(p.numel() for p in GPT().parameters()) + 12 * LAYERS * WIDTH * LENGTH  # of a token
+    for way, function in (
+        ("tpukit", by_tpukit),
+        ("plain", lambda: by_hand(False)),
+        ("compiled", lambda: by_hand(True)),
+    ):
+        # Of a captured step the peak leaves out the graph's own memory, which tpukit had before it counts.
+        torch.cuda.reset_peak_memory_stats()
+        times = function()
+        step_s = statistics.median(times[2:]) / LOG_EVERY  # the first 40 steps warm up
+        rate = BATCH * LENGTH / step_s
+        row = dict(
+            device=torch.cuda.get_device_name(),
+            way=way,
+            step_ms=round(1e3 * step_s, 2),
+            tokens_per_s=round(rate),
+            mfu=round(rate * flops / PEAK, 3),
+            first_s=round(times[0], 1),
+            peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
         )
-        head = dict(torch=torch.__version__, device=torch.cuda.get_device_name())
-        print(json.dumps(head), flush=True)
-        flops = 6 * sum(p.numel() for p in GPT().parameters()) + 12 * LAYERS * WIDTH * LENGTH
-        for name in parts or ways:
-            row = measured(ways[name])
-            rate = (8 if name == "lora" else BATCH) * LENGTH / (row["step_ms"] / 1e3)
-            row |= dict(tokens_per_s=rate) | (
-                {} if name == "lora" else dict(tflops=rate * flops / 1e12, mfu=rate * flops / PEAK)
-            )
-            print(
-                json.dumps({"way": name} | {key: float(f"{value:.4g}") for key, value in row.items()}),
-                flush=True,
-            )
-            torch.cuda.empty_cache()
+        print("ROW " + json.dumps(row), flush=True)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

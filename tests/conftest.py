@@ -41,7 +41,7 @@ def _compilers():
         return
     folder_of = compiler.folder_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "folder_of", lambda backend: COMPILERS / folder_of(backend).name)
+        patch.setattr(compiler, "folder_of", lambda *packages: COMPILERS / folder_of(*packages).name)
         yield
 
 

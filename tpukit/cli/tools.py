@@ -22,17 +22,11 @@ Files = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar=
 class PlanOptions:
     chip: Literal["v5e-1", "v5e-8", "v6e-1"] = "v5e-1"
     """The TPU: one v5e chip (Colab), eight (Kaggle), or one v6e chip."""
-    parallel: Literal["processes", "spmd"] = "processes"
-    """How eight chips share a step: 8 replicas and their gradient all-reduce, or one graph over all of them
-    (SPMD)."""
-    backend: Literal["torch_xla", "torch_tpu"] = "torch_xla"
-    """What lowers the step: torch_xla, as on today's images, or torch_tpu, which takes its place and plans
-    one chip only."""
     batch_sizes: tuple[int, ...] = ()
     """Global batch sizes to try; by default --batch-size alone."""
-    part: Literal["train", "evaluate", "session"] = "train"
+    part: Literal["train", "evaluate"] = "train"
     """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its
-    sampler). session: every graph that a training compiles, and how long that takes here."""
+    sampler)."""
 
 
 def plan(task: Task, options: PlanOptions) -> int:

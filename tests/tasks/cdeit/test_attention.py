@@ -1,7 +1,6 @@
 """Attention on XLA: its kernels, interpreted on the CPU; attention in slices; which of the two is used, and
 what is said."""
 
-import json
 import os
 import subprocess
 import sys
@@ -18,14 +17,16 @@ from release import twins
 from tests.conftest import ROOT
 from tpukit import CDEIT
 from tpukit.devices import kernel_counts, xla_private
+from tpukit.devices.chips import MACHINES
 from tpukit.tasks.cdeit.tpu import attention as module
 from tpukit.tasks.cdeit.tpu.attention import attention
-from tpukit.tools.plan import COMPILER_SCRIPT, COMPILERS, install_compiler, plan
+from tpukit.tools.plan.compiler import COMPILER, compile_graph, install_compiler, read_answer, run_compiler
+from tpukit.tools.plan.trace import trace_graphs
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
 COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
 PACKAGES = {  # of what `tpukit plan` installs, and of each image with a TPU, as in release/images.toml
-    "plan": COMPILERS["torch_xla"],
+    "plan": COMPILER,
     **{image: about["packages"] for image, about in twins.IMAGES.items() if image.endswith("TPU")},
 }
 
@@ -34,9 +35,7 @@ PACKAGES = {  # of what `tpukit plan` installs, and of each image with a TPU, as
 def compiler(request):
     """A folder with jax and libtpu."""
     wanted = [one for one in PACKAGES[request.param] if one.partition("==")[0] in COMPILER_PACKAGES]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(COMPILERS, "torch_xla", tuple(wanted))
-        yield install_compiler(lambda text: None)
+    return install_compiler(lambda text: None, tuple(wanted))
 
 
 @pytest.fixture
@@ -159,33 +158,23 @@ def test_the_kernels_that_this_jax_lowers_are_compiled_by_this_libtpu(tokens, bi
     environ = {**os.environ, "PYTHONPATH": str(compiler)}
     traced = subprocess.run(trace, env=environ, cwd=ROOT, capture_output=True, text=True)
     assert traced.returncode == 0, traced.stderr
-    for chip in ("v5e:1x1", "v6e:1x1"):
-        compile_ = [sys.executable, "-s", COMPILER_SCRIPT, graph, chip, "1", "processes"]
-        ran = subprocess.run(compile_, env=environ, capture_output=True, text=True)
-        answer = json.loads(ran.stdout.splitlines()[-1])
-        assert answer.get("hlo", "").count('custom_call_target="tpu_custom_call"') == 2, answer.get(
-            "error", ran.stderr
-        )
+    for chip in ("v5e-1", "v6e-1"):
+        answer = read_answer(run_compiler(graph, MACHINES[chip], compiler), compiler)
+        assert answer["hlo"].count('custom_call_target="tpu_custom_call"') == 2
 
 
 @pytest.mark.nightly
 @pytest.mark.long
-def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_their_traffic(monkeypatch):
-    monkeypatch.setitem(COMPILERS, "torch_xla", PACKAGES["plan"])  # not those of the last `compiler`
+def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_whose_arithmetic_is_counted(tmp_path):
     batch, width, heads = 2, 128, 4
     task = CDEIT(batch_size=batch, patch=4, width=width, heads=heads, window=16, levels=1)
-    (row,) = plan(task, log=lambda text: None).rows
-    (graph,) = row["graphs"]
-    # Four blocks attend in 4 windows of 16 x 16 tokens, with a bias; three to all 256 tokens, and two to all
-    # 1024.
-    attending = [(4 * batch, 256, True)] * 4 + [(batch, 256, False)] * 3 + [(batch, 1024, False)] * 2
-    moved = sum(11 * b * t * width * 2 + biased * 3 * heads * t**2 * 4 for b, t, biased in attending)
-    found = [one for one in graph["operations"] if one.custom_call == "tpu_custom_call"]
-    assert row["fits"] and sum(one.times for one in found) == len(graph["kernels"]) == 2 * len(attending)
-    assert sum(one.hbm_bytes + one.vmem_bytes for one in found) == moved
-    assert sum(call["flops"] for call in graph["kernels"]) == sum(
-        14 * b * t**2 * width for b, t, _ in attending
-    )
+    install_compiler(lambda text: None)
+    (graph,), _ = trace_graphs(task, "train", batch, MACHINES["v5e-1"], tmp_path)
+    # Four blocks attend in 4 windows of 16 x 16 tokens; three to all 256 tokens, and two to all 1024.
+    attending = [(4 * batch, 256)] * 4 + [(batch, 256)] * 3 + [(batch, 1024)] * 2
+    assert len(graph["kernels"]) == 2 * len(attending)
+    assert sum(call["flops"] for call in graph["kernels"]) == sum(14 * b * t**2 * width for b, t in attending)
+    assert "error" not in compile_graph(graph, MACHINES["v5e-1"], "", lambda text: None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])

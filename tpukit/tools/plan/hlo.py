@@ -1,4 +1,4 @@
-"""What a compiled TPU graph moves, operation by operation, read from the text of its HLO.
+"""What a compiled TPU graph reads and writes in HBM, operation by operation, from the text of its HLO.
 
 The text says where each array lies and how it is padded:
 
@@ -17,7 +17,6 @@ from typing import NamedTuple
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*):?([^}]*)\})?")
 COMPUTATION = re.compile(r"(ENTRY )?%([\w.-]+) .*\{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*?)\)(, [a-z]\w*=.*)?$")
-SPACES = {None: "hbm", "0": "hbm", "1": "vmem"}  # the others are scalar memory and semaphores
 # They name, group or reinterpret what is there already; so do XLA's own custom calls for 64-bit integers and
 # bitcasts.
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier")
@@ -26,11 +25,11 @@ SLICES = ("slice", "dynamic-slice", "gather", "slice-start")
 
 
 class Array(NamedTuple):
-    """nbytes: with the padding. space: "hbm", "vmem" or "other"."""
+    """nbytes: with the padding."""
 
     elements: int
     nbytes: float
-    space: str
+    in_hbm: bool
 
 
 class Instruction(NamedTuple):
@@ -45,32 +44,20 @@ class Instruction(NamedTuple):
     is_root: bool
 
     def attribute(self, pattern: str) -> str:
-        """What the first group of a pattern matches in the attributes, or ""."""
+        """Return what the first group of a pattern matches in the attributes, or ""."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
 
-class Operation(NamedTuple):
-    """An instruction that runs `times` times in one run of the graph. Bytes and cycles are those of all these
-    times. custom_call: the target of one, else "". cycles: the compiler's estimate, 0 where it gives none."""
-
-    name: str
-    opcode: str
-    custom_call: str
-    times: int
-    hbm_bytes: float
-    vmem_bytes: float
-    cycles: int
-
-
-def operations(text: str) -> list[Operation]:
-    """Those of a module, given as text. A loop counts once where the text has no trip count."""
+def operations(text: str) -> list[tuple[str, float]]:
+    """Return (name, HBM bytes in one run of the graph) of each operation of a module, given as text. A loop
+    counts once where the text has no trip count."""
     computations, entry = parse(text)
     return list(_operations(computations, entry, 1))
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str | None]:
-    """(computation -> name -> Instruction, name of the entry computation)."""
+    """Return (computation -> name -> Instruction, name of the entry computation)."""
     computations, entry = {}, None
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if found := COMPUTATION.match(line):
@@ -84,7 +71,7 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str | None]:
 
 
 def parse_arrays(shape: str) -> list[Array]:
-    """Those of the text of a shape, or of a tuple of them."""
+    """Return those of the text of a shape, or of a tuple of them."""
     found = []
     for dtype, dims, order, layout in ARRAY.findall(shape):
         dims = [int(size) for size in dims.split(",") if size]
@@ -95,38 +82,32 @@ def parse_arrays(shape: str) -> list[Array]:
         for i, size in enumerate(tile):
             padded[i] = math.ceil(padded[i] / size) * size
         bits = re.search(r"\d+", dtype)  # none: pred, a byte
-        space = re.search(r"S\((\d+)\)", layout)
         nbytes = math.prod(padded) * (int(bits[0]) if bits else 8) / 8
-        found.append(Array(math.prod(dims), nbytes, SPACES.get(space and space[1], "other")))
+        space = re.search(r"S\((\d+)\)", layout)  # 1 is VMEM, the others are scalar memory and semaphores
+        found.append(Array(math.prod(dims), nbytes, space is None or space[1] == "0"))
     return found
 
 
-def _operations(computations, name, times) -> Iterator[Operation]:
+def _operations(computations, name, times) -> Iterator[tuple[str, float]]:
     body = computations[name]
     for one in body.values():
-        custom_call = one.attribute(r'custom_call_target="([^"]*)"')
         if one.opcode == "while":
             trips = one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1
             yield from _operations(computations, one.attribute(r"body=%([\w.-]+)"), times * int(trips))
         elif one.opcode == "call":
             yield from _operations(computations, one.attribute(r"to_apply=%([\w.-]+)"), times)
-        elif one.opcode not in FREE and custom_call not in FREE_CALLS and not one.opcode.endswith("-done"):
-            nbytes = dict(hbm=0.0, vmem=0.0, other=0.0)
-            for array, share in [*_reads(computations, body, one), *_writes(computations, body, one)]:
-                nbytes[array.space] += times * share * array.nbytes
-            yield Operation(
-                name=one.name,
-                opcode=one.opcode,
-                custom_call=custom_call,
-                times=times,
-                hbm_bytes=nbytes["hbm"],
-                vmem_bytes=nbytes["vmem"],
-                cycles=times * int(one.attribute(r'"estimated_cycles":"(\d+)"') or 0),
-            )
+        elif not _is_free(one):
+            moved = [*_reads(computations, body, one), *_writes(computations, body, one)]
+            yield one.name, times * sum(share * array.nbytes for array, share in moved if array.in_hbm)
+
+
+def _is_free(one):
+    called = one.attribute(r'custom_call_target="([^"]*)"')
+    return one.opcode in FREE or called in FREE_CALLS or one.opcode.endswith("-done")
 
 
 def _reads(computations, body, one):
-    """[(Array, share of it that an instruction reads)], each operand once."""
+    """Generate (Array, share of it that an instruction reads), each operand once."""
     for name in dict.fromkeys(one.operands):
         if name in body:
             share = _share_read(computations, body[name], one)
@@ -134,8 +115,8 @@ def _reads(computations, body, one):
 
 
 def _share_read(computations, operand, user):
-    """What share of an operand an instruction reads: of a slice its own size, of a fusion what it does with
-    the operand."""
+    """Return what share of an operand an instruction reads: of a slice its own size, of a fusion what it does
+    with the operand."""
     if user.opcode in SLICES and user.operands[0] == operand.name:
         result = user.arrays[1] if user.opcode == "slice-start" else user.arrays[0]
         return result.elements / operand.arrays[0].elements
@@ -153,8 +134,8 @@ def _share_read(computations, operand, user):
 
 
 def _writes(computations, body, one):
-    """[(Array, share of it that an instruction writes)]: all, but of an array that is changed in place the
-    update's share."""
+    """Return [(Array, share of it that an instruction writes)]: all, but of an array that is changed in place
+    the update's share."""
     arrays = list(one.arrays)
     if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
         # Its result names its operands too.

@@ -1,10 +1,7 @@
 """Compile one graph for a TPU that is not there, with libtpu's own compiler. A script for the environment
 that `plan` installs.
 
-    python tpu_compiler.py GRAPH TOPOLOGY CORES processes|spmd    # GRAPH: a StableHLO portable artifact
-
-processes: a replica of the graph on each core. spmd: one graph, partitioned by the shardings of its
-arguments.
+    python tpu_compiler.py GRAPH TOPOLOGY CORES    # GRAPH: a StableHLO portable artifact; each core a replica
 
 Prints one line of JSON: the memory and arithmetic that the compiler reports and the text of the compiled
 graph, which `hlo.py` reads, or {"error": its reason}. Imports nothing of tpukit, because jaxlib must not meet
@@ -19,7 +16,7 @@ os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LI
 os.environ.update(TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost", TPU_WORKER_ID="0")
 
 
-def main(graph, topology, cores, parallel):
+def main(graph, topology, cores):
     import jaxlib
     import numpy
     from jax._src.interpreters import mlir
@@ -33,15 +30,9 @@ def main(graph, topology, cores, parallel):
         platform="tpu", topology_name=topology, chips_per_host_bounds=(*bounds, *[1] * (3 - len(bounds)))
     )
     devices = description.devices[:cores]
-    ids = numpy.array([[device.id] for device in devices])  # (replicas, partitions)
-    ids = ids.T if parallel == "spmd" else ids
     options = xla_client.CompileOptions()
-    build = options.executable_build_options
-    options.num_replicas = build.num_replicas = ids.shape[0]
-    options.num_partitions = build.num_partitions = ids.shape[1]
-    if parallel == "spmd":  # as torch_xla sets them
-        build.use_spmd_partitioning = True
-        build.allow_spmd_sharding_propagation_to_output = [True]
+    options.num_replicas = options.executable_build_options.num_replicas = cores
+    ids = numpy.array([[device.id] for device in devices])  # (replicas, partitions)
     options.device_assignment = xla_client.DeviceAssignment.create(ids)
     with mlir.make_ir_context() as context, ir.Location.unknown(context), open(graph, "rb") as file:
         module = stablehlo.deserialize_portable_artifact(context, file.read())
@@ -68,22 +59,18 @@ def main(graph, topology, cores, parallel):
 def donate_replaced_arguments(module, ir):
     """Let results take the memory of arguments of the same type, as torch_xla does with the weights that a
     step replaces."""
-    body = {function.attributes["sym_name"].value: function for function in module.body.operations}
-    function = body["main"]
-    free = [str(result) for result in function.type.results]
+    functions = {function.attributes["sym_name"].value: function for function in module.body.operations}
+    main = functions["main"]
+    free = [str(result) for result in main.type.results]
     attributes = []
-    for number, argument in enumerate(function.type.inputs):
-        of_argument = {}
-        if "arg_attrs" in function.attributes:  # its sharding
-            of_argument = {
-                entry.name: entry.attr for entry in ir.DictAttr(function.attributes["arg_attrs"][number])
-            }
+    for argument in main.type.inputs:
+        donated = {}
         if str(argument) in free:
             free.remove(str(argument))
-            of_argument["jax.buffer_donor"] = ir.BoolAttr.get(True)
-        attributes.append(ir.DictAttr.get(of_argument))
-    function.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
+            donated["jax.buffer_donor"] = ir.BoolAttr.get(True)
+        attributes.append(ir.DictAttr.get(donated))
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])))
+    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
