@@ -34,7 +34,7 @@ from tpukit.training import saver
 SETTINGS = dict(batch_size=8, channels=2, log_every=3, num_workers=0, save_every_s=0.0, ema_decay=0.9)
 FLIPPED_AT = 20  # steps of 40: at the end of the second epoch of four
 MAX_KILLS = 12  # of one run
-MAX_CHANGES = 150  # of files, before a kill
+MAX_CHANGES = 60  # of files, before a kill
 LOSE_SHARE = 0.1  # of the kills after which the run's folder is lost
 LIMIT_S = 120.0  # a training that takes longer hangs
 

@@ -273,7 +273,9 @@ def test_the_report_names_what_fell_back_and_how_long_the_data_took():
     counters = dict(compilations=3, compile_s=9.0, executions=9, execute_s=1.0, to_device_s=0.1)
     counters |= dict(from_device_s=0.1, fallbacks={"aten::nonzero": 7})
     speed = dict(seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=[], counters=counters)
-    start = dict(kind="start", step=0, device="tpu (v5e), bf16", max_graphs=1, batch_size=1)
+    start = dict(
+        kind="start", step=0, device="tpu (v5e), bf16", max_graphs=1, batch_size=1, steps_per_epoch=42
+    )
     words = " ".join(
         findings.describe([start, dict(kind="train", step=42, loss=1.0, grad_norm=1.0, speed=speed)])
     )

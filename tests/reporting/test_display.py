@@ -45,15 +45,15 @@ def test_the_scores_of_the_kept_weights_stand_below_the_last_ones_where_an_earli
         assert epoch in table.title and table.rows == [("accuracy", score)]
 
 
-def test_a_run_shows_its_roc_and_old_names_of_scores_and_one_without_a_record_says_so(tmp_path, shown):
+def test_a_run_shows_its_roc_and_one_without_a_record_says_so(tmp_path, shown):
     run = Run.open(tmp_path / "run", MSHNet())
     display.show(run)
     assert shown == [["This run has not started yet."]] and not (run.path / "pictures").exists()
     roc = dict(tpr=[1.0, 0.5], fpr=[1.0, 0.1], precision=[0.1, 0.9])
-    scores = dict(pixel_accuracy=0.9, roc=roc)  # what pixel_recall was called
-    run.log("evaluation", 2, epoch=0, scores=scores, speed=dict(seconds=1.0))
+    scores = dict(pixel_recall=0.9, roc=roc)
+    run.log("evaluation", 2, epoch=0, scores=scores, kept=True, speed=dict(seconds=1.0))
     display.show(run)
-    assert shown[1].rows == [("pixel_accuracy", "0.9000")] and shown[2].data.startswith(b"\x89PNG")
+    assert shown[1].rows == [("pixel_recall", "0.9000")] and shown[2].data.startswith(b"\x89PNG")
     assert [path.name for path in (run.path / "pictures").iterdir()] == ["roc.png"]
 
 

@@ -73,7 +73,7 @@ def test_a_damaged_record_is_left_out_and_counted_and_changes_no_chart(damage, t
 
 
 def started(**more):
-    return dict(kind="start", step=0, device="2 x tpu", batch_size=4, max_graphs=1) | more
+    return dict(kind="start", step=0, device="2 x tpu", batch_size=4, max_graphs=1, steps_per_epoch=1) | more
 
 
 def trained_at(step, **more):

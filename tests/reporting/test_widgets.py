@@ -20,7 +20,7 @@ from tpukit.training import prediction
 @pytest.fixture
 def run(tmp_path):
     found = Run.open(tmp_path / "run", MNIST())
-    found.log("start", 0, device="cpu", batch_size=4, steps_per_epoch=2)
+    found.log("start", 0, device="cpu", batch_size=4, max_graphs=1, steps_per_epoch=2)
     return found
 
 

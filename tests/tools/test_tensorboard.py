@@ -20,7 +20,7 @@ def scalars(folder):
 def test_tensorboard_reads_what_the_records_say_and_nothing_twice(trained, tmp_path):
     _, run = trained
     strange = dict(accuracy=0.5, huge=1e300, missing=None, table=[1.0])
-    run.log("evaluation", 300, epoch=2, scores=strange, speed=dict(seconds=1.0))
+    run.log("evaluation", 300, epoch=2, scores=strange, kept=False, speed=dict(seconds=1.0))
     (path,) = {write_events(run, tmp_path / "events") for _ in range(2)}
     assert list((tmp_path / "events").iterdir()) == [path]
     found = scalars(tmp_path / "events")

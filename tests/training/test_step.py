@@ -131,7 +131,7 @@ def test_micro_batches_are_refused_where_a_graph_that_accumulates_them_was_wrong
     kind, count, torch_tpu, refused, digits, tmp_path, cpu, monkeypatch
 ):
     env = SimpleNamespace(
-        accelerator="tpu", host="local", device_name=kind, uses_torch_tpu=torch_tpu, versions={}
+        accelerator="tpu", host="local", device_name=kind, uses_torch_tpu=torch_tpu, versions={}, inputs=None
     )
     monkeypatch.setattr(environment, "detect", lambda: env)
     task = MNIST(dataset_dir=digits, epochs=1, micro_batches=count, channels=4, **SMALL)

@@ -25,7 +25,7 @@ SPEED = dict(
 )
 SCORES = dict(beside=dict[str, dict] | None)
 FIELDS = dict(
-    start=dict(device=str, max_graphs=int, batch_size=int),
+    start=dict(device=str, max_graphs=int, batch_size=int, steps_per_epoch=int),
     train=dict(loss=float | None, grad_norm=float | None, lr=float | None, speed=SPEED),
     stopped=dict(epoch=int, patience=int),
     evaluation=dict(epoch=int, kept=bool, scores=SCORES, speed=dict(seconds=float)),
@@ -128,9 +128,8 @@ def curves(records: list) -> Series:
 
 def steps_per_epoch(records: list) -> int:
     """Steps of an epoch of the last session; 1 where nothing tells."""
-    found = [record.get("steps_per_epoch") for record in valid_records(records)]
-    counts = [count for count in found if has_type(count, int)]
-    return max(counts[-1], 1) if counts else 1
+    starts = _of_kind(valid_records(records), "start")
+    return max(starts[-1]["steps_per_epoch"], 1) if starts else 1
 
 
 class Labels(NamedTuple):
