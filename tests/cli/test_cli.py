@@ -15,7 +15,7 @@ import tpukit
 from tests.conftest import ROOT
 from tpukit import MNIST, Run, cli
 from tpukit.cli.commands import COMMANDS, WITH_TASK, todays
-from tpukit.cli.options import CoreOptions
+from tpukit.cli.runs import LaunchOptions
 from tpukit.cli.tools import PlanOptions
 from tpukit.tasks import TASKS
 from tpukit.tasks.trained import task_of
@@ -206,7 +206,7 @@ def test_the_choices_of_the_command_line_are_those_of_the_library():
 
     choices = {name: get_args(hint) for name, hint in get_type_hints(PlanOptions).items()}
     assert choices["chip"] == tuple(MACHINES) and choices["part"] == tuple(plan.PARTS)
-    assert get_args(get_type_hints(CoreOptions)["parallel"]) == tuple(PARALLEL)
+    assert get_args(get_type_hints(LaunchOptions)["parallel"]) == tuple(PARALLEL)
 
 
 @pytest.mark.parametrize(

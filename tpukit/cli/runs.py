@@ -7,11 +7,25 @@ from typing import Annotated, Literal
 import tyro
 
 import tpukit
-from tpukit.cli.options import LaunchOptions, RunFolder
 from tpukit.host import environment
 from tpukit.host.tables import Sentences, printable
 from tpukit.tasks.datasets import with_dataset
 from tpukit.training.task import Task
+
+RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOptions:
+    run: Path | None = None
+    """Folder of the run; by default TASK in this machine's output folder."""
+    backup: Path | None = None
+    """Folder (on Drive or in a mounted bucket, say) that gets a copy of the run at every checkpoint."""
+    cores: int | None = None
+    """TPU cores or GPUs to use; by default all. On a CPU: processes; by default one."""
+    parallel: Literal["processes", "spmd"] = "processes"
+    """processes: one for each core. spmd: one process and one compiled graph over all TPU cores of this
+    host."""
 
 
 def train(task: Task, options: LaunchOptions) -> None:
@@ -22,7 +36,7 @@ def train(task: Task, options: LaunchOptions) -> None:
     task = with_dataset(task, env)
     path = options.run or env.outputs / task.name
     run = tpukit.Run.open(path, task, backup=options.backup)
-    scores = tpukit.launch(tpukit.train, task, run, **options.of_launch())
+    scores = tpukit.launch(tpukit.train, task, run, cores=options.cores, parallel=options.parallel)
     if scores and environment.rank() == 0:
         for table in last_and_kept_tables(run.records()):
             print(f"\n{table}")

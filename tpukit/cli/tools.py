@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import tyro
 
 import tpukit
-from tpukit.cli.options import RunFolder, to_stderr
+from tpukit.cli.doctor import to_stderr
+from tpukit.cli.runs import RunFolder
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.tasks import TASKS
