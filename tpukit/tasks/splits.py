@@ -18,14 +18,13 @@ TABLES = (".parquet", ".arrow")
 
 def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | None]]:
     """Return (file, its split: train, val, test or None) of a file, or of all below a folder, sorted, by what
-    their paths say, as train/data-00000-of-00001.arrow and data/test-00000-of-00001.parquet do. Without
-    hidden files, and those of the Hugging Face library's own cache."""
+    their paths say, as train/one.txt and data/test-00.jsonl do. Without hidden files."""
+    folder, paths = (place, place.rglob("*")) if place.is_dir() else (place.parent, [place])
+    wanted = (path for path in paths if path.suffix in endings and path.name[0] != ".")
     files = []
-    for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
-        if path.suffix in endings and path.is_file() and not path.name.startswith((".", "cache-")):
-            parts = path.relative_to(place if place.is_dir() else place.parent).parts
-            words = (re.split("[-_.]", part.lower())[0] for part in parts)
-            files.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
+    for path in sorted(filter(Path.is_file, wanted)):
+        words = [re.split("[-_.]", part.lower())[0] for part in path.relative_to(folder).parts]
+        files.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
     return files
 
 

@@ -152,7 +152,6 @@ def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_fol
     path = tmp_path / "hf" / name
     path.parent.mkdir(parents=True)
     path.touch()
-    (path.parent / "cache-0123456789abcdef.arrow").touch()  # of the library's own
     for place in (tmp_path / "hf", path):
         with refuses("1 in all", path.name, "docs/YOUR_DATA.md"):
             find_samples(place)

@@ -7,7 +7,6 @@ import pytest
 
 from tests.conftest import refuses
 from tests.tasks.text.small import CHAT
-from tpukit.host import arrays
 from tpukit.tasks.text import data, hub
 
 pytest.importorskip("transformers")
@@ -250,11 +249,3 @@ def test_prompts_come_from_text_files_and_from_lines(tmp_path, tokenizer, chats)
     names, ids = zip(*data.read_prompts(lines, chats))
     assert names == ("b.jsonl, line 1", "b.jsonl, line 2")
     assert [chats.decode(one) for one in ids] == ["<user>x</s><assistant>", "<user>u</s><assistant>"]
-
-
-def test_the_cache_survives_a_damaged_file(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("abc " * 50)
-    first = np.array(opened(tmp_path, tokenizer)[0].rows)
-    for path in arrays.files.cache_folder().glob("text-*/rows.npy"):
-        path.write_bytes(b"damaged")
-    assert np.array_equal(opened(tmp_path, tokenizer)[0].rows, first)
