@@ -49,7 +49,7 @@ def test_right_masks_are_counted_with_their_targets_and_sizes(tmp_path, capsys):
 
 
 def test_the_masks_of_a_real_set_are_right(real_data):
-    sentences, indices = MSHNet().check_labels(InfraredSet(real_data / "IRSTD-1k", "train"))
-    assert "800 training images of 512x512" in sentences[0]
+    sentences, indices = MSHNet().check_labels(InfraredSet(real_data / "IRSTD-1k", "test"))
+    assert "201 training images of 512x512" in sentences[0]
     assert not [line for line in sentences if "128 or more" in line or "white" in line]
     assert len(set(indices)) == len(indices) >= 3
