@@ -126,7 +126,7 @@ publish: .venv/installed
 	rm -rf dist/publish && git clone --quiet . dist/publish && rm -rf dist/publish/.git
 	cd dist/publish && grep -rlIZ --exclude=Makefile -e TPUKIT_SOURCE -e 'until published -->' . | xargs -0 sed -i \
 		-e '/<!-- until published -->/d' -e 's,TPUKIT_SOURCE,$(or $(REPO),$(error REPO=owner/name)),g'
-	cd dist/publish && sed -i '/^dist/d' .gitignore && $(CURDIR)/$(BIN)/python -m release.notebooks --out dist
+	cd dist/publish && sed -i '/^dist/d' .gitignore && $(CURDIR)/$(BIN)/python -m release.notebooks
 
 clean:
 	rm -rf .venv .twins $(OUT) build dist *.egg-info

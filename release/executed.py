@@ -5,7 +5,6 @@ pictures are made small, and what it says of this machine's folders is replaced.
 dist/executed/, those of `KEPT` to docs/executed/ too, where tests/test_executed.py executes them again and
 compares the outputs of the cells that are tagged."""
 
-import argparse
 import base64
 import io
 import json
@@ -37,8 +36,8 @@ SMALL = {
 }
 ON_XLA = ("colab_tpu_setup", "kaggle_tpu_v5e", "gpu_to_tpu_migration")
 KEPT = ("mnist_quickstart", "finetune_images", "colab_tpu_setup")
-# In the source of a cell whose output is the machine's, random or mostly measured times
-VARIES = re.compile(r"env\.require|torch\.randn|show_report")
+# In the source of a cell whose output is the machine's, random, mostly measured, or hidden but from nbval
+VARIES = re.compile(r"env\.require|torch\.randn|show_report|;$")
 # The CPU XLA device, which compiles as a TPU does; as in the Makefile, with less optimisation.
 XLA = dict(
     PJRT_DEVICE="CPU",
@@ -46,49 +45,46 @@ XLA = dict(
 )
 # What no copy may hold -> what stands in its place. The longest first, because one may lie in another.
 NAMES = {sys.prefix: "~/venv", str(ROOT): "~/tpukit", str(Path.home()): "~"}
-LARGEST = 150_000  # bytes of a copy
-WIDTHS = (760, 640, 520, 420, 340)  # pixels of its pictures: the first one that makes it small enough
+WIDTH = 480  # pixels of a picture, at most
 
 
 def main():
     known = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-    parser = argparse.ArgumentParser(
-        prog="python -m release.executed", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)} (default: all)")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist/executed")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs/executed")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(known):
+    names = sys.argv[1:] or known
+    if unknown := set(names) - set(known):
         sys.exit(f"no notebook {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
-    for name in given.names or known:
+    for name in names:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             text = as_small_text(execute(name, folder), name, {os.path.realpath(folder): "~"} | NAMES)
-        for folder in (given.out, given.docs) if name in KEPT else (given.out,):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.ipynb").write_text(text)
-        took = time.perf_counter() - started
-        print(f"{len(text.encode()) / 1e3:5.0f} kB  {name}, {took:.0f} s", flush=True)
+        for target in ("dist/executed", "docs/executed")[: 1 + (name in KEPT)]:
+            (ROOT / target).mkdir(parents=True, exist_ok=True)
+            (ROOT / target / f"{name}.ipynb").write_text(text)
+        print(
+            f"{len(text.encode()) / 1e3:5.0f} kB  {name}, {time.perf_counter() - started:.0f} s", flush=True
+        )
+
+
+def environment(name: str) -> dict[str, str]:
+    """Return the variables with which a notebook is executed: on the CPU, or on the CPU XLA device."""
+    variables = {key: value for key, value in os.environ.items() if key not in XLA}
+    return variables | dict(PYTHONPATH=str(ROOT), TPUKIT_OFFLINE="1") | (XLA if name in ON_XLA else {})
 
 
 def execute(name: str, folder: str):
     """Execute a notebook in a folder with its small settings on this machine's CPU, and return it."""
     source, done = ROOT / f"notebooks/{name}.ipynb", Path(folder) / "done.ipynb"
-    environ = dict(os.environ, PYTHONPATH=str(ROOT), TPUKIT_OFFLINE="1") | (XLA if name in ON_XLA else {})
     settings = SMALL.get(name, {}) | ({} if name in ON_XLA else dict(ACCELERATOR="cpu"))
     command = [sys.executable, "-m", "papermill", source, done, "-k", "python3", "--no-progress-bar"]
     for setting in settings.keys() & papermill.inspect_notebook(str(source)).keys():
         command += ["-p", setting, str(settings[setting])]
-    subprocess.run(command, cwd=folder, env=environ, check=True)
+    subprocess.run(command, cwd=folder, env=environment(name), check=True)
     return nbformat.read(done, 4)
 
 
 def as_small_text(notebook, name: str, names: dict[str, str]) -> str:
     """Return the text of an executed notebook: pictures small, names replaced, nothing of papermill's
-    metadata; the first cell says what it is. Raises ValueError where it stays larger than `LARGEST`.
-
-    names: what no copy may hold -> what stands in its place."""
+    metadata; the first cell says what it is. names: what no copy may hold -> what stands in its place."""
     kept = ("kernelspec", "language_info")
     notebook.metadata = {key: notebook.metadata[key] for key in kept if key in notebook.metadata}
     for cell in notebook.cells:
@@ -96,14 +92,13 @@ def as_small_text(notebook, name: str, names: dict[str, str]) -> str:
         if cell.get("outputs") and not VARIES.search(cell.source):
             tags = [*tags, "nbval-check-output"]
         cell.metadata = dict(tags=tags) if tags else {}
+        for output in cell.get("outputs", []):
+            make_small(output)
     notebook.cells[0].source = introduction(notebook.cells[0].source, name)
-    for width in WIDTHS:
-        text = json.dumps(with_pictures(notebook, width), indent=1, ensure_ascii=False) + "\n"
-        for path, place in names.items():
-            text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", place, text)
-        if len(text.encode()) <= LARGEST:
-            return text
-    raise ValueError(f"{name}: {len(text.encode())} bytes with its outputs, {LARGEST} are allowed")
+    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    for path, place in names.items():
+        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", place, text)
+    return text
 
 
 def introduction(source: str, name: str) -> str:
@@ -118,30 +113,21 @@ def introduction(source: str, name: str) -> str:
     return f"{title}\n\n{note}\n{rest}"
 
 
-def with_pictures(notebook, width: int) -> dict:
-    """Return the notebook as JSON, its pictures at most so wide, without what only a living page can show."""
-    book = json.loads(json.dumps(notebook))
-    for output in (output for cell in book["cells"] for output in cell.get("outputs", [])):
-        output.get("metadata", {}).clear()
-        data = output.get("data", {})
-        for kind in [kind for kind in data if "widget" in kind or "javascript" in kind]:
-            del data[kind]
-        if "image/png" in data:
-            picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
-            picture.thumbnail((width, 10 * width))
-            data["image/png"] = base64.b64encode(shrink(picture)).decode()
-    return book
-
-
-def shrink(picture) -> bytes:
-    """Return a PIL image as a PNG of 48 colours, over white where it is transparent."""
-    rgba = picture.convert("RGBA")
-    rgb = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    out = io.BytesIO()
-    # Maximum coverage keeps the few coloured pixels of a picture that is mostly grey.
-    small = rgb.quantize(48, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    small.save(out, "PNG", optimize=True)
-    return out.getvalue()
+def make_small(output):
+    """Leave out of an output what only a living page can show, and make its picture small."""
+    output.get("metadata", {}).clear()
+    data = output.get("data", {})
+    for kind in [kind for kind in data if "widget" in kind or "javascript" in kind]:
+        del data[kind]
+    if "image/png" in data:
+        rgba = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+        picture.thumbnail((WIDTH, 10 * WIDTH))
+        # Maximum coverage keeps the few coloured pixels of a picture that is mostly grey.
+        picture = picture.quantize(48, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        small = io.BytesIO()
+        picture.save(small, "PNG", optimize=True)
+        data["image/png"] = base64.b64encode(small.getvalue()).decode()
 
 
 if __name__ == "__main__":

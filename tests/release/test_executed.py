@@ -2,7 +2,6 @@
 
 import base64
 import io
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from PIL import Image
 from release import executed, notebooks, pack
 from tests.conftest import ROOT
 
+LARGEST = 150_000  # bytes of a copy
 COPIES = sorted((ROOT / "docs/executed").glob("*.ipynb"))
 FOLDERS = r"(?<![\w.~])/(?:home|root|tmp|work|mnt|Users|var|private)/"
 NAMES = {"/srv/someone/session": "~", "/srv/someone": "~"}
@@ -57,29 +57,23 @@ def test_a_copy_names_no_folder_of_its_machine_and_keeps_its_words_and_pictures(
     assert "![" not in first.source and "with outputs" in first.source and first.source.endswith("Text.")
 
 
-def test_pictures_shrink_until_the_copy_is_small_enough_and_else_it_is_an_error():
-    text = executed.as_small_text(notebook(side=700), "some", NAMES)
-    assert len(text.encode()) <= executed.LARGEST
-    [shown] = re.findall(r'"image/png": "([^"]+)"', text)
-    assert Image.open(io.BytesIO(base64.b64decode(shown))).width < max(executed.WIDTHS)
-    large = notebook()
-    large.cells[1].outputs[0].text = "x" * executed.LARGEST
-    with pytest.raises(ValueError, match="allowed"):
-        executed.as_small_text(large, "some", NAMES)
-
-
 def test_few_coloured_pixels_of_a_grey_picture_keep_their_colour():
-    grey = np.repeat(np.random.default_rng(0).integers(0, 256, (200, 200, 1), np.uint8), 3, axis=2)
-    grey[100, 90:110] = 255, 0, 0  # red
-    small = Image.open(io.BytesIO(executed.shrink(Image.fromarray(grey)))).convert("RGB")
-    red, green, blue = np.asarray(small)[100, 100].astype(int)
+    grey = np.repeat(np.random.default_rng(0).integers(0, 256, (300, 900, 1), np.uint8), 3, axis=2)
+    grey[100:110, 90:200] = 255, 0, 0  # red
+    png = io.BytesIO()
+    Image.fromarray(grey).save(png, "PNG")
+    output = nbformat.from_dict(dict(data={"image/png": base64.b64encode(png.getvalue()).decode()}))
+    executed.make_small(output)
+    small = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
+    assert small.width == executed.WIDTH
+    red, green, blue = small.getpixel((90, 65))
     assert red > 200 and green < 60 and blue < 60
 
 
 @pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
 def test_a_copy_in_docs_is_whole_small_and_names_no_machine(path):
     text = path.read_text()
-    assert len(text.encode()) <= executed.LARGEST
+    assert len(text.encode()) <= LARGEST
     words = re.sub(r'"image/png": "[^"]+"', "", text)
     assert not re.findall(FOLDERS + r"[^\s\"']*", words)
     book = nbformat.reads(text, 4)
@@ -97,12 +91,12 @@ def test_the_copies_in_docs_are_those_that_are_kept_with_settings_that_are_there
         assert set(settings) <= set(known), name
 
 
-def check_outputs(book, folder):
+def check_outputs(book, name, folder):
     """Execute a notebook in a folder, as nbval does, and compare the outputs of its tagged cells."""
     nbformat.write(book, folder / "copy.ipynb")
     command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "copy.ipynb", "--nbval-current-env"]
     command += ["--nbval-sanitize-with", ROOT / "tests/nbval.cfg", "--nbval-cell-timeout", "300"]
-    environ = dict(os.environ, HOME=str(folder / "home"), PYTHONPATH=str(ROOT), TPUKIT_OFFLINE="1")
+    environ = executed.environment(name) | dict(HOME=str(folder / "home"))
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=550)
 
 
@@ -112,7 +106,7 @@ def test_the_outputs_of_a_copy_come_out_again(path, tmp_path):
     book = nbformat.read(path, 4)
     if path.stem == "mnist_quickstart":  # as it is built: with the library inside
         notebooks.embed(book, pack.library(), ROOT / "notebooks")
-    ran = check_outputs(book, tmp_path)
+    ran = check_outputs(book, path.stem, tmp_path)
     assert ran.returncode == 0, ran.stdout
     assert (tmp_path / "home/.cache/tpukit").exists() == (path.stem == "mnist_quickstart")
 
@@ -125,5 +119,5 @@ def test_an_output_that_no_longer_comes_out_is_red_unless_it_may_vary(printed, c
     source = "print('epoch 1: loss 0.4'); print('25 steps in 4.0 s')"
     cell = nbformat.v4.new_code_cell(source, execution_count=1, metadata=dict(tags=["nbval-check-output"]))
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed)]
-    ran = check_outputs(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
+    ran = check_outputs(nbformat.v4.new_notebook(cells=[cell]), "some", tmp_path)
     assert ran.returncode == code, ran.stdout
