@@ -30,6 +30,7 @@ SMALL = {
     "colab_tpu_setup": INFRARED,
     "kaggle_tpu_v5e": INFRARED | dict(EPOCHS=4, CORES=2),
     "colab_setup": INFRARED,
+    "finetune_images": dict(EPOCHS=6),
     "segment_your_own": dict(IMAGE_SIZE=64, EPOCHS=12),
     "kaggle_cdeit_tpu": dict(SAMPLES=200, EPOCHS=2, CORES=1),
     "hardware_comparison": dict(IMAGE_SIZE=64, STEPS=5, BATCH_SIZES="4"),
