@@ -12,7 +12,7 @@
 # make wheel  builds wheel and sdist, and trains with the wheel in a clean environment
 # make release  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums
 # make publish REPO=owner/name  dist/publish/: the repository with its home filled in and the notebooks built, to push
-# make executed  dist/executed/: copies of the notebooks with outputs, from small runs on this machine's CPU
+# make executed  docs/executed/: copies of some notebooks with outputs, from small runs on this machine's CPU
 # make size   how large each part is, beside its end
 # make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
@@ -109,10 +109,9 @@ wheel: .venv/installed
 	cd $(OUT)/clean && TPUKIT_OFFLINE=1 bin/python -P -m tpukit train mnist --epochs 1 --run run
 	rm -rf $(OUT)/clean
 
-release: wheel notebooks executed
+release: wheel notebooks
 	rm -rf $(OUT)/release && mkdir -p $(OUT)/release && cp $(OUT)/package/* $(OUT)/release
-	cd dist && zip -qr ../$(OUT)/release/notebooks.zip . -x 'executed/*' 'publish/*'
-	cd dist/executed && zip -qr ../../$(OUT)/release/notebooks-executed-on-cpu.zip .
+	cd dist && zip -qr ../$(OUT)/release/notebooks.zip . -x 'publish/*'
 	cd $(OUT)/release && sha256sum * > SHA256SUMS
 
 size: .venv/installed
