@@ -58,7 +58,7 @@ run: .venv/installed
 	@echo "executed notebook, HTML copy and run directory: $(OUT)/"
 
 try: .venv/installed
-	mkdir -p $(OUT)/try
+	rm -rf $(OUT)/try && mkdir -p $(OUT)/try
 	$(XLA_CPU) $(BIN)/papermill notebooks/mnist_quickstart.ipynb $(OUT)/try/mnist_quickstart.ipynb --no-progress-bar \
 		-p ACCELERATOR any -p OUTPUTS $(OUT)/try
 	$(MAKE) run OUT=$(OUT)/try EPOCHS=2 WARM_EPOCH=1 SIZE=64

@@ -196,8 +196,9 @@ def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open_and_names_i
 def run_quickstart(name, folder, digits, env, **parameters):
     """Execute the quickstart with these values in the place of what `detect` finds."""
     values = ", ".join(f"{key}={value!r}" for key, value in env.items())
-    imports = "import dataclasses\nfrom pathlib import Path, PosixPath"
-    fake = f"{imports}\nenv = dataclasses.replace(tpukit.detect(), {values})"
+    imports = "import dataclasses\nfrom pathlib import Path, PosixPath\nfrom tpukit.host import environment"
+    found = f"env = dataclasses.replace(tpukit.detect(), {values})\nenvironment.detect = lambda: env"
+    fake = f"{imports}\n{found}"
     parameters |= dict(DATASET_DIR=str(digits), BATCH_SIZE=8, RUN_NAME="mnist")
     return run_notebook(name, folder, replace=("env = tpukit.detect()", fake), **parameters)
 
