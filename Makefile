@@ -1,18 +1,19 @@
 # make run    executes the TPU notebook on this machine's CPU XLA device; make run DATA=path/to/IRSTD-1k on real images
+# make try    the quickstart and the TPU notebook, headless with small settings on the CPU XLA device: what a pull request runs
 # make check  lint and the fast tests, in two minutes; JOBS=4 on a machine with more than two cores
-# make test   lint, unit tests, launches, notebooks
+# make test   lint, unit tests, launches, notebooks, and whether the outputs in docs/executed still come out
 # make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups;
 #             make nightly NIGHTLY="nightly and not long" KILLS=100 for half of its time
 # make bench  how fast, in ratios: the loop and the step; make bench PARTS="text text_gpu" for language models
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough, and beside it what
 #             `kaggle kernels push` reads
-# make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
+# make twins  runs every built English notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
 #             make twins ONLY=colab-gpu for one of them
 # make wheel  builds wheel and sdist, and trains with the wheel in a clean environment
 # make release  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums
 # make publish REPO=owner/name  dist/publish/: the repository with its home filled in and the notebooks built, to push
-# make executed  dist/executed/: copies of the notebooks with outputs, from small runs on this machine's CPU
-# make size   lines and statements of each folder, next to its budget
+# make executed  docs/executed/: copies of some notebooks with outputs, from small runs on this machine's CPU
+# make size   how large each part is, beside its end
 # make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
 PYTHON ?= python3
@@ -35,7 +36,7 @@ TORCH ?=
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run lint check fast test nightly bench plan notebooks twins wheel release size executed publish clean
+.PHONY: run try lint check fast test nightly bench plan notebooks twins wheel release size executed publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -55,6 +56,12 @@ run: .venv/installed
 		-p EPOCHS $(EPOCHS) -p WARM_EPOCH $(WARM_EPOCH) -p IMAGE_SIZE $(SIZE) -p BATCH_SIZE $(BATCH)
 	$(BIN)/jupyter nbconvert --to html --log-level WARN $(OUT)/colab_tpu_setup.ipynb
 	@echo "executed notebook, HTML copy and run directory: $(OUT)/"
+
+try: .venv/installed
+	rm -rf $(OUT)/try && mkdir -p $(OUT)/try
+	$(XLA_CPU) $(BIN)/papermill notebooks/mnist_quickstart.ipynb $(OUT)/try/mnist_quickstart.ipynb --no-progress-bar \
+		-p ACCELERATOR any -p OUTPUTS $(OUT)/try
+	$(MAKE) run OUT=$(OUT)/try EPOCHS=2 WARM_EPOCH=1 SIZE=64
 
 # One thread a worker: most of the time goes to compiling and to starting processes, which take one core.
 PYTEST := $(XLA_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -102,10 +109,9 @@ wheel: .venv/installed
 	cd $(OUT)/clean && TPUKIT_OFFLINE=1 bin/python -P -m tpukit train mnist --epochs 1 --run run
 	rm -rf $(OUT)/clean
 
-release: wheel notebooks executed
+release: wheel notebooks
 	rm -rf $(OUT)/release && mkdir -p $(OUT)/release && cp $(OUT)/package/* $(OUT)/release
-	cd dist && zip -qr ../$(OUT)/release/notebooks.zip . -x 'executed/*' 'publish/*'
-	cd dist/executed && zip -qr ../../$(OUT)/release/notebooks-executed-on-cpu.zip .
+	cd dist && zip -qr ../$(OUT)/release/notebooks.zip . -x 'publish/*'
 	cd $(OUT)/release && sha256sum * > SHA256SUMS
 
 size: .venv/installed
@@ -119,7 +125,7 @@ publish: .venv/installed
 	rm -rf dist/publish && git clone --quiet . dist/publish && rm -rf dist/publish/.git
 	cd dist/publish && grep -rlIZ --exclude=Makefile -e TPUKIT_SOURCE -e 'until published -->' . | xargs -0 sed -i \
 		-e '/<!-- until published -->/d' -e 's,TPUKIT_SOURCE,$(or $(REPO),$(error REPO=owner/name)),g'
-	cd dist/publish && sed -i '/^dist/d' .gitignore && $(CURDIR)/$(BIN)/python -m release.notebooks --out dist
+	cd dist/publish && sed -i '/^dist/d' .gitignore && $(CURDIR)/$(BIN)/python -m release.notebooks
 
 clean:
 	rm -rf .venv .twins $(OUT) build dist *.egg-info

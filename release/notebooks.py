@@ -11,7 +11,6 @@ has it. Pictures of the notebook's texts become part of it. One source can be se
 another accelerator. `kaggle kernels push -p dist/NAME` reads kernel-metadata.json, in which the owner of the
 id is a placeholder. Building twice gives equal bytes."""
 
-import argparse
 import base64
 import importlib.metadata
 import json
@@ -39,11 +38,7 @@ PYEIT_PARTS = ("pyeit/__init__.py", "pyeit/eit/", "pyeit/mesh/")
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog="python -m release.notebooks", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder to write to (default: dist)")
-    for path in build(parser.parse_args().out):
+    for path in build(ROOT / "dist"):
         print(f"{path.stat().st_size / 1e3:6.0f} kB  {path}")
 
 
@@ -112,13 +107,9 @@ def embed(notebook, archive, folder):
     notebook.cells.insert(number, nbformat.from_dict(pack.cell(archive)))
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(
-                r"(?<=\]\()[^):]+\.png(?=\))", lambda found: _as_data(folder / found[0]), cell.source
-            )
-
-
-def _as_data(picture):
-    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
+            for path in re.findall(r"\]\(([^):]+\.png)\)", cell.source):
+                data = base64.b64encode((folder / path).read_bytes()).decode()
+                cell.source = cell.source.replace(path, f"data:image/png;base64,{data}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ small settings, and CDEIT's kernels are only lowered by the image's jax. /conten
 a namespace. Exit code 1 where something failed. Needs Linux with unshare, about 18 GB, and up to an hour;
 `python -m release.twins kaggle-tpu mnist` runs what has these words in its name."""
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -36,7 +35,6 @@ SETTINGS_OF = {
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
 NEEDS_INTERNET = {"finetune_llm": "peft"}  # notebook -> the package that not every image has
-VERSIONS = ("torch", "torch-xla", "jax", "libtpu")  # that the table names
 # XLA optimises less, as in the Makefile: a step compiles in a third of the time.
 ON_CPU = {
     "PJRT_DEVICE": "CPU",
@@ -60,9 +58,7 @@ exec "$chroot" "$root" env -C "$folder" "$@"
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m release.twins", description=__doc__.partition("\n")[0])
-    parser.add_argument("only", nargs="*", help="parts of names of notebooks and images")
-    only = parser.parse_args().only
+    only = sys.argv[1:]
     if not shutil.which("unshare"):
         sys.exit("make twins: needs Linux with unshare (util-linux), which runs notebooks without network")
     books = {path.stem: path for path in notebooks.build(ROOT / "dist") if path.parent == ROOT / "dist"}
@@ -114,25 +110,19 @@ def make(image):
         sys.exit(
             f"{image}: its twin has {', '.join(surplus)}, which the image lacks: correct release/images.toml"
         )
-    return ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions)
+    named = ("torch", "torch-xla", "jax", "libtpu")
+    return ", ".join(f"{name} {versions[name]}" for name in named if name in versions)
 
 
 def interpreter(version, environ):
-    """Return a Python of this version: pyenv's, one on PATH, or uv's. Raises SystemExit if there is none."""
-    pyenv = Path(environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    candidates = [
-        *sorted(pyenv.glob(f"versions/{version}.*/bin/python")),
-        shutil.which(f"python{version}", path=environ["PATH"]),
-    ]
-    if uv := shutil.which("uv", path=environ["PATH"]):
-        command = [uv, "python", "find", "--no-python-downloads", version]
-        ran = subprocess.run(command, env=environ, capture_output=True, text=True)
-        candidates.append(ran.stdout.strip())
-    for path in filter(None, candidates):
+    """Return a Python of this version: pyenv's, or one on PATH. Raises SystemExit if there is none."""
+    pyenv = Path(environ.get("PYENV_ROOT") or Path.home() / ".pyenv").glob(f"versions/{version}.*/bin/python")
+    on_path = shutil.which(f"python{version}", path=environ["PATH"])
+    for path in filter(None, [*sorted(pyenv), on_path]):
         ran = subprocess.run([path, "--version"], env=environ, capture_output=True, text=True)
         if ran.stdout.startswith(f"Python {version}."):  # pyenv's names on PATH may lead nowhere
             return path
-    sys.exit(f"no Python {version} here: pyenv install {version}, or uv python install {version}")
+    sys.exit(f"no Python {version} here: pyenv install {version}")
 
 
 def lower_kernels(image):
@@ -143,8 +133,7 @@ def lower_kernels(image):
         command = [TWINS / slug(image) / "bin/python", "-P", "-s", KERNELS, request]
         ran = subprocess.run(command, env=environ, capture_output=True, text=True)
         if ran.returncode:
-            lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-            return f"FAILED, the image's jax refused: {lines[-1]}"
+            return f"FAILED, exit code {ran.returncode} of the image's jax: {ran.stderr.strip()[-300:]}"
     return f"ok, {time.monotonic() - start:.0f} s"
 
 
@@ -167,7 +156,7 @@ def run(path, name, image):
     start = time.monotonic()
     ran = subprocess.run(command, env=environ, capture_output=True, text=True)
     if not out.exists():
-        return f"FAILED: {(ran.stderr.strip().splitlines() or ['no output'])[-1]}"
+        return f"FAILED: {ran.stderr[-300:]}"
     ended = result(nbformat.read(out, 4), name, folder / "home")
     return f"{ended}, {time.monotonic() - start:.0f} s"
 

@@ -1,4 +1,4 @@
-"""A notebook in a real kernel, and in JupyterLab in a browser."""
+"""A notebook in JupyterLab in a browser."""
 
 import os
 import secrets
@@ -12,27 +12,6 @@ import urllib.request
 import pytest
 
 from tests.conftest import ROOT
-
-
-@pytest.mark.slow
-def test_a_kernel_knows_whether_somebody_could_answer_a_question():
-    from jupyter_client.manager import start_new_kernel
-
-    manager, client = start_new_kernel(env=dict(os.environ, PYTHONPATH=str(ROOT)))
-    output = []
-    try:
-        for answers in (True, False):  # a page; papermill
-            client.execute_interactive(
-                "from tpukit.host import environment; print(environment.is_interactive_notebook())",
-                allow_stdin=answers,
-                stdin_hook=pytest.fail,
-                timeout=60,
-                output_hook=lambda message: output.append(message["content"].get("text", "").strip()),
-            )
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel()
-    assert [word for word in output if word] == ["True", "False"]
 
 
 @pytest.fixture
@@ -51,27 +30,15 @@ def lab(tmp_path):
         path.parent.mkdir(parents=True)
         path.write_text(content)
     token = secrets.token_hex(8)
-    environ = {
-        **os.environ,
-        "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
-        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        "--allow-root",
-        f"--port={port}",
-        "--ip=127.0.0.1",
-    ]
-    log = open(tmp_path / "lab.log", "w")
-    server = subprocess.Popen(
-        [*command, f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={tmp_path}"],
-        env=environ,
-        stdout=log,
-        stderr=log,
+    environ = dict(
+        os.environ,
+        JUPYTERLAB_SETTINGS_DIR=str(tmp_path / "settings"),
+        JUPYTER_CONFIG_DIR=str(tmp_path / "config"),
     )
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+    command += [f"--port={port}", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={tmp_path}"]
+    log = open(tmp_path / "lab.log", "w")
+    server = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
     try:
         address = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 60
@@ -80,9 +47,8 @@ def lab(tmp_path):
                 urllib.request.urlopen(f"{address}/api?token={token}", timeout=2)
                 break
             except OSError:
-                assert time.monotonic() < deadline and server.poll() is None, (
-                    tmp_path / "lab.log"
-                ).read_text()
+                is_late = time.monotonic() > deadline or server.poll() is not None
+                assert not is_late, (tmp_path / "lab.log").read_text()
                 time.sleep(0.3)
         yield lambda path: f"{address}/lab/tree/{path}?token={token}"
     finally:
@@ -100,13 +66,9 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
 
     shutil.copy(ROOT / "notebooks/mnist_quickstart.ipynb", tmp_path)
     with sync_playwright() as playwright:
-        quiet = [
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--disable-sync",
-        ]
+        quiet = (
+            "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update".split()
+        )
         chromium = playwright.chromium.launch(executable_path=shutil.which(browser), args=quiet)
         page = chromium.new_page(viewport=dict(width=1200, height=1600))
         page.goto(lab("mnist_quickstart.ipynb"))
@@ -117,7 +79,7 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
         select = page.get_by_role("button", name="Select Kernel")
         deadline, asked = time.monotonic() + 180, False
         while not last.count():
-            assert time.monotonic() < deadline, page.screenshot(path=str(tmp_path / "stuck.png")) and tmp_path
+            assert time.monotonic() < deadline, page.locator("body").inner_text()
             if select.is_visible():
                 select.click()
                 asked = False
@@ -133,10 +95,6 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
         expect(pictures).to_have_count(7)  # two live charts, samples, curves, report, predictions, own
         for index in range(7):
             assert pictures.nth(index).evaluate("image => image.complete && image.naturalWidth") > 300
-        expect(
-            page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
-        ).to_have_count(0)
-        page.locator(".jp-CodeCell").nth(5).scroll_into_view_if_needed()
-        page.screenshot(path=str(tmp_path / "quickstart.png"))
+        errors = page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+        expect(errors).to_have_count(0)
         chromium.close()
-    assert (tmp_path / "quickstart.png").stat().st_size > 50_000
