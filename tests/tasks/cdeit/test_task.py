@@ -23,8 +23,7 @@ def trained(tank, tmp_path_factory):
 
 @pytest.mark.slow
 def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(tank, tmp_path, cpu, xla):
-    # 12 steps: one average of the weights
-    task = task_of(tank, epochs=6, eval_every=6, lr=1e-3, precision="fp32")
+    task = task_of(tank, epochs=3, eval_every=3, lr=1e-3, precision="fp32")
     losses, scores = {}, {}
     for runtime in (cpu, xla):
         run = Run.open(tmp_path / str(runtime.device), task)
