@@ -9,10 +9,8 @@ import atexit
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from tpukit.host.errors import TpukitError
 
@@ -90,59 +88,3 @@ def profile(folder: Path) -> contextlib.AbstractContextManager:
     from torch_tpu._internal import profiler
 
     return profiler.profile(on_trace_ready=profiler.xprof_trace_handler(dir_name=str(folder)))
-
-
-# Lowering without a TPU
-
-
-def load() -> None:
-    """Register the device "tpu" with torch, whether there is one or not. Opens none."""
-    import torch_tpu  # noqa: F401
-    from torch_tpu import _loader
-
-    _loader._init_device("tpu")
-
-
-@contextlib.contextmanager
-def compiling():
-    """Context manager: torch's optimizers behave as in a compiled graph, and count their steps by tensors."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
-def lower(graph: Any, inputs: list[Tensor]) -> tuple[str, bytes]:
-    """(text, portable artifact) of the StableHLO of a torch.fx graph of ATen operations, traced on the CPU.
-
-    inputs: tensors in the shapes and types of its placeholders. What the graph returns as it came is no
-    result."""
-    from torch_tpu._internal import execution_mode
-    from torch_tpu._internal.compile import tpu_torch_compile
-    from torch_tpu._internal.export.export import EagerLikeFxInterpreter
-
-    _move_to_tpu(graph)
-    arguments = [tpu_torch_compile.placeholder(list(value.shape), value.dtype) for value in inputs]
-    with execution_mode.set_eager_mode(execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH):
-        # Copies, because an operation in place would replace the argument itself.
-        results = EagerLikeFxInterpreter(graph).run(*[value.clone() for value in arguments])
-        (output,) = graph.graph.find_nodes(op="output")
-        changed = [value for value, node in zip(results, output.args[0]) if node.op != "placeholder"]
-        module = tpu_torch_compile.build_mlir(result_tensors=changed, argument_tensors=arguments)
-    text = tpu_torch_compile.serialize_mlir_text(module)
-    return text, tpu_torch_compile.serialize_mlir_portable_artifact(module)
-
-
-def _move_to_tpu(graph: Any) -> None:
-    """Let the operations of a graph that name a device make their tensors on the TPU."""
-    from torch_tpu._internal.compile import tpu_torch_compile
-
-    for node in graph.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = dict(node.kwargs, device=torch.device("tpu"))
-        if node.op == "get_attr":
-            setattr(graph, node.target, tpu_torch_compile.make_constant_tensor(getattr(graph, node.target)))
-        if node.target is torch.ops.aten._local_scalar_dense.default and not node.users:
-            graph.graph.erase_node(node)  # a number that the trace knew: of Adagrad, its learning rate
-    graph.recompile()

@@ -45,8 +45,6 @@ shardings: Callable[[list[Tensor]], list[str]] = _XLAC._get_xla_sharding_specs
 
 # Graphs that were traced
 
-# A number that grows with each tensor that is made.
-tensor_id: Callable[[Tensor], int] = _XLAC._xla_get_tensor_id
 # Whether each tensor's value is still to be computed.
 are_pending: Callable[[list[Tensor]], list[bool]] = _XLAC._check_tensor_need_materialization
 # Whether graphs that are traced from here on keep the line of each operation.
