@@ -1,26 +1,18 @@
 """The command line. `commands.py` lists the commands; each imports what it needs when it runs."""
 
 import atexit
-import errno
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from tpukit import __version__
 from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 
-# What is wrong with a path that a user gave, not with tpukit's own code.
-OF_A_PATH = {
-    getattr(errno, name) for name in "EACCES EPERM EROFS ENAMETOOLONG EISDIR ENOTDIR ELOOP EIO ESTALE".split()
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130
-    interrupted."""
+    """Return the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     if argv is None:
         return _main_of_process(sys.argv[1:])
     # A notebook's stream has no such method, and takes every character.
@@ -29,37 +21,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(list(argv))
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0  # functions for Python too return what they made
+        return code or 0
+    except SystemExit as end:  # tyro's, 0 after a help text, 2 for wrong usage; or a signal's
+        return int(end.code or 0)
     except TpukitError as error:
         message = str(error)
     except ImportError as error:
         if (error.name or "").startswith("tpukit"):
             raise
-        install = f" Install it with: {sys.executable} -m pip install tyro." if error.name == "tyro" else ""
         advice = "`python -m tpukit doctor` lists what is missing or broken, and how to fix it"
-        message = f"{first_line(error)}.{install} {advice}"
+        message = f"{first_line(error)}. {advice}"
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # our output has no reader (`| head`); what Python still buffers goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.filename is None or error.strerror is None or error.errno not in OF_A_PATH:
+        if error.filename is None or isinstance(error, FileNotFoundError):  # an error of tpukit's own
             raise
         advice = "check its name and its permissions, or choose another"
-        message = f"cannot use {error.filename} ({error.strerror.lower()}): {advice}"
+        message = f"cannot use {error.filename} ({str(error.strerror).lower()}): {advice}"
     print(printable(f"tpukit: {message}"), file=sys.stderr)
     return 1
 
 
 def _main_of_process(argv: list[str]) -> int:
-    code: list[Any] = [1]  # of an error that nothing catches
+    code = [1]  # of an error that nothing catches
     atexit.register(_leave, code)  # what is registered first is called last
-    try:
-        code[0] = main(argv)
-    except SystemExit as end:  # a signal's
-        code[0] = end.code
-        raise
+    code[0] = main(argv)
     return code[0]
 
 
@@ -75,7 +64,7 @@ def _leave(code: list[int]) -> None:
         os._exit(code[0])
 
 
-def _run(argv: list[str]) -> object:
+def _run(argv: list[str]) -> int | None:
     if argv == ["--version"]:
         print(__version__)
         return 0
@@ -85,7 +74,4 @@ def _run(argv: list[str]) -> object:
         return doctor()
     from tpukit.cli.commands import run
 
-    try:
-        return run(argv or ["--help"])
-    except SystemExit as end:  # tyro's: 0 after a help text, 2 for wrong usage
-        return end.code if argv else 2
+    return run(argv)

@@ -1,37 +1,75 @@
-"""The table of commands: each is a function, whose parameters, and the fields of the dataclasses among them,
-tyro makes options of. A function with the parameters `task` and `options` is a command for each task."""
+"""The table of commands: each is a function, of whose parameters tyro makes options, and of the settings of
+a task where it has one."""
 
-import dataclasses
 import difflib
+import functools
+import inspect
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import tyro
+from tyro import conf
 
+import tpukit
 from tpukit import __version__, leaves, tasks
-from tpukit.cli import runs, tools
-from tpukit.cli.doctor import doctor
+from tpukit.cli import functions
+from tpukit.cli.doctor import doctor, to_stderr
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.tasks import TASKS
 
-doctor.__annotations__["as_json"] = Annotated[bool, tyro.conf.arg(name="json")]  # there without tyro
-COMMANDS = dict(
+# Parameters of the library's functions, as a shell gives them
+FILES = Annotated[functions.Files, conf.arg(help="files, folders of them, or patterns such as 'night/*.png'")]
+IN_SHELL = dict(run=functions.Trained, files=FILES, task=functions.TaskName, out=Path | None)
+
+
+def of_library(function: Callable, is_good: Callable[[Any], bool] = bool, **defaults: Any) -> Callable:
+    """Return a function of the library as a command, with other defaults. The command prints what it made;
+    its exit code is 1 if that is not good."""
+
+    def command(**settings: Any) -> int:
+        made = function(**settings)
+        if isinstance(made, list):  # of predictions, which are saved
+            return int(any("error" in one for one in made))
+        print(printable(made))
+        return 0 if is_good(made) else 1
+
+    hints = get_type_hints(function, localns=dict(Run=Path, Task=str))
+    command.__annotations__ = {name: IN_SHELL.get(name, kind) for name, kind in hints.items()}
+    command.__doc__ = function.__doc__
+    vars(command)["__signature__"] = inspect.signature(functools.partial(function, **defaults))
+    return command
+
+
+doctor.__annotations__["as_json"] = Annotated[bool, conf.arg(name="json")]  # there without tyro
+COMMANDS: dict[str, Callable[..., Any]] = dict(
     doctor=doctor,
-    train=runs.train,
-    test=runs.test,
-    predict=runs.predict,
-    show=runs.show,
-    report=runs.report,
-    export=tools.export,
-    plan=tools.plan,
-    compare=tools.measure,
-    migrate=tools.migrate,
-    simulate=tools.simulate,
+    train=functions.train,
+    test=functions.test,
+    show=functions.show,
+    report=functions.report,
+    compare=functions.measure,
+    migrate=functions.migrate,
 )
+if leaves.has_command("predict"):
+    COMMANDS["predict"] = of_library(tpukit.predict, out=Path("predictions"), device="auto")
+if leaves.has_command("export"):
+    COMMANDS["export"] = of_library(tpukit.export, lambda exported: exported.is_equal())
+if leaves.has_command("plan"):
+    COMMANDS["plan"] = of_library(tpukit.plan, lambda planned: bool(planned.largest_batch), log=to_stderr)
+if leaves.has_command("simulate"):
+    from tpukit.tasks.cdeit import simulate
+
+    COMMANDS["simulate"] = of_library(
+        simulate, out=Path("data"), samples=10_000, test_samples=500, workers=os.cpu_count() or 1
+    )
 WITH_TASK = ("train", "plan", "compare")
-CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+CONFIG = (conf.OmitArgPrefixes, conf.DisallowNone, conf.PositionalRequiredArgs, conf.SuppressFixed)
+HELP = ("-h", "--help")
 # As published training scripts and the old guides call options.
 ALIASES = {
     "--data-path": "--dataset-dir",
@@ -47,36 +85,33 @@ OLD = {
 }
 
 
-def run(argv: list[str]) -> Any:
-    """Parse a command line, run its command and return what that does. SystemExit ends it after a help text
-    or wrong usage."""
+def run(argv: list[str]) -> int | None:
+    """Parse a command line and run its command. SystemExit ends it after a help text or wrong usage."""
     for word in argv:
         if (name := word.partition("=")[0].replace("_tpu", "-tpu")) in OLD:
             raise TpukitError(f"`{word}` is of the old guides: {OLD[name]}")
     there = {name: one.__doc__ for name, one in COMMANDS.items() if leaves.has_command(name)}
     command, words = choose(argv, there, "command", "tpukit"), argv[1:]
-    function: Any = COMMANDS[command]
-    if command == "compare" and words[:1] not in ([name] for name in (*TASKS, "-h", "--help")):
-        function = tools.merge
+    function, names = COMMANDS[command], []
+    if command == "compare" and not (words and (words[0].isidentifier() or words[0] in HELP)):
+        function = functions.merge  # of files
+    elif command == "simulate":
+        choose(words, {"eit": function.__doc__}, "tank", "tpukit simulate")
+        words = words[1:]
     elif command in WITH_TASK:
         summaries = {name: entry.summary for name, entry in TASKS.items()}
         task = choose(words, summaries, "task", f"tpukit {command}")
-        group, options = (tyro.conf.arg(name=name) for name in (task, command))
-        function.__annotations__["task"] = Annotated[tasks.find(task), group]
-        function.__annotations__["options"] = Annotated[function.__annotations__["options"], options]
-        command, words = f"{command} {task}", words[1:]
+        cls: Any = tasks.find(task)
+        function.__annotations__["task"] = Annotated[cls, conf.arg(name=task)]
+        command, words, names = f"{command} {task}", words[1:], [field.name for field in fields(cls)]
     words = [todays(word) for word in words]
-    check_options(words, function, command)
+    check_options(words, [*names, *function.__annotations__], command)
     return tyro.cli(function, args=words, prog=f"tpukit {command}", config=CONFIG)
 
 
-def check_options(words: list[str], function: Callable, command: str) -> None:
+def check_options(words: list[str], names: list[str], command: str) -> None:
     """Exit with one sentence that names the nearest option if one of the words is no option of a command."""
-    known = ["--help", "--json"]
-    for name, kind in get_type_hints(function).items():
-        is_group = dataclasses.is_dataclass(kind)
-        names = [field.name for field in dataclasses.fields(kind)] if is_group else [name]
-        known += [f"--{name.replace('_', '-')}" for name in names]
+    known = [f"--{name.replace('_', '-')}" for name in ("help", "json", *names)]
     options = words[: words.index("--")] if "--" in words else words
     for option in (word.partition("=")[0].replace("_", "-") for word in options):
         if option.startswith("--") and option.replace("--no-", "--") not in known:
@@ -93,8 +128,9 @@ def todays(word: str) -> str:
 
 def choose(words: list[str], known: dict[str, Any], kind: str, prog: str) -> str:
     """The first word. SystemExit with a list of what is known, or with the nearest, where it is not."""
-    if not words or words[0] in ("-h", "--help"):
-        lines = [f"  {name:10} {first_sentence(text or '')}" for name, text in known.items()]
+    if not words or words[0] in HELP:
+        summaries = {name: text.partition("\n")[0].partition(". ")[0] for name, text in known.items()}
+        lines = [f"  {name:10} {summary.removesuffix('.')}" for name, summary in summaries.items()]
         usage = f"usage: {prog} {kind.upper()} [OPTIONS]; {prog} {kind.upper()} --help lists them"
         print("\n".join([usage, f"\ntpukit {__version__}: PyTorch training on TPU, GPU and CPU\n", *lines]))
         raise SystemExit(0 if words else 2)
@@ -102,12 +138,6 @@ def choose(words: list[str], known: dict[str, Any], kind: str, prog: str) -> str
         nearest = difflib.get_close_matches(words[0], known, 1, 0.0)[0]
         exit_wrong(f"no {kind} {words[0]!r} (of {', '.join(known)}): did you mean {nearest}?")
     return words[0]
-
-
-def first_sentence(docstring: str) -> str:
-    """Return the first sentence of a docstring, in one line."""
-    summary = " ".join(docstring.partition("\n\n")[0].split())
-    return summary.partition(". ")[0].removesuffix(".")
 
 
 def exit_wrong(sentence: str) -> NoReturn:

@@ -8,7 +8,7 @@ import importlib.util
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Exported:
 def export(
     run: Run | str | Path,
     *,
-    to: str = "onnx",
+    to: Literal["onnx", "peft", "transformers"] = "onnx",
     out: str | Path | None = None,
     task: Task | str | None = None,
 ) -> Exported:
@@ -57,8 +57,8 @@ def export(
 
     Args:
         run: a `Run`, the folder of one, or a weights file.
-        to: "onnx", one file that takes a batch of any size; of a language model a folder, "peft", its adapter
-            alone, or "transformers", the whole.
+        to: onnx, one file that takes a batch of any size; of a language model a folder, peft, its adapter
+            alone, or transformers, the whole.
         out: a new file or folder. By default it is beside the weights, where an older best.onnx is replaced.
         task: a task of your own, or the name of a task for a file that does not name its own.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tqdm.auto import tqdm
 
@@ -24,14 +24,11 @@ def predict(
     task: Task | str | None = None,
     out: str | Path | None = None,
     batch_size: int = 16,
-    device: str = "cpu",
+    device: Literal["cpu", "auto"] = "cpu",
     progress: bool = True,
 ) -> list[dict]:
-    """Predict your own files with the best weights of a run. Return a list of dicts, one for each sample.
-
-    Each dict has the `name`, and what the task's `results` gives: `digit`; `mask`, `boxes` and `targets`;
-    `image`. An unreadable file is printed and has its `error` in place of these; the others are still
-    predicted. Raises TpukitError if no file can be read, or the run has no weights.
+    """Predict your own files with the best weights of a run. An unreadable file is printed, and the others
+    are still predicted.
 
     Args:
         run: a `Run`, the folder of one, or a weights file.
@@ -41,9 +38,13 @@ def predict(
             name its own.
         out: a new or empty folder for the results, with a picture of each sample.
         batch_size: samples, or windows of large images, that are predicted at once.
-        device: "cpu", or "auto", what this machine has: on a TPU, no cores can be launched from this process
+        device: cpu, or auto, what this machine has: on a TPU, no cores can be launched from this process
             afterwards.
-        progress: show a progress bar."""
+        progress: show a progress bar.
+
+    Returns a list of dicts, one for each sample: the `name`, and what the task's `results` gives: `digit`;
+    `mask`, `boxes` and `targets`; `image`; of an unreadable file its `error`. Raises TpukitError if no file
+    can be read, or the run has no weights."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.reporting import own
@@ -72,6 +73,8 @@ def predict(
         print(printable(f"left out: {error}"))
     if len(errors) == len(results):
         raise TpukitError(f"no file could be read: {errors[0]}")
+    if out is not None:
+        print(printable(f"{len(results) - len(errors)} samples predicted: {out / 'predictions.csv'}"))
     return results
 
 

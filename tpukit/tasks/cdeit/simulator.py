@@ -183,19 +183,25 @@ class Tank:
 
 
 def simulate(
-    folder: Path | str,
+    out: Path | str,
     *,
     samples: int = 1000,
     test_samples: int = 100,
     workers: int = 1,
 ) -> Path:
-    """Make a set: folder/train and folder/test with an npz file for every sample. Return the folder.
+    """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample.
 
     A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and
     Gauss-Newton images of ys. Every sample depends on its split and its number alone. Existing files are
     kept: a simulation that was stopped continues, and more samples can be added.
 
-    workers: processes. Raises TpukitError if the folder cannot be written."""
+    Args:
+        out: folder of the set, which is returned.
+        samples: training samples.
+        test_samples: test samples.
+        workers: processes.
+
+    Raises TpukitError if the folder cannot be written."""
     from tqdm.auto import tqdm
 
     if min(samples, test_samples, workers - 1) < 0:
@@ -203,7 +209,7 @@ def simulate(
             f"samples={samples}, test_samples={test_samples}, workers={workers}: give numbers of 0 or more,"
             " and 1 or more workers"
         )
-    folder = Path(folder)
+    folder = Path(out)
     wanted = [
         folder / split / f"{number:06d}.npz"
         for split, count in zip(SPLITS, (samples, test_samples))

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tpukit.devices.chips import MACHINES, Chip, Machine
 from tpukit.host.errors import TpukitError
@@ -37,19 +37,20 @@ FIGURES = (
 def plan(
     task: Task,
     *,
-    chip: str = "v5e-1",
+    chip: Literal["v5e-1", "v5e-8", "v6e-1"] = "v5e-1",
     batch_sizes: Sequence[int] = (),
-    part: str = "train",
+    part: Literal["train", "evaluate"] = "train",
     log: Callable[[str], object] = print,
 ) -> Plan:
-    """Return what a task's step needs on a TPU, as the TPU's compiler counts it. With a dataset_dir, its sets
-    lie on the chip as in training, where they are small enough.
+    """Compile a task's step for a TPU, without a TPU: whether it fits, what it computes, and what it moves.
+    With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
 
     Args:
         task: whose step it is.
-        chip: a name of `MACHINES`; eight chips are eight replicas of the step with a gradient all-reduce.
-        batch_sizes: global batch sizes; by default the task's own.
-        part: "train", the whole training step; "evaluate", the graphs that predict a batch of the test set.
+        chip: one v5e chip (Colab), eight (Kaggle), or one v6e chip. Eight are eight replicas of the step with
+            a gradient all-reduce.
+        batch_sizes: global batch sizes to try; by default the task's own.
+        part: train, the whole training step; evaluate, the graphs that predict a batch of the test set.
         log: gets a sentence before everything that takes long.
 
     Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory."""

@@ -1,0 +1,170 @@
+"""The functions that are commands and not functions of the library."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro import conf
+
+import tpukit
+from tpukit.cli.doctor import to_stderr
+from tpukit.host import environment
+from tpukit.host.tables import Sentences, printable
+from tpukit.tasks.datasets import with_dataset
+from tpukit.training.task import Task
+
+# Parameters that several commands have.
+RunFolder = Annotated[Path, conf.arg(metavar="RUN", help="the folder of a run")]
+Trained = Annotated[Path, conf.arg(metavar="RUN", help="the folder of a run, or a weights file")]
+TaskName = Annotated[str | None, conf.arg(help="the task, if a weights file does not name its own")]
+Cores = Annotated[int | None, conf.arg(help="TPU cores, GPUs or processes; by default all, on a CPU one")]
+Files = Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="FILE ...")]
+
+
+def train(
+    task: Task,
+    run: Path | None = None,
+    backup: Path | None = None,
+    cores: Cores = None,
+    parallel: Literal["processes", "spmd"] = "processes",
+) -> None:
+    """Train a task, or resume a run that was stopped.
+
+    Args:
+        run: folder of the run; by default TASK in this machine's output folder.
+        backup: folder (on Drive or in a mounted bucket, say) that gets a copy of the run at every checkpoint.
+        parallel: processes: one for each core. spmd: one process and one graph over all TPU cores of a host.
+    """
+    from tpukit.reporting.findings import last_and_kept_tables
+
+    env = tpukit.detect()
+    task = with_dataset(task, env)
+    opened = tpukit.Run.open(run or env.outputs / task.name, task, backup=backup)
+    scores = tpukit.launch(tpukit.train, task, opened, cores=cores, parallel=parallel)
+    if scores and environment.rank() == 0:
+        for table in last_and_kept_tables(opened.records()):
+            print(f"\n{table}")
+        print(f"\nrun: {opened.path}  (tpukit show {opened.path})")
+
+
+def test(
+    run: Trained,
+    dataset_dir: Path | None = None,
+    batch_size: int | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    cores: Cores = None,
+    task: TaskName = None,
+) -> None:
+    """Score the best weights of a run, or a weights file, on the test set.
+
+    Args:
+        dataset_dir: the dataset; by default the one that the run was trained on, or found as in training.
+        batch_size: samples of a step, over all cores; by default as in training.
+        precision: by default as in training.
+    """
+    from tpukit.reporting.findings import scores_table
+    from tpukit.tasks.trained import find_trained
+
+    env = tpukit.detect()
+    trained, _ = find_trained(run, task)
+    given = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
+    trained = dataclasses.replace(trained, **{name: value for name, value in given.items() if value})
+    trained = with_dataset(trained, env)
+    scored = tpukit.Run.find(run if run.is_dir() else env.outputs / f"{trained.name}-test", trained=False)
+    scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
+    if scores and environment.rank() == 0:
+        print(f"\n{scores_table(scores)}")
+        if trained.load_predictions(scored.path / "predictions"):
+            tpukit.show_predictions(scored, trained, count=8)
+            print(f"predictions: {scored.path / 'predictions'}")
+
+
+def show(run: RunFolder) -> None:
+    """Show the scores and curves of a run."""
+    tpukit.show(run)
+
+
+def report(run: RunFolder, follow: bool = False, trace: int = 0, tensorboard: Path | None = None) -> None:
+    """Show what the accelerator did in a run: compilations and their causes, the time of a step, memory.
+
+    Args:
+        follow: first print the log of a run that another process trains, and how far it is, until it ends.
+        trace: also take this number of steps of its task again, here, keep a profiler's trace of them for
+            TensorBoard, and name the lines whose operations fall back to the CPU or wait for the device.
+        tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
+    """
+    from tpukit.reporting import display
+
+    folder = tpukit.Run.find(run)
+    if follow:
+        display.follow(folder)
+    display.show_report(folder)
+    if tensorboard:
+        from tpukit.tools.tensorboard import write_events
+
+        print(f"\nevents for TensorBoard: {printable(write_events(folder, tensorboard))}")
+    if trace:
+        from tpukit.tasks.trained import task_of
+        from tpukit.tools.trace import trace as run_trace
+
+        task = with_dataset(task_of(folder.config), tpukit.detect())
+        print(f"\n{Sentences(run_trace(task, folder, steps=trace))}")
+
+
+def measure(task: Task, cores: Cores = None, batch_sizes: tuple[int, ...] = (), steps: int = 20) -> None:
+    """Measure a task here at several batch sizes (TASK), or compare what machines measured (FILES).
+
+    Args:
+        batch_sizes: global batch sizes; by default they double from --batch-size on, until a step does not
+            fit; on a CPU once.
+        steps: timed steps of each batch size, after the first ones, in five rounds.
+    """
+    from tpukit.tools.measure import compare, measure_here
+
+    env = tpukit.detect()
+    folder = env.outputs / "comparison"
+    task = with_dataset(task, env, demo=True)
+    measured = measure_here(
+        task, folder=folder, batch_sizes=batch_sizes, steps=steps, cores=cores, log=to_stderr
+    )
+    for comparison in compare(measured, epochs=task.epochs):
+        print(comparison.table())
+    print(f"\nNext, with the files of other machines next to it: tpukit compare {folder}/*.json")
+
+
+def merge(files: Files = (), epochs: int = 400) -> None:
+    """Put side by side what several machines measured, and how long a whole training takes on each: a table
+    and bars for each task and size of its samples.
+
+    Args:
+        files: files that `tpukit compare TASK` wrote; without any, the published figures alone.
+        epochs: epochs of the whole training.
+    """
+    from tpukit.tools.measure import compare, read
+
+    measurements = [measurement for path in files for measurement in read(path)]
+    for comparison in compare(measurements, epochs=epochs):
+        comparison.show(tpukit.detect().outputs / "comparison")
+
+
+def migrate(files: Files, fix: bool = False) -> int:
+    """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs
+    none of the code. Exit code 1 if anything is left that will not work.
+
+    Args:
+        files: scripts, notebooks, or folders of them.
+        fix: rewrite what is safe to rewrite, in place, and show the difference. A copy of each file as it was
+            stays next to it (NAME.orig).
+    """
+    from tpukit.tools.migrate import as_text, examine, files_in
+
+    findings = []
+    for path in files_in(files):
+        examined = examine(path)
+        if fix and any(finding.fixable for finding in examined.findings):
+            print(examined.difference())
+            print(printable(f"{path} as it was: {examined.write()}"))
+            examined = examine(path)
+        findings += examined.findings
+    print(as_text(findings))
+    return 1 if any(finding.level == "error" for finding in findings) else 0
