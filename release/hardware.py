@@ -1,7 +1,5 @@
-"""`python -m release.hardware`: what was seen on which hardware, from the reports in docs/hardware/.
-
-It renews the status sentence of README and docs/STATUS and the table in docs/hardware/README.md, each between
-its markers; and tpukit/devices/seen.json, which spares a training what a report has tried."""
+"""`python -m release.hardware`: renew what README, STATUS and docs/hardware/README.md say of the reports in
+docs/hardware/, and tpukit/devices/seen.json, which spares a training what a report has tried."""
 
 import json
 import re
@@ -13,10 +11,10 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.json_types import has_type
 from tpukit.tools.doctor.hardware import CHECKS, FAIL, FORMAT, PASS
 
-ROOT = Path(__file__).parent.parent
 KINDS = dict(format=Literal[FORMAT], rehearsal=Literal[False], versions=dict[str, str], checks=list[dict])
 # What a training tries by itself where it is not in seen.json (`devices/trial.py`): the checks that show it
 TRIED = {"step": {"step"}, "all_reduce": {"all_reduce", "all_cores"}, "attention": {"attention_kernels"}}
+HOLDS = {PASS: "holds", FAIL: "**does not hold**"}
 ENGLISH = (
     "**Status: each figure on this page names its hardware; checked on {}{}.**",
     "{} of {} checks passed",
@@ -33,9 +31,7 @@ def read(path: Path) -> dict[str, Any]:
     """Return a report. Raises TpukitError, naming the file and what is wrong in it."""
     report = json.loads(path.read_text(encoding="utf-8"))
     if wrong := [name for name, kind in KINDS.items() if not has_type(report, {name: kind})]:
-        raise TpukitError(
-            f"{path.name} is no report of `tpukit doctor --hardware`: see its {', '.join(wrong)}"
-        )
+        raise TpukitError(f"{path.name} is no report of `tpukit doctor --hardware`: see its {wrong}")
     return report | dict(outcomes={row.get("name"): row.get("outcome") for row in report["checks"]})
 
 
@@ -52,7 +48,7 @@ def sentence(reports: list[dict[str, Any]], words: tuple[str, str, str]) -> str:
     whole, counted, no_tpu = words
     places = []
     for report in reports:
-        outcomes = [outcome for outcome in report["outcomes"].values() if outcome in (PASS, FAIL)]
+        outcomes = [outcome for outcome in report["outcomes"].values() if outcome in HOLDS]
         places.append(place(report, counted.format(outcomes.count(PASS), len(outcomes))))
     has_tpu = any(report["accelerator"] == "tpu" for report in reports)
     return whole.format("; ".join(places), "" if has_tpu else no_tpu)
@@ -60,11 +56,10 @@ def sentence(reports: list[dict[str, Any]], words: tuple[str, str, str]) -> str:
 
 def table(reports: list[dict[str, Any]]) -> str:
     """Return the table of the reports: a row for each check."""
-    holds = {PASS: "holds", FAIL: "**does not hold**"}
     lines = ["| check | what it assumes | seen on |", "|---|---|---|"]
     for name, check in CHECKS.items():
-        tried = [report for report in reports if report["outcomes"].get(name) in holds]
-        cells = [f"{place(report)}: {holds[report['outcomes'][name]]}" for report in tried]
+        tried = [report for report in reports if report["outcomes"].get(name) in HOLDS]
+        cells = [f"{place(report)}: {HOLDS[report['outcomes'][name]]}" for report in tried]
         lines.append(f"| `{name}` | {check.__doc__} | {'<br>'.join(cells) or 'not seen'} |")
     return "\n".join(lines)
 
@@ -75,32 +70,24 @@ def seen(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for report in reports:
         held = {name for name, outcome in report["outcomes"].items() if outcome == PASS}
         passed = [name for name, checks in TRIED.items() if checks <= held]
-        versions = dict(torch=_minor(report, "torch"), torch_xla=None)
-        if report.get("backend") == "torch_xla":
-            versions["torch_xla"] = _minor(report, "torch_xla")
+        minor = {name: ".".join(map(str, release(text))) for name, text in report["versions"].items()}
+        xla = minor["torch_xla"] if report.get("backend") == "torch_xla" else None
         if passed:
-            entries.append(dict(chip=report["chip"], **versions, passed=passed))
+            entries.append(dict(chip=report["chip"], torch=minor["torch"], torch_xla=xla, passed=passed))
     return entries
 
 
-def _minor(report, package):
-    return ".".join(map(str, release(report["versions"][package])))
-
-
-def renew(root: Path = ROOT) -> None:
+def renew(root: Path) -> None:
     """Bring the pages and seen.json below `root` up to date with its reports."""
-    reports = [read(path) for path in (root / "docs/hardware").glob("*.json")]
-    reports.sort(key=lambda report: report["date"])
-    texts = {root / "docs/hardware/README.md": table(reports)}
-    for page in (*root.glob("README*.md"), *root.glob("docs/STATUS*.md")):
-        texts[page] = sentence(reports, CHINESE if ".zh-CN" in page.name else ENGLISH)
-    for page, text in texts.items():
+    reports = sorted(map(read, (root / "docs/hardware").glob("*.json")), key=lambda report: report["date"])
+    pages = [*root.glob("README*.md"), *root.glob("docs/STATUS*.md"), root / "docs/hardware/README.md"]
+    for page in pages:
+        words = CHINESE if ".zh-CN" in page.name else ENGLISH
+        text = table(reports) if page.parent.name == "hardware" else sentence(reports, words)
         between = r"(<!-- hardware -->\n).*(\n<!-- end of hardware -->)"
-        texts[page] = re.sub(between, rf"\g<1>{text}\g<2>", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    texts[root / "tpukit/devices/seen.json"] = json.dumps(seen(reports)) + "\n"
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        page.write_text(re.sub(between, rf"\g<1>{text}\g<2>", page.read_text(), flags=re.DOTALL))
+    (root / "tpukit/devices/seen.json").write_text(json.dumps(seen(reports)) + "\n")
 
 
 if __name__ == "__main__":
-    renew()
+    renew(Path(__file__).parent.parent)

@@ -1,10 +1,9 @@
-"""Bad input to every command: one sentence that names it, and neither a traceback nor an endless wait."""
+"""Bad input to commands: one sentence that names it, neither a traceback nor an endless wait. One test for
+each kind of error."""
 
 import contextlib
-import csv
 import io
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -59,68 +58,24 @@ def class_folders(folder, *classes):
     return folder
 
 
-def listed(folder, text):
-    for number in range(4):
-        picture(folder / f"{number}.png")
-    (folder / "labels.csv").write_text(text)
-    return folder
+# Paths
 
 
-def infrared(folder):
-    for number in range(4):
-        picture(folder / f"images/{number}.png")
-        picture(folder / f"masks/{number}.png")
-    return folder
-
-
-# Paths that no system takes, or not as what they are
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "show LONG",
-        "test LONG",
-        "migrate LONG.py",
-        "train mnist --run LONG",
-        "train images --run run --dataset-dir LONG",
-    ],
-)
+@pytest.mark.parametrize("words", ["show LONG", "migrate LONG.py", "train mnist --run LONG"])
 def test_a_name_that_is_too_long_is_one_sentence(words, call):
     refused(call(*words.replace("LONG", LONG).split()), "too long")
-
-
-def test_a_name_that_is_too_long_for_the_files_of_a_run_is_one_sentence(whole, digits, call):
-    picture(Path("a.png"))
-    refused(call("predict", whole, LONG, "--out", "out"), "too long")
-    refused(call(*TRAIN_MNIST, digits, "--backup", LONG), "too long")
 
 
 def test_a_folder_in_the_place_of_a_file_is_not_read_as_one(call, tmp_path):
     # how Kaggle shows a CSV file that was uploaded as a zip
     (tmp_path / "labels/train.csv").mkdir(parents=True)
     refused(call(*TRAIN_IMAGES, "labels"), "no images in labels")
-    (infrared(tmp_path / "infrared") / "trainval.txt").mkdir()
-    (tmp_path / "infrared/test.txt").write_text("0\n")
-    refused(call("train", "mshnet", "--dataset-dir", "infrared", "--run", "other"), "no train list")
 
 
 def test_a_backup_that_cannot_be_made_is_refused_before_the_training(digits, call, tmp_path):
     (tmp_path / "file").write_text("mine")
-    for place in ("file", "/proc/backup"):
-        refused(call(*TRAIN_MNIST, digits, "--backup", place), place)
+    refused(call(*TRAIN_MNIST, digits, "--backup", "file"), "file")
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "new/records.jsonl").exists()
-
-
-# What another user owns
-
-
-@pytest.fixture
-def public():
-    """A folder that every user reads and writes."""
-    with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o777)
-        yield Path(name)
 
 
 @contextlib.contextmanager
@@ -139,63 +94,44 @@ def as_nobody(folder):
         os.chdir(here)
 
 
-def test_what_may_not_be_read_or_written_is_one_sentence(call, public, whole):
-    shutil.copytree(whole, public / "run")
+@pytest.fixture
+def public():
+    """A folder that every user reads and writes."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
+
+
+def test_what_may_not_be_read_or_written_is_one_sentence(call, public):
     (public / "private").mkdir(mode=0)
-    picture(public / "a.png")
     with as_nobody(public):
-        for words in (
-            "show private/run",
-            "train mnist --run private/run",
-            "predict private/run a.png --out out",
-            "predict run a.png --out private/out",
-            "predict run private/a.png --out out",
-            "export run --to onnx --out private/run.onnx",
-            "migrate private/a.py",
-        ):
+        for words in ("show private/run", "train mnist --run private/run", "migrate private/a.py"):
             refused(call(*words.split()), "private", "permission denied")
 
 
 def test_no_part_of_a_dataset_that_may_not_be_read_is_left_out_silently(call, public):
-    for number, closed in enumerate(("dog", "cat/inside", "labels.csv")):
-        folder = class_folders(public / f"set{number}", "bird", "cat", "dog", "cat/inside")
-        if closed == "labels.csv":
-            shutil.rmtree(folder)
-            listed(folder, "path,label\n0.png,a\n1.png,b\n")
-        (folder / closed).chmod(0)
-        with as_nobody(public):
-            answer = call(*TRAIN_IMAGES, folder.name)
-        (folder / closed).chmod(0o755)
-        refused(answer, f"set{number}/{closed}", "permission denied")
-    folder = infrared(public / "infrared")
-    (folder / "images/1.png").chmod(0)
+    folder = class_folders(public / "set", "bird", "cat", "dog")
+    (folder / "dog").chmod(0)
     with as_nobody(public):
-        answer = call(*"train mshnet --dataset-dir infrared --run other".split())
-    refused(answer, "1.png", "Permission denied")
+        answer = call(*TRAIN_IMAGES, "set")
+    (folder / "dog").chmod(0o755)
+    refused(answer, "set/dog", "permission denied")
 
 
-# Datasets
+# Data
 
 
-@pytest.mark.parametrize(
-    "text, what",
-    [
-        (f"path,label,{'z' * 200_000}\n0.png,a,1\n1.png,b,1\n", "field larger"),
-        ("path,label\n0.png,a\n1.png,cat, dog\n", "row 3"),
-        ("path,label\n0.png,a\n1.png\n", "row 3"),
-    ],
-    ids=["long header", "a comma more", "a comma less"],
-)
-def test_a_csv_that_is_not_a_table_is_named(text, what, call, tmp_path):
-    listed(tmp_path / "set", text)
-    refused(call(*TRAIN_IMAGES, "set"), "labels.csv", what)
+@pytest.mark.parametrize("row", ["1.png,cat, dog", "1.png"], ids=["a comma more", "a comma less"])
+def test_a_csv_that_is_not_a_table_is_named(row, call, tmp_path):
+    for number in range(4):
+        picture(tmp_path / f"set/{number}.png")
+    (tmp_path / "set/labels.csv").write_text(f"path,label\n0.png,a\n{row}\n")
+    refused(call(*TRAIN_IMAGES, "set"), "labels.csv", "row 3")
 
 
 def test_a_named_pipe_is_an_image_that_cannot_be_read(whole, call, tmp_path):
     os.mkfifo("pipe.png")
     refused(call("predict", whole, "pipe.png", "--out", "out"), "pipe.png", "named pipe")
-    os.mkfifo(class_folders(tmp_path / "set") / "cat/z.png")
-    refused(call(*TRAIN_IMAGES, "set"), "cat/z.png", "named pipe")
 
 
 def test_names_that_are_not_utf_8_are_trained_on_and_predicted(whole, call, tmp_path):
@@ -207,30 +143,17 @@ def test_names_that_are_not_utf_8_are_trained_on_and_predicted(whole, call, tmp_
     code, printed = call(*[cafe if word == "new" else word for word in TRAIN_IMAGES], "set")
     assert code == 0, printed
     picture(tmp_path / f"{cafe}.png")
-    code, printed = call("predict", whole, f"{cafe}.png", f"set/{cafe}/1.png", "--out", "out")
+    code, printed = call("predict", whole, f"{cafe}.png", "--out", "out")
     assert code == 0 and r"caf\udce9.png" in (tmp_path / "out/predictions.csv").read_text(), printed
 
 
-@pytest.mark.parametrize("option", ["--base-size", "--crop-size"])
-def test_images_larger_than_any_that_is_read_are_refused(option, call):
-    refused(call("train", "mshnet", option, "100000", "--run", "run"), "=100000", "8192")
+def test_images_larger_than_any_that_is_read_are_refused(call):
+    refused(call(*"train mshnet --base-size 100000 --run run".split()), "=100000", "8192")
 
 
-# Weights, names of models
-
-
-NOT_PLAIN = {
-    "sparse": lambda value: value.to_sparse(),
-    "meta": lambda value: value.to("meta"),
-    "quantized": lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
-}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of what is in beta
-@pytest.mark.parametrize("kind", NOT_PLAIN)
-def test_a_tensor_that_is_not_a_plain_one_is_named(kind, call, digits):
+def test_a_tensor_that_is_not_a_plain_one_is_named(call, digits):
     state = MNIST(channels=1).model().state_dict()
-    state["9.weight"] = NOT_PLAIN[kind](state["9.weight"])
+    state["9.weight"] = state["9.weight"].to_sparse()
     torch.save(state, "odd.pth")
     refused(call(*TRAIN_MNIST, digits, "--weights", "odd.pth"), "odd.pth", "9.weight is no plain tensor")
 
@@ -243,29 +166,14 @@ def test_weights_that_no_network_has_are_named_with_the_nearest(call, tmp_path):
     refused(call(*wrong.split()), name, "resnet18.a1_in1k")
 
 
-# Names of files to predict
-
-
-def test_a_long_name_among_the_files_to_predict_loses_no_result(whole, call, tmp_path):
-    long = [f"{'m' * 240}{number}.png" for number in range(2)]
-    for name in (*long, "a.png"):
-        picture(tmp_path / name)
-    code, printed = call("predict", whole, *long, "a.png", "--out", "out")
-    assert code == 0, printed
-    rows = list(csv.DictReader(Path("out/predictions.csv").read_text().splitlines()))
-    assert [row["name"] for row in rows] == [*long, "a.png"]
-    assert len({row["picture"] for row in rows if Path("out", row["picture"]).is_file()}) == 3
-
-
 # The terminal and the environment
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_that_has_not_every_character_gets_the_others(encoding, whole, monkeypatch):
-    for words in (["show", whole], ["report", whole]):
+def test_a_terminal_that_has_not_every_character_gets_the_others(whole, monkeypatch):
+    for command in ("show", "report"):
         written = io.BytesIO()
-        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
-        assert cli.main([str(word) for word in words]) == 0
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
+        assert cli.main([command, str(whole)]) == 0
         assert b"epoch" in written.getvalue() or b"step" in written.getvalue()
 
 
