@@ -27,8 +27,7 @@ def predict(
     device: Literal["cpu", "auto"] = "cpu",
     progress: bool = True,
 ) -> list[dict]:
-    """Predict your own files with the best weights of a run. An unreadable file is printed, and the others
-    are still predicted.
+    """Predict your own files with the best weights of a run. A file that cannot be read is left out.
 
     Args:
         run: a `Run`, the folder of one, or a weights file.
@@ -38,13 +37,11 @@ def predict(
             name its own.
         out: a new or empty folder for the results, with a picture of each sample.
         batch_size: samples, or windows of large images, that are predicted at once.
-        device: cpu, or auto, what this machine has: on a TPU, no cores can be launched from this process
-            afterwards.
+        device: cpu, or auto, what this machine has. After auto on a TPU, this process can launch no cores.
         progress: show a progress bar.
 
-    Returns a list of dicts, one for each sample: the `name`, and what the task's `results` gives: `digit`;
-    `mask`, `boxes` and `targets`; `image`; of an unreadable file its `error`. Raises TpukitError if no file
-    can be read, or the run has no weights."""
+    Returns a dict for each sample: the `name`, and what the task's `results` gives, or the `error` of a file
+    that cannot be read. Raises TpukitError if none can, or the run has no weights."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.reporting import own

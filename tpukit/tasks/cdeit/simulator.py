@@ -191,17 +191,13 @@ def simulate(
 ) -> Path:
     """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample.
 
-    A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and
-    Gauss-Newton images of ys. Every sample depends on its split and its number alone. Existing files are
-    kept: a simulation that was stopped continues, and more samples can be added.
+    A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, two classical images of
+    ys. A sample depends on its split and number alone. Existing files are kept, so that a set can grow.
+    Raises TpukitError if the folder cannot be written.
 
     Args:
         out: folder of the set, which is returned.
-        samples: training samples.
-        test_samples: test samples.
-        workers: processes.
-
-    Raises TpukitError if the folder cannot be written."""
+        workers: processes."""
     from tqdm.auto import tqdm
 
     if min(samples, test_samples, workers - 1) < 0:
@@ -222,8 +218,7 @@ def simulate(
         existing = {path for path in folder.glob("*/*.npz") if path.stat().st_size}
         missing = [path for path in wanted if path not in existing]
         workers = min(workers, len(missing) // CHUNK + 1)
-        done = len(wanted) - len(missing)
-        bar = tqdm(total=len(wanted), initial=done, desc="simulating", unit="sample")
+        bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc="simulating", unit="sample")
         with bar:
             if workers == 1:
                 for _ in map(_make_file, missing):

@@ -47,8 +47,7 @@ def plan(
 
     Args:
         task: whose step it is.
-        chip: one v5e chip (Colab), eight (Kaggle), or one v6e chip. Eight are eight replicas of the step with
-            a gradient all-reduce.
+        chip: one v5e chip (Colab), eight with a gradient all-reduce (Kaggle), or one v6e chip.
         batch_sizes: global batch sizes to try; by default the task's own.
         part: train, the whole training step; evaluate, the graphs that predict a batch of the test set.
         log: gets a sentence before everything that takes long.
