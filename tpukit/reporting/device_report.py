@@ -63,7 +63,7 @@ class MetricsReport:
             problems.append(
                 f"Compiled {self.compilations} graphs in {executions} executions, which took"
                 f" {self.counters['compile_s']:.1f} s. Likely cause of {count} of them: {cause}."
-                f" {words.KEEP_ONE_GRAPH}. PT_XLA_DEBUG_LEVEL=2, set before Python starts, prints their lines."
+                f" {words.KEEP_ONE_GRAPH}. PT_XLA_DEBUG_LEVEL=2, set before Python starts, names the lines."
             )
         if operations := self._operations_on_the_cpu():
             problems.append(
@@ -74,7 +74,7 @@ class MetricsReport:
             problems.append(
                 f"The host read from the device {self.counters['read']} times in {executions} executions,"
                 f" {self.fallbacks.get(READ_A_VALUE, 0)} of them by `.item()`, `float(x)` or `if x > 0`,"
-                " and waits each time: add up on the device, and read every 20 steps or so."
+                " and waited each time: add up on the device, and read every 20 steps or so."
             )
         if executions > 3 and not self.counters["syncs"]:
             problems.append("No step was ended: call `torch_xla.sync()` after each, or the graph grows.")
