@@ -45,6 +45,7 @@ _HOMES = {
     "Run": "runs.run",
     "launch": "launching.launcher",
     "live": "reporting.widgets",
+    "metrics_report": "reporting.device_report",
     "train": "training.loop",
     "train_core": "launching.spawned",
     "test": "training.evaluation",
