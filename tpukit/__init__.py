@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.host.errors import TpukitError as TpukitError
     from tpukit.launching.launcher import launch as launch
     from tpukit.launching.spawned import train_core as train_core
+    from tpukit.reporting.device_report import metrics_report as metrics_report
     from tpukit.reporting.display import show as show
     from tpukit.reporting.display import show_labels as show_labels
     from tpukit.reporting.display import show_predictions as show_predictions
