@@ -39,7 +39,7 @@ def imports(path):
 
 def test_every_module_is_in_the_folder_of_a_layer():
     at_the_top = {path.name for path in (ROOT / "tpukit").iterdir() if path.name != "__pycache__"}
-    assert at_the_top == {*LAYERS, "__init__.py", "__main__.py", "leaves.py"}
+    assert at_the_top == {*LAYERS, "__init__.py", "__main__.py", "leaves.py", "py.typed"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -92,6 +92,15 @@ def test_every_public_name_is_found_and_an_unknown_one_lists_them():
         assert getattr(tpukit, name) is not None
     with pytest.raises(AttributeError, match="it has .*detect"):
         tpukit.nothing
+
+
+def test_an_editor_is_told_the_same_homes_of_the_public_names_as_python():
+    import tpukit
+
+    tree = ast.parse((ROOT / "tpukit/__init__.py").read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    told = {imported.names[0].name: imported.module for imported in block.body}
+    assert told == {name: f"tpukit.{home}" for name, home in tpukit._HOMES.items()}
 
 
 def lines_of(cell):

@@ -4,6 +4,37 @@ Names are loaded when they are used: `import tpukit` imports neither torch nor m
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for editors; the same names as in _HOMES
+    from tpukit.host.drive import mount_drive as mount_drive
+    from tpukit.host.environment import detect as detect
+    from tpukit.host.errors import TpukitError as TpukitError
+    from tpukit.launching.launcher import launch as launch
+    from tpukit.launching.spawned import train_core as train_core
+    from tpukit.reporting.device_report import metrics_report as metrics_report
+    from tpukit.reporting.display import show as show
+    from tpukit.reporting.display import show_labels as show_labels
+    from tpukit.reporting.display import show_predictions as show_predictions
+    from tpukit.reporting.display import show_report as show_report
+    from tpukit.reporting.display import show_samples as show_samples
+    from tpukit.reporting.own import save_zip as save_zip
+    from tpukit.reporting.own import show_own as show_own
+    from tpukit.reporting.widgets import explore as explore
+    from tpukit.reporting.widgets import live as live
+    from tpukit.runs.run import Run as Run
+    from tpukit.tasks.cdeit import CDEIT as CDEIT
+    from tpukit.tasks.datasets import find_dataset as find_dataset
+    from tpukit.tasks.images import ImageClassifier as ImageClassifier
+    from tpukit.tasks.mnist import MNIST as MNIST
+    from tpukit.tasks.mshnet import MSHNet as MSHNet
+    from tpukit.tasks.text import LanguageModel as LanguageModel
+    from tpukit.tools.export import export as export
+    from tpukit.tools.plan import plan as plan
+    from tpukit.tools.predict import predict as predict
+    from tpukit.training.evaluation import test as test
+    from tpukit.training.loop import train as train
+    from tpukit.training.task import Task as Task
 
 __version__ = "0.1.0"
 
@@ -15,6 +46,7 @@ _HOMES = {
     "Run": "runs.run",
     "launch": "launching.launcher",
     "live": "reporting.widgets",
+    "metrics_report": "reporting.device_report",
     "train": "training.loop",
     "train_core": "launching.spawned",
     "test": "training.evaluation",

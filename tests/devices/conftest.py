@@ -48,7 +48,7 @@ def outcome(runtime, optimizer, captured, dropout=False, steps=8, ragged_at=None
     return [float(total) for total in totals[1:]], [*state, torch.rand(3)], len(calls)
 
 
-RANKS = """
+RANKS = r"""
 import os, sys
 import torch, torch._dynamo  # once for all
 import torch.distributed as dist
@@ -56,15 +56,20 @@ from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
-program, size, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+program, size = sys.argv[1], int(sys.argv[2])
 for rank in range(size):
     if os.fork() == 0:
-        def tell(*values):
-            print(f"rank {rank}:", *values, file=sys.stderr)  # gloo prints to stdout
+        store = dist.FileStore(sys.argv[3], size)
 
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        def tell(*values):
+            words = " ".join(map(str, [f"rank {rank}:", *values]))
+            os.write(2, f"{words}\n".encode())  # in one call, or ranks' lines mix; gloo prints to stdout
+
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         world = World(rank, size)
         exec(program)
+        store.set(f"rank {rank} is done", "")  # gloo fails in a rank that another one leaves too early
+        store.wait([f"rank {other} is done" for other in range(size)])
         os._exit(0)
 for rank in range(size):
     os.wait()

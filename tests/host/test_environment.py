@@ -94,7 +94,7 @@ def test_the_cpu_xla_device_is_chosen_by_its_variable_only(tmp_path, versions):
         ({"TPU_NAME": "node"}, "tpu", "pip install 'torch_xla"),
         ({}, "tpu", "open the notebook on Colab or Kaggle"),
         ({"COLAB_RELEASE_TAG": "x"}, "cuda", module.GPU_MENU["colab"]),
-        ({}, "gpu", "'tpu', 'cuda'"),  # no such accelerator
+        ({}, "npu", "'tpu', 'gpu'"),  # no such accelerator
         ({}, "tpu", 'ACCELERATOR = "any"'),  # the setting that takes what is here
         # What an old guide left set is explained.
         *[({name: "1"}, "tpu", instead) for name, (_, instead) in module.OLD_VARIABLES.items()],
@@ -138,7 +138,7 @@ def test_any_takes_what_is_here_and_names_the_menus_where_a_hosted_session_has_n
     for environ, menus in (({}, ""), ({"COLAB_RELEASE_TAG": "x"}, "T4 GPU")):
         env = detect(environ, tmp_path)
         assert env.require("cpu") is env and capsys.readouterr().out == ""
-        assert env.require("any", cores=8) is env and env.require("auto") is env
+        assert env.require("any", cores=8) is env and env.require("auto") is env.require("ANY") is env
         assert menus in (out := capsys.readouterr().out) and bool(out) == bool(menus)
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement, strange_run
 from tpukit import MNIST, cli
 from tpukit.host.tables import Sentences, printable
-from tpukit.reporting import display, figures, findings
+from tpukit.reporting import display, figures, findings, presenting
 from tpukit.training.task import RIGHT, WRONG
 
 
@@ -56,7 +56,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
     def page(word, folder):
         folder.mkdir()
         shown = []
-        monkeypatch.setattr(display, "in_notebook", lambda: True)
+        monkeypatch.setattr(presenting, "in_notebook", lambda: True)
         monkeypatch.setattr("IPython.display.display", shown.append)
         run = strange_run(folder / "run", word)
         display.show(run)

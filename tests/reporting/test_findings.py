@@ -1,5 +1,6 @@
 """What a run's report says of the accelerator."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from tests.reporting.hostile import SPEED, evaluated, strange_run
 from tpukit import cli, train
+from tpukit.host.errors import Damaged
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run
 
@@ -39,7 +41,8 @@ def test_one_flipped_bit_in_a_file_of_a_run_never_gives_a_traceback(name, tmp_pa
         (run.path / name).write_bytes(bits)
         assert cli.main(["report", str(run.path)]) == 0, place
         assert findings.headline(run.records(), run.read_progress())
-        findings.is_finished(run.read_progress(), run.checkpoints())
+        with contextlib.suppress(Damaged):  # a sentence, not a traceback
+            findings.is_finished(run.read_progress(), run.checkpoints())
     assert "Traceback" not in "".join(capsys.readouterr())
 
 

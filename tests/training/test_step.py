@@ -52,22 +52,31 @@ def outcome(task, folder, runtime):
     "name, device", [("mnist", "cpu"), ("cdeit", "cpu"), pytest.param("mnist", "xla", marks=pytest.mark.slow)]
 )
 def test_micro_batches_give_the_losses_gradients_and_weights_of_the_whole_batch(
-    name, device, clip_norm, digits, tank, tmp_path, request
+    name, device, clip_norm, digits, tank, tmp_path, request, monkeypatch
 ):
     """With CDEIT, also its noise: the numbers of each sample are the same."""
     small = dict(SMALL, log_every=1, clip_norm=clip_norm)
     task = task_of(tank, epochs=4, eval_every=4, sampling_steps=1, **small)
     if name == "mnist":
         task = MNIST(dataset_dir=digits, epochs=1, channels=4, **small)
-    found = {}
+    found, sizes, loss = {}, set(), type(task).loss
+
+    def seen_loss(task, model, batch, epoch):
+        sizes.update(len(values) for values in batch.values())
+        return loss(task, model, batch, epoch)
+
+    monkeypatch.setattr(type(task), "loss", seen_loss)
     for count in (1, 2, 8):
+        sizes.clear()
         part = dataclasses.replace(task, micro_batches=count)
         found[count] = outcome(part, tmp_path / str(count), request.getfixturevalue(device))
+        assert sizes == {SMALL["batch_size"] // count}
     for count in (2, 8):
         np.testing.assert_allclose(found[count][0], found[1][0], atol=1e-5, rtol=1e-5)
         for name, value in found[1][1].items():
-            torch.testing.assert_close(found[count][1][name], value, atol=1e-5, rtol=1e-4)
-    assert len(found[1][0]) >= 8 and found[1][0] != found[2][0]  # another order of sums
+            # Adam turns a gradient of nothing but rounding into up to a step of lr: a hundredth of one.
+            torch.testing.assert_close(found[count][1][name], value, atol=1e-4, rtol=1e-4)
+    assert len(found[1][0]) >= 8
 
 
 def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from tpukit.devices.words import KEEP_ONE_GRAPH
 from tpukit.host.errors import TpukitError
 
 
@@ -29,8 +30,7 @@ class UnexpectedRecompilation(TpukitError):
         ]
         if operation:
             lines.append(f"New in it: {operation}")
-        lines.append("Keep every batch the same shape; choose between losses by `torch.where`;")
-        lines.append("numbers that change from step to step belong in tensors")
+        lines.append(KEEP_ONE_GRAPH)
         return "\n".join(lines)
 
 

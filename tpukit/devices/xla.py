@@ -1,7 +1,6 @@
 """The runtime of XLA devices: a TPU chip, the CPU XLA device, or by SPMD all devices of a host in one
 graph."""
 
-import collections
 import contextlib
 import functools
 import os
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpukit.devices import lanes, xla_private
+from tpukit.devices import lanes, xla_counters, xla_private
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import gradients, parameters_of, state_tensors
@@ -79,7 +77,7 @@ class XLARuntime(Runtime):
         return "bf16" if self.accelerator == "tpu" else "fp32"
 
     def device_name(self) -> str:
-        return xm.xla_device_hw(self.device) + " through torch_xla"
+        return xla_counters.device_name()
 
     def device_names(self) -> list[str]:
         return torch_xla.real_devices() if self.mesh is not None else super().device_names()
@@ -234,27 +232,16 @@ class XLARuntime(Runtime):
 
     def reset_statistics(self) -> None:
         super().reset_statistics()
-        self._fallbacks_before = _fallbacks()
+        self._fallbacks_before = xla_counters.counters()["fallbacks"]
         self.last_signatures: dict[str, dict] = {}  # by function: what it was last called with
 
     def compilations(self) -> tuple[int, float]:
-        return _timed("CompileTime")
+        return xla_counters.timed("CompileTime")
 
     def counters(self) -> dict[str, Any]:
-        """dict, since this process started: compilations, executions (counts); compile_s, execute_s,
-        to_device_s, from_device_s (seconds); and since `reset_statistics`: fallbacks, operation that XLA
-        could not lower and the CPU ran instead -> count."""
-        compilations, compile_s = self.compilations()
-        executions = _timed("ExecuteTime"), _timed("ExecuteReplicatedTime")  # the second: SPMD's
-        return dict(
-            compilations=compilations,
-            compile_s=compile_s,
-            executions=sum(count for count, _ in executions),
-            execute_s=sum(seconds for _, seconds in executions),
-            to_device_s=_timed("TransferToDeviceTime")[1],
-            from_device_s=_timed("TransferFromDeviceTime")[1],
-            fallbacks=dict(_fallbacks() - self._fallbacks_before),
-        )
+        """See `xla_counters.counters`; but the fallbacks are those since `reset_statistics`."""
+        counted = xla_counters.counters()
+        return counted | dict(fallbacks=dict(counted["fallbacks"] - self._fallbacks_before))
 
     @contextlib.contextmanager
     def traced(self, folder: Path):
@@ -273,11 +260,7 @@ class XLARuntime(Runtime):
         return changed + [p.grad for p in model.parameters() if p.grad is not None]
 
     def memory(self) -> list[tuple[int, int]]:
-        try:
-            info = xm.get_memory_info(self.device)
-        except RuntimeError:  # neither the CPU XLA device nor the one device of SPMD implements it
-            return []
-        return [(info.get("peak_bytes_used", info["bytes_used"]), info["bytes_limit"])]
+        return xla_counters.memory()
 
     def memory_size(self) -> float:
         if self.accelerator != "tpu" or self.memory():
@@ -298,14 +281,3 @@ def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     for value in state_tensors(optimizer):
         value.zero_()
     optimizer.zero_grad(set_to_none=True)
-
-
-def _fallbacks() -> collections.Counter:
-    names = (name for name in met.counter_names() if name.startswith("aten::"))
-    return collections.Counter({name: met.counter_value(name) for name in names})
-
-
-def _timed(name: str) -> tuple[int, float]:
-    """(count, seconds) of one of torch_xla's timers."""
-    data = met.metric_data(name)
-    return (data[0], data[1] / 1e9) if data else (0, 0.0)

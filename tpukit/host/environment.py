@@ -125,14 +125,16 @@ class Environment:
         """Return the environment to train in if this accelerator is here, with at least this many cores; else
         a TpukitError names the menu to open.
 
-        accelerator: "any" is whatever is here. "tpu" (the CPU XLA device counts, so that a notebook can be
-        tried without a TPU) or "cuda" must be here. "cpu" is the processor even if an accelerator is here,
-        for this process and those that it starts, until it requires another. On a CPU a core is a process,
-        so any number will do."""
+        accelerator, in small or capital letters: "any" is whatever is here. "tpu" (the CPU XLA device counts,
+        so that a notebook can be tried without a TPU) or "gpu" (or "cuda") must be here. "cpu" is the
+        processor even if an accelerator is here, for this process and those that it starts, until it requires
+        another. On a CPU a core is a process, so any number will do."""
         accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "any": tuple(NAMES)}
-        accepted |= {"auto": accepted["any"], "cpu": accepted["any"]}  # auto: a word of older notebooks
+        accepted["cpu"] = accepted["any"]
+        requested, accelerator = accelerator, str(accelerator).lower()
+        accelerator = {"gpu": "cuda", "auto": "any"}.get(accelerator, accelerator)  # auto: the older guides'
         if accelerator not in accepted:
-            raise TpukitError(f"require({accelerator!r}): choose 'any', 'tpu', 'cuda', 'xla' or 'cpu'")
+            raise TpukitError(f"require({requested!r}): choose 'any', 'tpu', 'gpu', 'xla' or 'cpu'")
         if accelerator == "cpu" and self.accelerator in ("tpu", "cuda"):
             os.environ[CHOSEN] = "cpu"
             return dataclasses.replace(self, accelerator="cpu", cores=1, device_name=_chosen_processor())

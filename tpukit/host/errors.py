@@ -1,6 +1,8 @@
 """The one kind of error that is meant for the user."""
 
 import contextlib
+import os
+import traceback
 from collections.abc import Iterator
 
 from tpukit.host.tables import printable
@@ -11,6 +13,13 @@ class TpukitError(ValueError):
 
     def __str__(self) -> str:
         return printable(super().__str__())  # a notebook prints it as it is, with the names of files in it
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows in place of a traceback: the sentence, unless TPUKIT_TRACEBACK is
+        set."""
+        if os.environ.get("TPUKIT_TRACEBACK"):
+            return traceback.format_exception(self)
+        return [f"{type(self).__name__}: {self}"]
 
 
 class Damaged(TpukitError):

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import signal
@@ -154,6 +155,21 @@ def join(job: Job, index: int) -> World:
     store = dist.FileStore(str(job.rendezvous), size)
     store.set_timeout(_group_timeout(job))
     return join_group(job, index, rank=rank, world_size=size, store=store)
+
+
+_launches_under_torchrun = itertools.count()  # of this process; all ranks make the same
+
+
+def join_under_torchrun(job: Job) -> World:
+    """Return the `World` of one of torchrun's processes, which meet in the store of torchrun's agent.
+
+    The names in it begin with the launch's number: torch takes the same names for each process group, and so
+    reads addresses of the launch before, at which nobody listens any more."""
+    store, rank, size = next(dist.rendezvous("env://"))
+    store.set_timeout(_group_timeout(job))
+    store = dist.PrefixStore(f"launch-{next(_launches_under_torchrun)}", store)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    return join_group(job, local_rank, rank=rank, world_size=size, store=store)
 
 
 def join_group(job: Job, local_rank: int, **of_init) -> World:

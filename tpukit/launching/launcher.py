@@ -22,7 +22,7 @@ from tpukit.host import environment, files
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.launching import HANG_TIMEOUT_S, tpu_chips
-from tpukit.launching.core import Job, join_group, leave_group, open_core
+from tpukit.launching.core import Job, join_under_torchrun, leave_group, open_core
 from tpukit.launching.supervisor import Supervisor, end_with_parent
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm
@@ -160,7 +160,7 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
 
     runtime = None
     try:
-        world = join_group(job, int(os.environ.get("LOCAL_RANK", 0)))
+        world = join_under_torchrun(job)
         runtime = open_core(job, job.run, world)
         runtime.watchdog = Watchdog(job.hang_timeout_s, sys.stderr, kills_process=True)
         result = job.function(job.task, job.run, runtime=runtime)

@@ -3,14 +3,15 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Notice, Sentences, Table, printable
-from tpukit.reporting import figures, findings
+from tpukit.reporting import figures, findings, presenting
+from tpukit.reporting.presenting import present
 from tpukit.runs.run import Run, settings_dict
 from tpukit.tasks.datasets import is_synthetic
 from tpukit.training.task import RIGHT, WRONG, Task
@@ -199,16 +200,6 @@ def _evenly_spaced(size, count):
 # Where it is shown
 
 
-def present(thing: Any) -> None:
-    """Display a table, sentences or an image in a notebook, print it in a shell."""
-    if in_notebook():
-        from IPython.display import display
-
-        display(thing)
-    else:
-        print(f"\n{thing}")
-
-
 def present_figure(figure: "Figure | None", path: Path | None = None) -> None:
     """Display a figure, if there is one, in a notebook; save it at `path`, and name that in a shell."""
     if figure is None:
@@ -221,7 +212,7 @@ def present_figure(figure: "Figure | None", path: Path | None = None) -> None:
         except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only: it is shown all the same
             print(printable(f"picture not saved at {path}: {first_line(error)}"))
             path = None
-    if in_notebook():
+    if presenting.in_notebook():
         from IPython.display import Image
 
         present(Image(png))
@@ -234,12 +225,3 @@ def as_image(figure: "Figure") -> "Image":
     from IPython.display import Image
 
     return Image(figures.as_png(figure))
-
-
-def in_notebook() -> bool:
-    """Whether this is a kernel: what is displayed becomes part of a notebook."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    return hasattr(get_ipython(), "kernel")

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpukit.devices import LONG_COMPILE_S
+from tpukit.devices import LONG_COMPILE_S, words
 from tpukit.host.json_types import has_type
-from tpukit.host.tables import GIB, Table, format_duration
+from tpukit.host.tables import Table, format_duration
 from tpukit.tasks import TASKS, find
 
 Record = dict[str, Any]
@@ -38,8 +38,8 @@ CONFUSION = dict(classes=list[str], counts=list[list[float]])
 TIMES = {
     "step": "seconds",
     "waiting for data": "wait_s",
-    "sending to the device": "to_device_s",
-    "reading from the device": "from_device_s",
+    words.SENDING: "to_device_s",
+    words.READING: "from_device_s",
 }
 NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the curves that show no score
 
@@ -236,15 +236,13 @@ def _describe_graphs(session, speeds):
                 sentences.append(f"The training step is not captured as a CUDA graph{reason}.")
         if (mode := session[0].get("torch_compile", "no")) != "no":
             sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
-        return sentences or ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
+        return sentences or [words.NOTHING_COMPILES]
     if speeds and not expected:
         sentences.append("The training step was not compiled: this session had already compiled this graph.")
-    if speeds and (fallbacks := speeds[-1]["counters"].get("fallbacks")):
-        names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks.items())
-        hint = "`tpukit report RUN --trace 5` names their lines"
-        sentences.append(f"Ran on the CPU, a round trip each: {names}. {hint}.")
-    elif speeds:
-        sentences.append("No operation fell back to the CPU.")
+    if speeds:
+        fallbacks = speeds[-1]["counters"].get("fallbacks") or {}
+        hint = " `tpukit report RUN --trace 5` names their lines." if fallbacks else ""
+        sentences.append(words.describe_fallbacks(fallbacks) + hint)
     return sentences
 
 
@@ -291,8 +289,8 @@ def _describe_time(speeds, worked):
         for kind in ("train", "evaluation")
     )
     where = f" in {len(worked)} sessions" if len(worked) > 1 else ""
-    words = [format_duration(seconds) for seconds in (training, evaluating)]
-    return [*sentences, f"Training took {words[0]}, evaluation {words[1]}{where}."]
+    durations = [format_duration(seconds) for seconds in (training, evaluating)]
+    return [*sentences, f"Training took {durations[0]}, evaluation {durations[1]}{where}."]
 
 
 def accelerator_tables(records: list) -> list[Table]:
@@ -311,15 +309,11 @@ def accelerator_tables(records: list) -> list[Table]:
     for span in spans[(len(spans) - 1) % stride :: stride]:
         times = [f"{span[name]:.2f}" for name in timed]
         steps.append((f"{span['from']} to {span['to']}", *times, f"{span['images_per_s']:.1f}"))
-    memory = []
-    for record in _of_kind(session, "train")[-1:]:
-        for device, (peak, size) in enumerate(record["speed"]["memory"]):
-            share = f"{peak / max(size, 1):.0%}"
-            memory.append((device, f"{peak / GIB:.2f}", f"{size / GIB:.2f}", share))
+    memory = [device for record in _of_kind(session, "train")[-1:] for device in record["speed"]["memory"]]
     tables = (
         Table("Compilations", ("step", "function", "seconds", "why"), compilations),
         Table("Where a step's time went, ms per step", ("steps", *timed, "samples per second"), steps),
-        Table("Memory", ("device", "peak, GiB", "of GiB", ""), memory),
+        words.memory_table(memory),
     )
     return [table for table in tables if table.rows]
 

@@ -1,0 +1,29 @@
+"""What an accelerator did, in words: of a run's records, and of any loop. Needs no torch."""
+
+from collections.abc import Mapping, Sequence
+
+from tpukit.host.tables import GIB, Table
+
+KEEP_ONE_GRAPH = (
+    "Keep every batch the same shape; choose between losses by `torch.where`;"
+    " numbers that change from step to step belong in tensors"
+)
+NOTHING_COMPILES = "Nothing is compiled on this device: PyTorch runs each operation as it comes."
+SENDING, READING = "sending to the device", "reading from the device"
+
+
+def describe_fallbacks(fallbacks: Mapping[str, int]) -> str:
+    """Return a sentence about the operations that the CPU ran instead of an XLA device: name -> count."""
+    if not fallbacks:
+        return "No operation fell back to the CPU."
+    names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks.items())
+    return f"Ran on the CPU, a round trip each: {names}."
+
+
+def memory_table(memory: Sequence[tuple[float, float]]) -> Table:
+    """Return the table of (peak bytes, total bytes) of each device."""
+    rows = [
+        (device, f"{peak / GIB:.2f}", f"{size / GIB:.2f}", f"{peak / max(size, 1):.0%}")
+        for device, (peak, size) in enumerate(memory)
+    ]
+    return Table("Memory", ("device", "peak, GiB", "of GiB", ""), rows)

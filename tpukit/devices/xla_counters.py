@@ -1,0 +1,96 @@
+"""What torch_xla has counted in this process, and why it compiled. Counters and causes open no device."""
+
+import collections
+from typing import Any
+
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+
+from tpukit.devices import xla_private
+
+FIRST = "the first graph"
+OTHER_OPERATIONS = "another number of operations: a new part of the program, a branch, a loop"
+NEW_SIZE = "data of a new size was sent to the device: a batch of another shape"
+SAME_SIZES = "the same number of operations and data of known sizes: a Python number, or a shape made there"
+UNKNOWN = "too long ago to tell"
+PREFETCHED = 16  # graphs: a loader may have sent a batch that long before its step
+
+is_open = xla_private.is_open
+wait = xm.wait_device_ops  # until the device has run what it was given
+
+
+def counters() -> dict[str, Any]:
+    """Return what was counted since this process started.
+
+    dict: compilations, executions, syncs (ends of steps), sent, read (transfers): counts; compile_s,
+    execute_s, to_device_s, from_device_s: seconds; fallbacks: Counter of the operations that XLA could not
+    lower and the CPU ran instead."""
+    compilations, compile_s = timed("CompileTime")
+    executions = timed("ExecuteTime"), timed("ExecuteReplicatedTime")  # the second: SPMD's
+    sent, to_device_s = timed("TransferToDeviceTime")
+    read, from_device_s = timed("TransferFromDeviceTime")
+    fallbacks = [name for name in met.counter_names() if name.startswith("aten::")]
+    return dict(
+        compilations=compilations,
+        compile_s=compile_s,
+        executions=sum(count for count, _ in executions),
+        execute_s=sum(seconds for _, seconds in executions),
+        syncs=met.counter_value("MarkStep") or 0,
+        sent=sent,
+        to_device_s=to_device_s,
+        read=read,
+        from_device_s=from_device_s,
+        fallbacks=collections.Counter({name: met.counter_value(name) for name in fallbacks}),
+    )
+
+
+def timed(name: str) -> tuple[int, float]:
+    """Return (count, seconds) of one of torch_xla's timers."""
+    data = met.metric_data(name)
+    return (data[0], data[1] / 1e9) if data else (0, 0.0)
+
+
+def causes() -> list[str]:
+    """Return the likely cause of each of the last compilations of this process, up to 1,024.
+
+    torch_xla keeps no causes, only the times of the last 1,024 compilations, graphs with their numbers of
+    operations, and transfers with their sizes. The cause is concluded from the order of these."""
+    graphs, graphs_since = _samples("TensorsGraphSize")
+    sent, sent_since = _samples("OutboundData")
+    found, previous = [], 0.0
+    for time, _ in _samples("CompileTime")[0]:
+        ran = [(at, operations) for at, operations in graphs if at < time]
+        compiled = next((operations for at, operations in graphs if at >= time), None)
+        recently = max([previous, *(at for at, _ in ran[:-PREFETCHED][-1:])])
+        before = {size for at, size in sent if at < recently}
+        since = {size for at, size in sent if recently <= at < time}
+        if recently < max(graphs_since, sent_since):
+            found.append(UNKNOWN)
+        elif not ran:
+            found.append(FIRST)
+        elif compiled not in {operations for _, operations in ran}:
+            found.append(OTHER_OPERATIONS)
+        else:
+            found.append(NEW_SIZE if since - before else SAME_SIZES)
+        previous = time
+    return found
+
+
+def _samples(name: str) -> tuple[list[tuple[float, float]], float]:
+    """Return [(time, value)] of the last samples of a metric, and since when they are complete."""
+    count, _, samples = met.metric_data(name) or (0, 0.0, [])
+    return samples, samples[0][0] if count > len(samples) else 0.0
+
+
+def device_name() -> str:
+    return xm.xla_device_hw(torch_xla.device()) + " through torch_xla"
+
+
+def memory() -> list[tuple[int, int]]:
+    """Return [(peak bytes, total bytes)] of this process's device, or [] where torch_xla does not tell."""
+    try:
+        info = xm.get_memory_info(torch_xla.device())
+    except RuntimeError:  # neither the CPU XLA device nor the one device of SPMD implements it
+        return []
+    return [(info.get("peak_bytes_used", info["bytes_used"]), info["bytes_limit"])]

@@ -1,0 +1,175 @@
+"""`metrics_report`: what the device did, in any loop. It needs no run and no task, and opens no device."""
+
+import collections
+import importlib.util
+import sys
+from typing import Any
+
+from tpukit.devices import words
+from tpukit.host.tables import GIB, Notice, Sentences, Table
+from tpukit.reporting.presenting import present
+
+READ_A_VALUE = "aten::_local_scalar_dense"  # what `.item()` calls
+
+
+class MetricsReport:
+    """What the device did since the process began; after a `with` block, what it did in the block.
+
+    counters: dict, see `xla_counters.counters`; empty without an open XLA device. compilations: their number.
+    causes: likely cause -> how many of them. fallbacks: operation that the CPU ran instead -> count.
+    memory: [(peak bytes since the process began, total bytes)] of each device that tells."""
+
+    def __init__(self) -> None:
+        self.where = "since this process began"
+        self._before: dict[str, Any] = {}
+        self._read()
+
+    def __enter__(self) -> "MetricsReport":
+        self.where = "in this block"
+        if xla := _open_xla():
+            xla.wait()  # so that what runs is counted where it was asked for
+            self._before = xla.counters()
+        self._read()
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            if kind is None and (xla := _open_xla()):  # the work of a block that failed may never end
+                xla.wait()
+        finally:
+            self._read()
+            present(self)
+
+    def _read(self) -> None:
+        xla = _open_xla()
+        now = xla.counters() if xla else {}
+        self.counters = now
+        if self._before:
+            self.counters = {name: now[name] - before for name, before in self._before.items()}
+        self.compilations: int = self.counters.get("compilations", 0)
+        self.fallbacks = dict(self.counters.get("fallbacks", {}))
+        self.causes: collections.Counter[str] = collections.Counter()
+        self.device, self.memory = _gpus()
+        if xla:
+            causes = xla.causes()
+            self.causes.update(causes[max(len(causes) - self.compilations, 0) :])
+            self.device, self.memory = xla.device_name(), xla.memory()
+
+    def problems(self) -> list[str]:
+        """Return what is wrong, each with what to do."""
+        executions, problems = self.counters.get("executions", 0), []
+        if _is_often(self.compilations, executions):
+            [(cause, count)] = self.causes.most_common(1)
+            problems.append(
+                f"Compiled {self.compilations} graphs in {executions} executions, which took"
+                f" {self.counters['compile_s']:.1f} s. Likely cause of {count} of them: {cause}."
+                f" {words.KEEP_ONE_GRAPH}. PT_XLA_DEBUG_LEVEL=2, set before Python starts, names the lines."
+            )
+        if operations := self._operations_on_the_cpu():
+            problems.append(
+                f"{words.describe_fallbacks(operations)} Choose by `torch.where` or a product instead of"
+                " `x[mask]` and `nonzero`; `tpukit migrate FILE` names such lines."
+            )
+        if _is_often(self.counters.get("read", 0), executions):
+            problems.append(
+                f"The host read from the device {self.counters['read']} times in {executions} executions,"
+                f" {self.fallbacks.get(READ_A_VALUE, 0)} of them by `.item()`, `float(x)` or `if x > 0`,"
+                " and waited each time: add up on the device, and read every 20 steps or so."
+            )
+        if executions > 3 and not self.counters["syncs"]:
+            problems.append("No step was ended: call `torch_xla.sync()` after each, or the graph grows.")
+        return problems
+
+    def facts(self) -> list[str]:
+        """Return what else is worth knowing."""
+        if self.counters:
+            compiled, executed = self.compilations, self.counters["executions"]
+            sentences = [f"{self.device}, {self.where}: {compiled} graphs compiled, {executed} executed."]
+            return sentences + ([] if self._operations_on_the_cpu() else [words.describe_fallbacks({})])
+        if self.device:
+            return [f"{self.device}.", f"{words.NOTHING_COMPILES} What `torch.compile` makes is not counted."]
+        if importlib.util.find_spec("torch") is None:
+            return ["torch is not installed, so no device has worked here: `tpukit doctor` says what to do."]
+        if "torch_tpu" in sys.modules:
+            return ["torch_tpu does not report what it compiles."]
+        if importlib.util.find_spec("torch_xla") is None:
+            return [f"torch_xla is not installed, and no GPU was used. {words.NOTHING_COMPILES}"]
+        return [
+            "This process has not opened an XLA device or a GPU. A function that `torch_xla.launch` or"
+            " `xmp.spawn` runs in other processes has to make its own report."
+        ]
+
+    def tables(self) -> list[Table]:
+        """Return the numbers."""
+        counted = collections.defaultdict(int, self.counters)
+        rows = [
+            ("compilations", counted["compilations"], counted["compile_s"]),
+            ("executions of a graph", counted["executions"], counted["execute_s"]),
+            (words.SENDING, counted["sent"], counted["to_device_s"]),
+            (words.READING, counted["read"], counted["from_device_s"]),
+        ]
+        rows = [(what, count, f"{seconds:.2f}") for what, count, seconds in rows if count]
+        rows += [(f"{name} on the CPU", count, None) for name, count in self.fallbacks.items()]
+        tables = (
+            Table(f"What the XLA device did {self.where}", ("what", "how often", "seconds"), rows),
+            Table("Likely causes of compilations", ("cause", "graphs"), self.causes.most_common()),
+            words.memory_table(self.memory),
+        )
+        return [table for table in tables if table.rows]
+
+    def _operations_on_the_cpu(self):
+        """The fallbacks without the reads of a value, which torch_xla counts with them."""
+        return {name: count for name, count in self.fallbacks.items() if name != READ_A_VALUE}
+
+    def _parts(self) -> list[Any]:
+        parts = [Sentences(self.facts()), *self.tables()]
+        problems = self.problems()
+        return [Notice(problems), *parts] if problems else parts
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(str, self._parts()))
+
+    def _repr_html_(self) -> str:
+        return "".join(part._repr_html_() for part in self._parts())
+
+
+def _open_xla():
+    """The module `xla_counters`; None where this process has opened no XLA device."""
+    if "torch_xla" not in sys.modules:
+        return None
+    from tpukit.devices import xla_counters
+
+    return xla_counters if xla_counters.is_open() else None
+
+
+def _gpus() -> tuple[str, list[tuple[int, int]]]:
+    """Return the GPUs that this process has used, in words, and (peak bytes, total bytes) of each."""
+    torch, names, memory = sys.modules.get("torch"), [], []
+    if torch is not None and torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            if peak := torch.cuda.max_memory_allocated(number):
+                card, held = torch.cuda.get_device_properties(number), torch.cuda.memory_allocated(number)
+                names.append(f"{card.name}, {held / GIB:.2f} GiB allocated")
+                memory.append((peak, card.total_memory))
+    return "; ".join(names), memory
+
+
+def _is_often(count: int, executions: int) -> bool:
+    return count > 3 and 10 * count > executions
+
+
+def metrics_report() -> MetricsReport:
+    """Report what the device did since this process began, or what it did in a block:
+
+        print(tpukit.metrics_report())
+
+        with tpukit.metrics_report() as report:
+            for batch in loader:
+                step(batch)
+        report.compilations, report.fallbacks
+
+    The block's report is shown when it ends, also by an error. Problems come first, with what to do: graphs
+    that are compiled again and again, operations that the CPU runs instead, values that are read in a step.
+    Then numbers: compilations, executions, transfers, memory. Where the block begins and ends the host waits
+    for the device. Of several processes each has a report of its own."""
+    return MetricsReport()

@@ -1,0 +1,22 @@
+"""Where something is shown: in a notebook or a shell."""
+
+from typing import Any
+
+
+def present(thing: Any) -> None:
+    """Display a table, sentences or an image in a notebook, print it in a shell."""
+    if in_notebook():
+        from IPython.display import display
+
+        display(thing)
+    else:
+        print(f"\n{thing}")
+
+
+def in_notebook() -> bool:
+    """Whether this is a kernel: what is displayed becomes part of a notebook."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return hasattr(get_ipython(), "kernel")
