@@ -34,7 +34,6 @@ def test_the_command_measures_here_and_compares_files(digits, tmp_path, monkeypa
         (["pyproject.toml"], "pyproject.toml"),
         (["mnist", "--steps", "0"], "steps=0"),
         (["mnist", "--batch-sizes", "0"], "batch_size=0"),
-        (["--epochs", "0"], "epochs=0"),
     ],
 )
 def test_wrong_usage_is_explained(argv, named, tmp_path, monkeypatch, capsys):

@@ -61,19 +61,21 @@ def measure(task: Task, options: MeasureOptions) -> None:
     print(f"\nNext, with the files of other machines next to it: tpukit compare {folder}/*.json")
 
 
-def merge(files: Files = (), epochs: int = 400) -> None:
+def merge(files: Files, epochs: int = 400) -> None:
     """Put side by side what several machines measured, and how long a whole training takes on each: a table
     and bars for each task and size of its samples.
 
     Args:
-        files: files that `tpukit compare TASK` wrote; without any, the published figures alone.
+        files: files that `tpukit compare TASK` wrote.
         epochs: epochs of the whole training.
     """
     from tpukit.tools.measure import compare, read
 
+    names = ", ".join(TASKS)
+    if not files:
+        raise TpukitError(f"name a task ({names}) to measure here, or files of `tpukit compare TASK`")
     for path in files:
         if not path.exists():
-            names = ", ".join(TASKS)
             raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
     measurements = [measurement for path in files for measurement in read(path)]
     for comparison in compare(measurements, epochs=epochs):
