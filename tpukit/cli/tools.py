@@ -25,9 +25,6 @@ class PlanOptions:
     """The TPU: one v5e chip (Colab), eight (Kaggle), or one v6e chip."""
     batch_sizes: tuple[int, ...] = ()
     """Global batch sizes to try; by default --batch-size alone."""
-    part: Literal["train", "evaluate"] = "train"
-    """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its
-    sampler)."""
 
 
 def plan(task: Task, options: PlanOptions) -> int:
