@@ -152,10 +152,8 @@ def test_what_differs_in_task_size_or_model_is_never_in_one_table_and_each_title
     comparisons = measure.compare([measured(), *others])
     assert len(comparisons) == 4
     for comparison in comparisons:
-        title = comparison.figure().axes[0].get_title("left")
         for one in comparison.measurements:
-            assert comparison.table().title.startswith(one.subject) and one.subject == title
-            assert one.sample in title
+            assert comparison.table().title.startswith(one.subject) and one.sample in one.subject
     for side in (256, 32):
         data, _ = MSHNet(dataset_dir=infrared, crop_size=side).datasets()
         assert measure.sample_size(data) == f"image 1x{side}x{side}"
@@ -170,15 +168,10 @@ def test_hours_are_those_counted_by_hand():
         measure.compare([measured()], epochs=0)
 
 
-def test_the_table_has_all_sizes_and_the_bars_the_fastest_of_each_machine():
+def test_the_table_has_all_sizes_of_each_machine_the_fastest_first():
     several = [measured(memory_bytes=2**30), measured(batch_size=64, step_ms=150.0), measured(host="colab")]
     [comparison] = measure.compare([*several, measured(samples=1600, hardware="L4", step_ms=10.0)], epochs=7)
     rows = comparison.table().rows
     assert len(rows) == 4 and "7 epochs of 1600 samples" in comparison.table().title
     assert rows[0][0] == "L4, fp16, kaggle"
     assert ("Tesla T4, fp16, kaggle", "2.9.0", "32", "9.0", "100", "320", "1.00") in [row[:7] for row in rows]
-    (axis,) = comparison.figure().axes
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert "batch 64, Tesla T4, fp16, kaggle" in names and len(names) == 3
-    hours = [bar.get_width() for bar in axis.patches]
-    assert hours == sorted(hours, reverse=True)

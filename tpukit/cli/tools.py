@@ -60,7 +60,7 @@ def measure(task: Task, options: MeasureOptions) -> None:
 
 def merge(files: Files, epochs: int = 400) -> None:
     """Put side by side what several machines measured, and how long a whole training takes on each: a table
-    and bars for each task and size of its samples.
+    for each task and size of its samples.
 
     Args:
         files: files that `tpukit compare TASK` wrote.
@@ -76,7 +76,7 @@ def merge(files: Files, epochs: int = 400) -> None:
             raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
     measurements = [measurement for path in files for measurement in read(path)]
     for comparison in compare(measurements, epochs=epochs):
-        comparison.show(tpukit.detect().outputs / "comparison")
+        print(comparison.table())
 
 
 def export(

@@ -24,7 +24,7 @@ from tpukit.host import environment, files, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.host.json_types import has_type
 from tpukit.host.tables import GIB, Table, format_duration
-from tpukit.reporting import display, figures
+from tpukit.reporting import display
 from tpukit.runs.run import Run
 from tpukit.tools import child
 from tpukit.training.task import Task, from_request, to_request
@@ -219,10 +219,6 @@ class Comparison:
     epochs: int  # of the training that they are compared for
     samples: int  # of an epoch
 
-    @property
-    def training(self) -> str:
-        return f"{self.epochs} epochs of {self.samples} samples, without evaluations"
-
     def hours(self, m: Measurement) -> float:
         """Return the hours of all steps of the training at one measurement's speed."""
         return self.epochs * self.samples / m.batch_size * m.step_ms / 3.6e6
@@ -244,29 +240,12 @@ class Comparison:
             )
             for m in sorted(self.measurements, key=self.hours)
         ]
-        return Table(f"{self.subject}: {self.training}", columns, rows)
+        title = f"{self.subject}: {self.epochs} epochs of {self.samples} samples, without evaluations"
+        return Table(title, columns, rows)
 
-    def figure(self) -> Any:
-        """Return bars of the hours on each machine at its fastest batch size."""
-        slowest_first = sorted(self.measurements, key=self.hours, reverse=True)
-        fastest = {m.machine: m for m in slowest_first}.values()
-        shown = sorted(fastest, key=self.hours, reverse=True)
-        figure, ((axis,),) = figures.subplots(1, 1, (9.6, 1.2 + 0.3 * max(len(shown), 3)))
-        bars = axis.barh(range(len(shown)), [self.hours(m) for m in shown], color=figures.BLUE)
-        words = [f" {format_duration(3600 * self.hours(m))}" for m in shown]
-        axis.bar_label(bars, words, fontsize=8, color=figures.GREY, padding=3)
-        names = [f"batch {m.batch_size}, {m.machine}" for m in shown]
-        axis.set_yticks(range(len(shown)), [figures.label(name) for name in names])
-        axis.margins(x=0.4)  # room for the words
-        figures.finish(axis, self.subject, f"hours of {self.training}")
-        axis.grid(False, axis="y")  # its lines would strike the words through
-        return figure
-
-    def show(self, folder: Path | None = None) -> None:
-        """Show the table and the bars. folder: gets the bars as a PNG file."""
-        picture = folder / f"{file_name(self.subject)}.png" if folder else None
+    def show(self) -> None:
+        """Display the table."""
         display.present(self.table())
-        display.present_figure(self.figure(), picture)
 
 
 def compare(measurements: Sequence[Measurement], *, epochs: int = 400) -> list[Comparison]:

@@ -198,13 +198,12 @@ class Checker:
         """Edits that import what is not imported yet: above the first import, or below the docstring."""
         found = [match for _, _, text in self.edits for match in MODULES.finditer(text)]
         modules = {match[1] or match[2] or "torch_xla" for match in found}
-        body: list[Located] = list(self.source.tree.body)
-        if ast.get_docstring(self.source.tree) is not None:
-            body = body[1:]
-        body = [one for one in body if not isinstance(one, ast.ImportFrom) or one.module != "__future__"]
-        imports = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]
-        plain = [alias for one in imports if isinstance(one, ast.Import) for alias in one.names]
+        tree = self.source.tree
+        body: list[Located] = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+        body = [one for one in body if getattr(one, "module", "") != "__future__"]
+        plain = [alias for one in body if isinstance(one, ast.Import) for alias in one.names]
         there = {alias.name for alias in plain if not alias.asname}
+        imports = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]
         for first in (imports or body)[:1]:
             start = self.source.starts[first.lineno - 1]
             for module in sorted(modules - there):
