@@ -53,8 +53,8 @@ def measure(task: Task, options: MeasureOptions) -> None:
     folder = env.outputs / "comparison"
     task = with_dataset(task, env, demo=True)
     measured = measure_here(task, folder=folder, log=to_stderr, **dataclasses.asdict(options))
-    for comparison in compare(measured, epochs=task.epochs):
-        print(comparison.table())
+    for table in compare(measured, epochs=task.epochs):
+        print(table)
     print(f"\nNext, with the files of other machines next to it: tpukit compare {folder}/*.json")
 
 
@@ -75,8 +75,8 @@ def merge(files: Files, epochs: int = 400) -> None:
         if not path.exists():
             raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
     measurements = [measurement for path in files for measurement in read(path)]
-    for comparison in compare(measurements, epochs=epochs):
-        print(comparison.table())
+    for table in compare(measurements, epochs=epochs):
+        print(table)
 
 
 def export(

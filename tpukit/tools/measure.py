@@ -24,7 +24,6 @@ from tpukit.host import environment, files, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.host.json_types import has_type
 from tpukit.host.tables import GIB, Table, format_duration
-from tpukit.reporting import display
 from tpukit.runs.run import Run
 from tpukit.tools import child
 from tpukit.training.task import Task, from_request, to_request
@@ -69,11 +68,6 @@ class Measurement:
 
 
 # Files
-
-
-def file_name(*words: str) -> str:
-    """Return words as the name of a file, without its ending."""
-    return re.sub("[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
 def write(path: Path, measurements: Sequence[Measurement]) -> None:
@@ -136,8 +130,8 @@ def measure_here(
             break
         log(f"batch {size}: {measured[-1].step_ms:.4g} ms per step")
         if folder:
-            name = file_name(measured[0].subject, measured[0].machine)
-            write(folder / f"{name}.json", measured)
+            name = f"{measured[0].subject} {measured[0].machine}".lower()
+            write(folder / f"{re.sub('[^a-z0-9]+', '-', name)}.json", measured)
     return measured
 
 
@@ -210,23 +204,22 @@ def sample_size(data: Any) -> str:
 # Comparing
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Measurements of one subject (task, size of its samples, model) on several machines."""
+def compare(measurements: Sequence[Measurement], *, epochs: int = 400) -> list[Table]:
+    """Return a table for each subject, because steps of other tasks, sizes or models are other work. It has a
+    row for each batch size on each machine, the fastest first.
 
-    subject: str
-    measurements: list[Measurement]
-    epochs: int  # of the training that they are compared for
-    samples: int  # of an epoch
-
-    def hours(self, m: Measurement) -> float:
-        """Return the hours of all steps of the training at one measurement's speed."""
-        return self.epochs * self.samples / m.batch_size * m.step_ms / 3.6e6
-
-    def table(self) -> Table:
-        """Return a row for each batch size on each machine, the fastest first."""
+    Args:
+        measurements: of `measure_here` or `read`.
+        epochs: of the whole training. An epoch has the samples of the largest training set that was measured.
+    """
+    if not 1 <= epochs < 2**63:
+        raise TpukitError(f"epochs={epochs}: it must be 1 or more")
+    tables = []
+    for subject in sorted({m.subject for m in measurements}):
+        own = [m for m in measurements if m.subject == subject]
+        samples = max(m.samples for m in own)
         columns = ["hardware and place", "torch", "batch", "first step, s", "ms per step", "samples/s"]
-        columns += ["peak GiB", f"{self.epochs} epochs"]
+        columns += ["peak GiB", f"{epochs} epochs"]
         rows = [
             (
                 m.machine,
@@ -236,29 +229,10 @@ class Comparison:
                 f"{m.step_ms:.4g}",
                 f"{1e3 * m.batch_size / m.step_ms:.4g}",
                 m.memory_bytes and f"{m.memory_bytes / GIB:.2f}",
-                format_duration(3600 * self.hours(m)),
+                format_duration(epochs * samples / m.batch_size * m.step_ms / 1e3),
             )
-            for m in sorted(self.measurements, key=self.hours)
+            for m in sorted(own, key=lambda m: m.step_ms / m.batch_size)
         ]
-        title = f"{self.subject}: {self.epochs} epochs of {self.samples} samples, without evaluations"
-        return Table(title, columns, rows)
-
-    def show(self) -> None:
-        """Display the table."""
-        display.present(self.table())
-
-
-def compare(measurements: Sequence[Measurement], *, epochs: int = 400) -> list[Comparison]:
-    """Return a `Comparison` for each subject, because steps of other tasks, sizes or models are other work.
-
-    Args:
-        measurements: of `measure_here` or `read`.
-        epochs: of the whole training. An epoch has the samples of the largest training set that was measured.
-    """
-    if not 1 <= epochs < 2**63:
-        raise TpukitError(f"epochs={epochs}: it must be 1 or more")
-    comparisons = []
-    for subject in sorted({m.subject for m in measurements}):
-        own = [m for m in measurements if m.subject == subject]
-        comparisons.append(Comparison(subject, own, epochs, max(m.samples for m in own)))
-    return comparisons
+        title = f"{subject}: {epochs} epochs of {samples} samples, without evaluations"
+        tables.append(Table(title, columns, rows))
+    return tables

@@ -35,7 +35,7 @@ FORMAT = "tpukit hardware 1"
 REPORT = "hardware.json"  # in the machine's output folder
 HARDWARE = ("tpu", "cuda")  # a CPU rehearses the checks, torch_xla's CPU device those of a TPU
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-LIMIT_S = 300  # of a check; all_cores trains up to three times
+LIMIT_S = 300  # of a check; all_cores trains twice
 LONGEST_TEXT = 400  # characters of what was found
 # What begins like a path or a URL: as folders may have blanks, nobody can tell where it ends.
 PATH = re.compile(r"(\w+://|(?<![\w.)])~?/(?=[\w.-])|\b[A-Za-z]:\\).*")
@@ -82,20 +82,13 @@ def training(env: Environment) -> Found:
 
 
 def all_cores(env: Environment) -> Found:
-    """A training on all cores, a process each or (TPU) as one graph, has the losses of one on one core."""
-    by_torch_xla = env.accelerator in ("tpu", "xla") and not env.uses_torch_tpu
+    """A training on all cores, a process each, has the losses of one on one core."""
     # The several first: afterwards this process has opened the device.
-    ways = ("processes", "spmd") if by_torch_xla else ("processes",)
-    several = {way: train_digits(env, max(2, env.cores), parallel=way, precision="fp32") for way in ways}
+    several, has_learned, text = train_digits(env, max(2, env.cores), precision="fp32")
     one, _, _ = train_digits(env, 1, precision="fp32")
     # What rounding does grows: after the first half of the training even two devices that are right differ.
-    one = one[: len(one) // 2]
-    holds, texts = True, []
-    for way, (losses, has_learned, text) in several.items():
-        change = max(abs(a - b) / max(b, 0.1) for a, b in zip(losses, one))
-        holds = holds and has_learned and change < LOSS_CHANGE
-        texts.append(f"{way}: losses differ by {change:.2%}, {text}")
-    return holds, "; ".join(texts)
+    change = max(abs(a - b) / max(b, 0.1) for a, b in zip(several, one[: len(one) // 2]))
+    return has_learned and change < LOSS_CHANGE, f"losses differ by {change:.2%}, {text}"
 
 
 def attention_kernels(env: Environment) -> Found:
@@ -180,7 +173,7 @@ def new_step(runtime: Runtime) -> tuple[TrainingStep, dict[str, Any]]:
     return taken, runtime.put(task.example(task.batch_size))
 
 
-def train_digits(env: Environment, cores: int, parallel="processes", precision="auto"):
+def train_digits(env: Environment, cores: int, precision="auto"):
     """Train MNIST on synthetic digits.
 
     Returns the losses on the way; whether it learned, by a step of one graph and nothing on the host; and
@@ -190,12 +183,12 @@ def train_digits(env: Environment, cores: int, parallel="processes", precision="
         settings: Any = dict(epochs=2, channels=8, log_every=10, precision=precision)
         task = tpukit.MNIST(dataset_dir=data, batch_size=16 * env.cores, **settings)
         run = tpukit.Run.open(Path(folder) / "run", task)
-        scores = tpukit.launch(tpukit.train, task, run, cores=cores, parallel=parallel, hang_timeout_s=120)
+        scores = tpukit.launch(tpukit.train, task, run, cores=cores, hang_timeout_s=120)
         records = run.records("train")
         graphs, refused = graphs_of(run.records("compile"))
     fallbacks = (records[-1]["speed"]["counters"] or {}).get("fallbacks", {})
     # Where CPU XLA devices reduce on the host, a step is two graphs.
-    most = 2 if env.accelerator == "xla" and cores > 1 and parallel == "processes" else 1
+    most = 2 if env.accelerator == "xla" and cores > 1 else 1
     holds = scores["accuracy"] > LEAST_ACCURACY and graphs <= most and not fallbacks and not refused
     text = f"accuracy {scores['accuracy']:.3f}; cores: {cores}, graphs of the step: {graphs}"
     if fallbacks:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpukit.devices.chips import MACHINES, Chip, Machine
+from tpukit.devices.chips import MACHINES, Chip
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, Table
 from tpukit.tools.plan.compiler import COMPILER, compile_graph, install_compiler
@@ -50,8 +50,14 @@ def plan(
         log: gets a sentence before everything that takes long.
 
     Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory."""
+    from tpukit.devices.runtime import check_batch
+
+    if chip not in MACHINES:
+        raise TpukitError(f"unknown chip {chip!r}: choose one of {', '.join(MACHINES)}")
+    machine = MACHINES[chip]
     sizes = sorted(set(batch_sizes or [task.batch_size]))
-    machine = _check(chip, sizes, task.micro_batches)
+    for size in sizes:  # before minutes of compilation
+        check_batch(size, machine.chips, task.micro_batches)
     install_compiler(log)  # which has the jax that lowers kernels, too
     rows = []
     for size in sizes:
@@ -61,17 +67,6 @@ def plan(
             graph |= compile_graph(graph, machine, task.libtpu_args(size // machine.chips), log)
         rows.append(_row(size, graph, machine.chip))
     return Plan(task.name, chip, rows)
-
-
-def _check(chip: str, batch_sizes: Sequence[int], micro_batches: int) -> Machine:
-    """Return the machine. Raises TpukitError for what cannot be planned, before minutes of compilation."""
-    from tpukit.devices.runtime import check_batch
-
-    if chip not in MACHINES:
-        raise TpukitError(f"unknown chip {chip!r}: choose one of {', '.join(MACHINES)}")
-    for size in batch_sizes:
-        check_batch(size, MACHINES[chip].chips, micro_batches)
-    return MACHINES[chip]
 
 
 def _row(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
@@ -125,14 +120,10 @@ class Plan:
         chip = MACHINES[self.chip].chip
         text = (
             f"{chip.hbm_bytes / GIB:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM"
-            f" time: of this graph, at {chip.bandwidth / 1e9:g} GB/s, for the operands and results of its"
-            " operations that lie in HBM, padded, each once. Neither is a forecast."
+            f" time: at {chip.bandwidth / 1e9:g} GB/s, each operand and result in HBM once. No forecasts."
         )
         if kernels := {name for row in self.rows if row["fits"] for name in row["kernels"]}:
-            text += (
-                f" What hand-written kernels ({', '.join(sorted(kernels))}) compute and read again is counted"
-                " by hand and added, because the compiler does not know it."
-            )
+            text += f" What kernels ({', '.join(sorted(kernels))}) do inside is counted by hand and added."
         return text
 
     def show(self) -> None:

@@ -35,12 +35,10 @@ def trace_step(task: Task, size: int, machine: Machine, folder: Path) -> dict[st
         # The flags of this process are for its own device.
         return child.call(answer, request, variables=dict(XLA_FLAGS=None, LIBTPU_INIT_ARGS=None))
     except TpukitError as error:
-        if "No module named 'torch_xla'" in str(error) or "_XLAC" in str(error):
-            raise TpukitError(
-                f"a plan needs a torch_xla that matches torch, to trace the step ({error}). In a separate"
-                " environment: pip install torch==2.9.0 torch-xla==2.9.0"
-            ) from error
-        raise TpukitError(f"the step of {task.name} at batch {size} cannot be traced: {error}") from error
+        what = f"the step of {task.name} at batch {size} cannot be traced: {error}"
+        if "torch_xla" in what or "_XLAC" in what:
+            what += "; in a separate environment: pip install torch==2.9.0 torch-xla==2.9.0"
+        raise TpukitError(what) from error
 
 
 # In the process that traces
