@@ -16,21 +16,19 @@ from tpukit.tools.plan import COMPILER, plan
 PATH = Path(__file__).with_name("plan.json")
 SMALL_CDEIT = CDEIT(batch_size=8, patch=16, width=64, heads=2, window=4, levels=1)
 
-# name -> task, part, chip
+# name -> task, chip
 CASES = {
-    "mnist small": (MNIST(batch_size=32, channels=8), "train", "v5e-1"),
-    "mnist full": (MNIST(), "train", "v5e-1"),
-    "mnist on 8 cores": (MNIST(batch_size=1024), "train", "v5e-8"),
-    "mshnet small": (MSHNet(batch_size=4, base_size=64, crop_size=64), "train", "v5e-1"),
-    "mshnet full": (MSHNet(batch_size=32), "train", "v5e-1"),
-    "mshnet literal": (LiteralMSHNet(batch_size=32), "train", "v5e-1"),
-    "mshnet evaluation": (MSHNet(batch_size=32), "evaluate", "v5e-1"),
-    "mshnet on 8 cores, 4 images each": (MSHNet(batch_size=32), "train", "v5e-8"),
-    "mshnet on 8 cores, 32 images each": (MSHNet(batch_size=256), "train", "v5e-8"),
-    "cdeit small": (SMALL_CDEIT, "train", "v5e-1"),
-    "cdeit full": (CDEIT(), "train", "v5e-1"),
-    "cdeit sampling": (CDEIT(), "evaluate", "v5e-1"),
-    "cdeit on 8 cores": (CDEIT(), "train", "v5e-8"),
+    "mnist small": (MNIST(batch_size=32, channels=8), "v5e-1"),
+    "mnist full": (MNIST(), "v5e-1"),
+    "mnist on 8 cores": (MNIST(batch_size=1024), "v5e-8"),
+    "mshnet small": (MSHNet(batch_size=4, base_size=64, crop_size=64), "v5e-1"),
+    "mshnet full": (MSHNet(batch_size=32), "v5e-1"),
+    "mshnet literal": (LiteralMSHNet(batch_size=32), "v5e-1"),
+    "mshnet on 8 cores, 4 images each": (MSHNet(batch_size=32), "v5e-8"),
+    "mshnet on 8 cores, 32 images each": (MSHNet(batch_size=256), "v5e-8"),
+    "cdeit small": (SMALL_CDEIT, "v5e-1"),
+    "cdeit full": (CDEIT(), "v5e-1"),
+    "cdeit on 8 cores": (CDEIT(), "v5e-8"),
 }
 # The batches that one chooses between: docs/TRAINING_COMPARISON.md has them as tables. Global ones.
 BATCHES = {
@@ -40,7 +38,7 @@ BATCHES = {
     "cdeit on 8 cores": (CDEIT, "v5e-8", (32, 64, 128, 256, 512)),
 }
 CASES |= {
-    f"{name}, batch {size}": (task(batch_size=size), "train", chip)
+    f"{name}, batch {size}": (task(batch_size=size), chip)
     for name, (task, chip, sizes) in BATCHES.items()
     for size in sizes
 }
@@ -50,9 +48,9 @@ KEPT = ("batch_size", "fits", "peak_bytes", "flops", "hbm_bytes", "compile_s")
 
 def measure(name):
     """Return the figures of one case, as plan.json keeps them."""
-    task, part, chip = CASES[name]
-    (row,) = plan(task, part=part, chip=chip, log=log).rows
-    return dict(chip=chip, part=part) | {key: row.get(key) for key in KEPT}
+    task, chip = CASES[name]
+    (row,) = plan(task, chip=chip, log=log).rows
+    return dict(chip=chip) | {key: row.get(key) for key in KEPT}
 
 
 def main(names):

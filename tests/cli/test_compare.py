@@ -21,10 +21,6 @@ def test_the_command_measures_here_and_compares_files(digits, tmp_path, monkeypa
     assert cli.main(["compare", str(file), "t4.json", "--epochs", "9"]) == 0
     printed = capsys.readouterr().out
     assert "mnist, image 1x28x28" in printed and "mshnet, image 1x256x256" in printed
-    assert {path.stem.split("-")[0] for path in Path("outputs/comparison").glob("*.png")} == {
-        "mnist",
-        "mshnet",
-    }
 
 
 @pytest.mark.slow
@@ -41,4 +37,3 @@ def test_the_notebook_measures_here_and_compares_files(tmp_path, infrared, monke
     shown = "".join(outputs(notebook, "text/html"))
     for words in ("Tesla T4 x 2, fp16, kaggle", "mshnet, image 1x32x32", "1x256x256", "200 epochs"):
         assert words in shown, words
-    assert len(list(folder.glob("*.png"))) == 2

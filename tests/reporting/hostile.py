@@ -57,9 +57,15 @@ def strange_run(folder, word):
 
 def strange_measurement(path, word):
     """A file of `tpukit compare` that holds a word wherever it can."""
-    words = dict.fromkeys(("task", "sample", "hardware", "host", "accelerator", "precision"), word)
+    words = dict.fromkeys(("task", "sample", "hardware", "host", "precision"), word)
     row = words | dict(
-        parameters=1, samples=80, cores=1, steps=20, step_ms=9.0, versions={"torch": word, word: word}
+        parameters=1,
+        samples=80,
+        cores=1,
+        steps=20,
+        step_ms=9.0,
+        first_step_s=1.0,
+        versions={"torch": word, word: word},
     )
     path.write_text(json.dumps(dict(format=FORMAT, rows=[row | dict(batch_size=size) for size in (8, 16)])))
     return path

@@ -8,15 +8,14 @@ import pytest
 
 from tpukit import MNIST, MSHNet, Run, TpukitError
 from tpukit.host.environment import detect
-from tpukit.reporting import figures
 from tpukit.tools import measure
-from tpukit.tools.measure import PUBLISHED, WARM_UP, Measurement
+from tpukit.tools.measure import WARM_UP, Measurement
 
 
 def measured(**other):
     """What a T4 on Kaggle measured of MSHNet at 256 pixels."""
     fields = dict(task="mshnet", sample="image 1x256x256", parameters=4_065_513, samples=800)
-    fields |= dict(hardware="Tesla T4", cores=1, host="kaggle", accelerator="cuda", precision="fp16")
+    fields |= dict(hardware="Tesla T4", cores=1, host="kaggle", precision="fp16")
     fields |= dict(versions=dict(torch="2.9.0"), batch_size=32, steps=20, step_ms=100.0, first_step_s=9.0)
     return Measurement(**fields | other)
 
@@ -101,7 +100,7 @@ def test_sizes_double_on_all_cores_in_processes_of_their_own_until_a_step_does_n
     [one] = measure.measure_here(task, steps=2, cores=2, folder=tmp_path, log=messages.append)
     [file] = tmp_path.glob("*.json")
     assert measure.read(file) == [one] and str(digits) not in file.read_text()
-    assert (one.batch_size, one.steps, one.cores, one.accelerator) == (16, 5, 2, "cpu")
+    assert (one.batch_size, one.steps, one.cores) == (16, 5, 2)
     assert "batch 32" in messages[-1] and "RESOURCE_EXHAUSTED" in messages[-1]
 
 
@@ -133,27 +132,9 @@ def test_where_the_first_size_fails_the_reason_is_raised(digits, monkeypatch):
 def test_a_foreign_or_damaged_file_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "one.json"
     row = dataclasses.asdict(measured())
-    wrong = [dict(step_ms=value) for value in (float("nan"), float("inf"), 0, -1, 10**400, True, "9", None)]
-    wrong += [
-        dict(cores=0),
-        dict(batch_size=1.5),
-        dict(task=3),
-        dict(versions=[]),
-        dict(versions={"a": 1}),
-        dict(x=1),
-    ]
-    rows = [[row | change] for change in wrong]
-    rows += [
-        [{name: value for name, value in row.items() if name != "sample"}],
-        [],
-        {},
-        None,
-        [3],
-        [row] * 101,
-    ]
-    contents = [json.dumps(dict(format=measure.FORMAT, rows=one)) for one in rows]
-    contents += [json.dumps(dict(format=format, rows=[row])) for format in (None, [], "tpukit comparison 0")]
-    contents += ["{", "[]", "null", "\xff", "[" * 100_000, '{"a":' * 100_000, "9" * 10_000, ""]
+    rows = [row | dict(step_ms="9"), row | dict(cores=None), row | dict(x=1), {"sample": row["sample"]}, 3]
+    contents = [json.dumps(dict(format=measure.FORMAT, rows=[one])) for one in rows]
+    contents += [json.dumps(dict(format="tpukit comparison 0", rows=[row])), "{", "[]", "\xff", "[" * 100_000]
     for content in contents:
         path.write_bytes(content.encode("latin-1"))
         with pytest.raises(TpukitError, match="one.json is no file of `tpukit compare TASK`"):
@@ -166,61 +147,27 @@ def test_a_foreign_or_damaged_file_is_refused_in_one_sentence(tmp_path):
 
 
 def test_what_differs_in_task_size_or_model_is_never_in_one_table_and_each_title_names_it(infrared):
-    small = measured(sample="image 1x64x64", hardware="x86_64, 2 cores", accelerator="cpu", step_ms=1.0)
+    small = measured(sample="image 1x64x64", hardware="x86_64, 2 cores", step_ms=1.0)
     others = [small, measured(task="mnist", sample="image 1x28x28"), measured(parameters=9_000_000)]
-    comparisons = measure.compare([measured(), *others])
-    assert len(comparisons) == 4
-    for comparison in comparisons:
-        title = comparison.figure().axes[0].get_title("left")
-        for one in comparison.measurements:
-            assert comparison.table().title.startswith(one.subject) and one.subject == title
-            assert one.sample in title
-    # The published figures join those of their own subject alone: of a network and a size that exist.
-    joined = {comparison.subject for comparison in comparisons if PUBLISHED[0] in comparison.measurements}
-    assert joined == {measured().subject}
-    assert sum(p.numel() for p in MSHNet().model().parameters()) == PUBLISHED[0].parameters
+    tables = measure.compare([measured(), *others])
+    assert sorted(one.subject for one in [measured(), *others]) == [t.title.partition(":")[0] for t in tables]
     for side in (256, 32):
         data, _ = MSHNet(dataset_dir=infrared, crop_size=side).datasets()
         assert measure.sample_size(data) == f"image 1x{side}x{side}"
 
 
-def test_hours_and_sessions_are_those_counted_by_hand():
+def test_hours_are_those_counted_by_hand():
     # 25 steps of an epoch at 3.6 s are 90 s, 400 epochs 10 h.
-    [comparison] = measure.compare([measured(step_ms=3600.0)])
-    words = {}
-    for host, accelerator in (("kaggle", "tpu"), ("kaggle", "cuda"), ("colab", "tpu"), ("local", "cuda")):
-        one = measured(step_ms=3600.0, host=host, accelerator=accelerator)
-        assert comparison.hours(one) == pytest.approx(10)
-        words[host, accelerator] = comparison.duration(one).partition(", ")[2]
-    assert list(words.values()) == ["2 or more sessions", "", "", ""]
-    longer = dataclasses.replace(comparison, epochs=2000)  # 50 h, of 20 h a week
-    tpu = measured(step_ms=3600.0, accelerator="tpu")
-    assert longer.duration(tpu) == "2.1 days, 6 or more sessions in 3 or more weeks"
-    published = {one.hardware: comparison.hours(one) for one in PUBLISHED}
-    assert published == pytest.approx({"TPU v2": 10 / 3, "A100": 20 / 3, "V100": 40 / 3, "T4": 20})
+    [table] = measure.compare([measured(step_ms=3600.0)])
+    assert table.rows[0][-1] == "10.0 h"
     with pytest.raises(TpukitError, match="epochs=0"):
-        measure.compare(epochs=0)
+        measure.compare([measured()], epochs=0)
 
 
-def test_the_table_has_all_sizes_and_the_bars_the_fastest_of_each_machine_blue_where_measured():
+def test_the_table_has_all_sizes_of_each_machine_the_fastest_first():
     several = [measured(memory_bytes=2**30), measured(batch_size=64, step_ms=150.0), measured(host="colab")]
-    [comparison] = measure.compare([*several, measured(samples=1600, hardware="L4", step_ms=10.0)], epochs=7)
-    rows = comparison.table().rows
-    assert len(rows) == 4 + len(PUBLISHED) and "7 epochs of 1600 samples" in comparison.table().title
-    assert rows[0][0] == "L4, fp16, kaggle" and rows[-1][0] == "T4, published, not measured"
+    [table] = measure.compare([*several, measured(samples=1600, hardware="L4", step_ms=10.0)], epochs=7)
+    rows = table.rows
+    assert len(rows) == 4 and "7 epochs of 1600 samples" in table.title
+    assert rows[0][0] == "L4, fp16, kaggle"
     assert ("Tesla T4, fp16, kaggle", "2.9.0", "32", "9.0", "100", "320", "1.00") in [row[:7] for row in rows]
-    (axis,) = comparison.figure().axes
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert "batch 64, Tesla T4, fp16, kaggle" in names and len(names) == 3 + len(PUBLISHED)
-    hours = [bar.get_width() for bar in axis.patches]
-    assert hours == sorted(hours, reverse=True)
-    colours = {name.endswith("not measured"): bar.get_facecolor() for name, bar in zip(names, axis.patches)}
-    assert len({colour for colour in colours.values()}) == 2
-
-
-def test_the_largest_and_smallest_numbers_that_a_file_may_hold_are_shown(tmp_path):
-    huge = measured(samples=2**62, step_ms=9e18, batch_size=1, first_step_s=9e18, memory_bytes=2**62)
-    tiny = measured(hardware="L4", batch_size=2**62, step_ms=5e-324, cores=2**62)
-    measure.write(tmp_path / "one.json", [huge, tiny])
-    [comparison] = measure.compare(measure.read(tmp_path / "one.json"), epochs=2**62)
-    assert str(comparison.table()) and figures.as_png(comparison.figure())

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, refuses
 from tpukit.tools.tensorboard import write_events
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -32,13 +32,17 @@ def test_tensorboard_reads_what_the_records_say_and_nothing_twice(trained, tmp_p
     assert not {"scores/huge", "scores/missing", "scores/table"} & found.keys()
 
 
-def test_events_are_written_without_tensorboard_and_tensorflow(trained, tmp_path):
-    _, run = trained
-    for package in ("tensorboard", "tensorflow"):
-        (tmp_path / f"{package}.py").write_text("raise SystemExit('imported')")
+def test_without_tensorboard_what_to_install_is_said(trained, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with refuses("pip install tensorboard"):
+        write_events(trained[1], tmp_path)
+
+
+def test_writing_events_imports_no_tensorflow_which_would_take_a_tpu(trained, tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('imported')")
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; from tpukit.cli import main; "
-    code += f"sys.exit(main(['report', {str(run.path)!r}, '--tensorboard', {str(tmp_path / 'events')!r}]))"
+    code += (
+        f"sys.exit(main(['report', {str(trained[1].path)!r}, '--tensorboard', {str(tmp_path / 'events')!r}]))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0 and str(tmp_path / "events") in ran.stdout, ran.stdout + ran.stderr
-    write_events(run, tmp_path / "here")
-    assert scalars(tmp_path / "events") == scalars(tmp_path / "here") != {}

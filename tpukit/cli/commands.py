@@ -93,7 +93,7 @@ def run(argv: list[str]) -> int | None:
     there = {name: one.__doc__ for name, one in COMMANDS.items() if leaves.has_command(name)}
     command, words = choose(argv, there, "command", "tpukit"), argv[1:]
     function, names = COMMANDS[command], []
-    if command == "compare" and not (words and (words[0].isidentifier() or words[0] in HELP)):
+    if command == "compare" and words and not (words[0].isidentifier() or words[0] in HELP):
         function = functions.merge  # of files
     elif command == "simulate":
         choose(words, {"eit": function.__doc__}, "tank", "tpukit simulate")

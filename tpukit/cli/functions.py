@@ -9,6 +9,7 @@ from tyro import conf
 import tpukit
 from tpukit.cli.doctor import to_stderr
 from tpukit.host import environment
+from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
 from tpukit.tasks.datasets import with_dataset
 from tpukit.training.task import Task
@@ -127,24 +128,26 @@ def measure(task: Task, cores: Cores = None, batch_sizes: tuple[int, ...] = (), 
     measured = measure_here(
         task, folder=folder, batch_sizes=batch_sizes, steps=steps, cores=cores, log=to_stderr
     )
-    for comparison in compare(measured, epochs=task.epochs):
-        print(comparison.table())
+    for table in compare(measured, epochs=task.epochs):
+        print(table)
     print(f"\nNext, with the files of other machines next to it: tpukit compare {folder}/*.json")
 
 
-def merge(files: Files = (), epochs: int = 400) -> None:
+def merge(files: Files, epochs: int = 400) -> None:
     """Put side by side what several machines measured, and how long a whole training takes on each: a table
-    and bars for each task and size of its samples.
+    for each task and size of its samples.
 
     Args:
-        files: files that `tpukit compare TASK` wrote; without any, the published figures alone.
+        files: files that `tpukit compare TASK` wrote.
         epochs: epochs of the whole training.
     """
     from tpukit.tools.measure import compare, read
 
+    if not files:
+        raise TpukitError("name a task to measure here, or files of `tpukit compare TASK`")
     measurements = [measurement for path in files for measurement in read(path)]
-    for comparison in compare(measurements, epochs=epochs):
-        comparison.show(tpukit.detect().outputs / "comparison")
+    for table in compare(measurements, epochs=epochs):
+        print(table)
 
 
 def migrate(files: Files, fix: bool = False) -> int:

@@ -25,7 +25,7 @@ UPDATE_S = 2.0  # between two looks at a run that is followed
 
 @runtime_checkable
 class Shown(Protocol):
-    """A plan or a comparison: it knows how it is shown."""
+    """A plan: it knows how it is shown."""
 
     def table(self) -> Table: ...
 
@@ -33,7 +33,7 @@ class Shown(Protocol):
 
 
 def show(shown: Run | Task | Shown | str | Path) -> None:
-    """Show a run, a folder of runs, a task, a plan or a comparison.
+    """Show a run, a folder of runs, a task or a plan.
 
     Args:
         shown: a `Run` or its path: scores and curves, whose pictures are saved in its folder. A folder of run
@@ -56,7 +56,7 @@ def show(shown: Run | Task | Shown | str | Path) -> None:
     elif isinstance(shown, Shown):
         shown.show()
     else:
-        needed = "a run or its path, a folder of runs, a task, a plan or a comparison"
+        needed = "a run or its path, a folder of runs, a task or a plan"
         raise TpukitError(f"show() got {type(shown).__name__}: give it {needed}")
 
 

@@ -19,11 +19,10 @@ ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 
 
 def run_python(*arguments, text="", variables=None, timeout_s=None):
-    """Run this Python, with the same tpukit as here. Returns the finished process, with its output.
+    """Run this Python, with the same tpukit as here. Return the finished process, with its output.
 
     variables: changes of the environment; None removes one. timeout_s: after it subprocess.TimeoutExpired is
-    raised. However it ends, what it has started ends with it: it leads a process group of its own. -P: files
-    in the current folder cannot shadow installed packages."""
+    raised, and what the process has started ends too. -P: no file of the current folder shadows a package."""
     # An empty one is the current folder.
     paths = filter(None, [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
@@ -55,15 +54,9 @@ def call(
     variables: dict[str, str | None] | None = None,
 ) -> Any:
     """Call a module's function in a fresh process, because a device, its memory and its flags belong to a
-    whole process.
+    whole process. Request and answer pass as JSON; timeout_s and variables are those of `run_python`.
 
-    Args:
-        function: takes the request and returns an answer; both pass as JSON.
-        request: its argument.
-        timeout_s: seconds after which subprocess.TimeoutExpired is raised.
-        variables: changes of the environment, as of `run_python`.
-
-    Raises TpukitError with the function's own sentence if it raised one, or with how the process ended."""
+    Raise TpukitError with the function's own sentence if it raised one, or with how the process ended."""
     name = f"{function.__module__}:{function.__name__}"
     program = "from tpukit.tools.child import answer_call; answer_call()"
     with tempfile.TemporaryDirectory(prefix="tpukit-call-") as folder:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -149,16 +147,16 @@ def _trace(task, model, inputs):
 def _to_onnx(program, inputs):
     import torch
 
-    with contextlib.redirect_stdout(io.StringIO()):  # its progress
-        return torch.onnx.export(
-            program,
-            dynamo=True,
-            input_names=inputs,
-            output_names=["output"],
-            optimize=False,
-            dynamic_shapes=(dict.fromkeys(inputs, {0: "batch"}),),  # the axis's name
-            custom_translation_table={torch.ops.aten.adaptive_max_pool2d.default: _largest_of_each_channel},
-        )
+    return torch.onnx.export(
+        program,
+        dynamo=True,
+        verbose=False,
+        input_names=inputs,
+        output_names=["output"],
+        optimize=False,
+        dynamic_shapes=(dict.fromkeys(inputs, {0: "batch"}),),  # the axis's name
+        custom_translation_table={torch.ops.aten.adaptive_max_pool2d.default: _largest_of_each_channel},
+    )
 
 
 def _largest_of_each_channel(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -63,20 +63,19 @@ def _trace_steps(task: Task, run: Run, *, steps: int, folder: Path, runtime=None
 def _profile(trainer, batches, steps, folder):
     """Take steps under the profiler. Return a sentence: where the trace is, or why they fail."""
     runtime = trainer.runtime
-
-    def take_steps(count):
-        for batch in itertools.islice(batches, count):
-            trainer.take_step(batch, trainer.task.epochs)
-        runtime.sync()
-
     try:
-        take_steps(WARM_UP)
+        _take_steps(trainer, batches, WARM_UP)
         with runtime.traced(folder) if runtime.world.rank == 0 else contextlib.nullcontext():
-            take_steps(steps)
+            _take_steps(trainer, batches, steps)
     except (RuntimeError, ValueError) as failure:  # it is not one graph, or the compiler refuses it
         return f"No trace, because the step fails on {runtime}: {fix_for(str(failure)) or failure}"
-    viewers = "with the plugin of `pip install xprof` for XLA, of `torch-tb-profiler` for GPUs and CPUs"
-    return f"A trace of {steps} steps on {runtime}: `tensorboard --logdir {folder}` shows it ({viewers})."
+    return f"The profiler's trace of {steps} steps on {runtime}, for TensorBoard: {folder}"
+
+
+def _take_steps(trainer, batches, count):
+    for batch in itertools.islice(batches, count):
+        trainer.take_step(batch, trainer.task.epochs)
+    trainer.runtime.sync()
 
 
 class Interruptions(TorchDispatchMode):
@@ -91,20 +90,14 @@ class Interruptions(TorchDispatchMode):
         self.lines = collections.Counter()
 
     def __torch_dispatch__(self, operation, types, arguments=(), named=None):
-        before = self._fallbacks()
+        before = self.runtime.counters().get("fallbacks")
         result = operation(*arguments, **(named or {}))
         name = operation._schema.name
-        if self._waits(name, arguments, result) or self._fallbacks() != before:
+        is_on_device = any(one.device.type != "cpu" for one in arguments if torch.is_tensor(one))
+        waits = name in BLOCKING or (torch.is_tensor(result) and result.device.type == "cpu")
+        if is_on_device and waits or self.runtime.counters().get("fallbacks") != before:
             self.lines[name, _line()] += 1
         return result
-
-    def _fallbacks(self):
-        return sum(self.runtime.counters().get("fallbacks", {}).values())
-
-    def _waits(self, name, arguments, result):
-        if all(argument.device.type == "cpu" for argument in arguments if torch.is_tensor(argument)):
-            return False
-        return name in BLOCKING or (torch.is_tensor(result) and result.device.type == "cpu")
 
 
 def _line():

@@ -21,7 +21,7 @@ from tpukit.devices.chips import MACHINES
 from tpukit.tasks.cdeit.tpu import attention as module
 from tpukit.tasks.cdeit.tpu.attention import attention
 from tpukit.tools.plan.compiler import COMPILER, compile_graph, install_compiler, read_answer, run_compiler
-from tpukit.tools.plan.trace import trace_graphs
+from tpukit.tools.plan.trace import trace_step
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
 COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -169,7 +169,7 @@ def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_whose_arithmeti
     batch, width, heads = 2, 128, 4
     task = CDEIT(batch_size=batch, patch=4, width=width, heads=heads, window=16, levels=1)
     install_compiler(lambda text: None)
-    (graph,), _ = trace_graphs(task, "train", batch, MACHINES["v5e-1"], tmp_path)
+    graph = trace_step(task, batch, MACHINES["v5e-1"], tmp_path)
     # Four blocks attend in 4 windows of 16 x 16 tokens; three to all 256 tokens, and two to all 1024.
     attending = [(4 * batch, 256)] * 4 + [(batch, 256)] * 3 + [(batch, 1024)] * 2
     assert len(graph["kernels"]) == 2 * len(attending)

@@ -79,15 +79,6 @@ def test_a_folder_without_code_and_what_cannot_be_written_are_said(tmp_path, mon
         migrate.examine(written(tmp_path, "model.cuda()\n")).write()
 
 
-def test_a_file_that_is_edited_while_it_is_checked_keeps_the_edit(tmp_path):
-    path = written(tmp_path, "model.cuda()\n")
-    examined = migrate.examine(path)
-    path.write_text("model.cuda()\nmine = 1\n")
-    with pytest.raises(TpukitError, match="script.py was edited"):
-        examined.write()
-    assert path.read_text() == "model.cuda()\nmine = 1\n" and list(tmp_path.iterdir()) == [path]
-
-
 def test_each_file_that_is_rewritten_leaves_a_copy_that_replaces_none(tmp_path):
     path = written(tmp_path, "model.cuda()\n")
     written(tmp_path, "mine", "script.py.orig")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -98,13 +99,6 @@ def test_micro_batches_need_less_memory_for_the_same_arithmetic(needs_xla):
 
 
 @pytest.mark.slow
-def test_sampling_is_two_graphs_one_of_which_a_batch_runs_at_every_step(needs_xla, tmp_path):
-    graphs, resident_bytes = tracing.trace_graphs(plans.SMALL_CDEIT, "evaluate", 4, V5E, tmp_path)
-    assert [graph["times"] for graph in graphs] == [1, plans.SMALL_CDEIT.sampling_steps]
-    assert resident_bytes == 0
-
-
-@pytest.mark.slow
 def test_a_step_is_the_same_graph_every_time_and_beside_it_count_its_average_and_the_set_it_does_not_use(
     needs_xla, digits, tmp_path
 ):
@@ -114,11 +108,13 @@ def test_a_step_is_the_same_graph_every_time_and_beside_it_count_its_average_and
     digests = set()
     for name in "ab":
         (tmp_path / name).mkdir()
-        (graph,), resident_bytes = tracing.trace_graphs(task, "train", 32, V5E, tmp_path / name)
+        graph = tracing.trace_step(task, 32, V5E, tmp_path / name)
         digests.add(graph["digest"])
-        assert resident_bytes == averaged + sum(map(lanes.stored_nbytes, test.device_arrays().values()))
+        assert graph["resident_bytes"] == averaged + sum(
+            map(lanes.stored_nbytes, test.device_arrays().values())
+        )
         # The batch is gathered in the graph, and the pixels are not in it: they are an argument of it.
-        assert graph["path"].stat().st_size < train.device_nbytes() / 4
+        assert Path(graph["path"]).stat().st_size < train.device_nbytes() / 4
     assert len(digests) == 1
 
 
@@ -135,13 +131,13 @@ def test_what_cannot_be_traced_says_why_and_what_to_install(error, words, tmp_pa
 
     monkeypatch.setattr(tracing.child, "call", fail)
     with refuses(*words):
-        tracing.trace_graphs(TINY, "train", 8, V5E, tmp_path)
+        tracing.trace_step(TINY, 8, V5E, tmp_path)
 
 
 def test_a_task_of_a_notebook_cell_is_told_to_move_to_a_module(tmp_path):
     Celled = type("Celled", (MNIST,), {"__module__": "__main__"})
     with refuses("Celled", " module"):
-        tracing.trace_graphs(Celled(), "train", 8, V5E, tmp_path)
+        tracing.trace_step(Celled(), 8, V5E, tmp_path)
 
 
 # Asking
@@ -151,7 +147,6 @@ def test_a_task_of_a_notebook_cell_is_told_to_move_to_a_module(tmp_path):
     "options, words",
     [
         (dict(chip="v2-8"), ["'v2-8'", "v5e-1, v5e-8, v6e-1"]),
-        (dict(part="test"), ["'test'", "train, evaluate"]),
         (dict(chip="v5e-8", batch_sizes=[12]), ["batch_size=12", "8 cores", "8 or 16"]),
     ],
 )
@@ -170,7 +165,7 @@ def test_a_plan_is_shown_with_which_batch_fits_its_figures_and_the_chips_memory(
         dict(batch_size=32, fits=True, compile_s=1.0, **fits),
         dict(batch_size=128, fits=False, compile_s=1.0, why=NO_MEMORY),
     ]
-    found = Plan("mshnet", "train", "v5e-1", rows)
+    found = Plan("mshnet", "v5e-1", rows)
     assert found.largest_batch == 32 and V5E.chip.hbm_bytes == 15.75 * GIB
     display.show(found)
     shown = capsys.readouterr().out
@@ -191,13 +186,13 @@ def answers(monkeypatch, tmp_path):
     of its processes had)."""
     path = tmp_path / "0.mlirbc"
     path.write_bytes(b"a graph")
-    graph, given = dict(digest="x", times=5, kernels=[], path=path), []
+    graph, given = dict(digest="x", kernels=[], path=path, resident_bytes=0), []
     answer = json.dumps(dict(peak_bytes=1, flops=1e12, hlo=KERNEL))
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--of_this_process=1")
     for module in (package, compiler):
         monkeypatch.setattr(module, "install_compiler", lambda log: tmp_path)
-    monkeypatch.setattr(package, "trace_graphs", lambda *_: ([dict(graph)], 0))
+    monkeypatch.setattr(package, "trace_step", lambda *_: dict(graph))
     monkeypatch.setattr(
         compiler, "run_python", lambda *_, variables: given.append(variables) or ran(answer, code=0)
     )
@@ -208,7 +203,7 @@ def test_what_kernels_do_beyond_their_operands_is_added_and_the_caption_says_so(
     graph, _ = answers
     graph["kernels"] = [dict(name="flash attention", hbm_bytes=3e9, flops=2e12)]
     found = plan(TINY)
-    assert found.rows[0]["hbm_bytes"] == 5 * (2 * 4096 + 3e9) and found.rows[0]["flops"] == 5 * 3e12
+    assert found.rows[0]["hbm_bytes"] == 2 * 4096 + 3e9 and found.rows[0]["flops"] == 3e12
     assert "flash attention" in found.caption
     graph["kernels"] = []
     assert "by hand" not in plan(TINY).caption

@@ -25,9 +25,9 @@ def step(x):
     runtime.optimizer_step(optimizer)
     return loss.detach()
 
-loss = runtime.compile(step, mutates=(model, optimizer))(x)
+runtime.compile(step, mutates=(model, optimizer))(x)
 (graph,) = runtime.graphs
-assert (runtime.memory_size(), loss.item(), graph["name"]) == (123, 0.0, "step")
+assert runtime.memory_size() == 123
 assert graph["stablehlo"].startswith(b"ML\\xefR"), "no portable artifact"
 assert b"all_reduce" in graph["stablehlo"]
 print("exported", flush=True)

@@ -260,10 +260,7 @@ def _chip(machine: Machine) -> Rows:
         found = f"process {process.name} ({command}) holds {', '.join(held)}"
         fix = f"end it (kill {process.name}), or restart the session of its notebook"
         rows.append((held and int(process.name) != os.getpid(), BLOCKS, found, fix))
-    lock = machine.root / "tmp/libtpu_lockfile"
-    is_left = lock.exists() and environment.chips_here(machine.environ, machine.root)
-    is_left = is_left and not any(applies for applies, *_ in rows)
-    return [*rows, (is_left, WARNING, f"{lock} was left behind, though nothing holds a chip", f"rm {lock}")]
+    return rows
 
 
 def _variable(machine: Machine) -> Rows:
@@ -276,14 +273,7 @@ def _variable(machine: Machine) -> Rows:
     for name, value in environment.failed_lookups(environ, machine.root).items():
         fix = f"tpukit takes {value!r} for it; for other code set {name} before it imports torch_xla or jax"
         rows.append((True, NOTE, f"{name} holds no value but a warning: {environ[name]}", fix))
-    is_half_set = environ.get("TPU_SKIP_MDS_QUERY") and not environ.get("TPU_ACCELERATOR_TYPE")
-    half = "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not"
-    flags = environ.get("XLA_FLAGS")
-    return [
-        *rows,
-        (is_half_set and environment.tpu_chips(machine.root), WARNING, half, "set both or neither"),
-        (flags, NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set"),
-    ]
+    return rows
 
 
 def _disk(machine: Machine) -> Rows:

@@ -35,7 +35,7 @@ FORMAT = "tpukit hardware 1"
 REPORT = "hardware.json"  # in the machine's output folder
 HARDWARE = ("tpu", "cuda")  # a CPU rehearses the checks, torch_xla's CPU device those of a TPU
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-LIMIT_S = 300  # of a check; all_cores trains up to three times
+LIMIT_S = 300  # of a check; all_cores trains twice
 LONGEST_TEXT = 400  # characters of what was found
 # What begins like a path or a URL: as folders may have blanks, nobody can tell where it ends.
 PATH = re.compile(r"(\w+://|(?<![\w.)])~?/(?=[\w.-])|\b[A-Za-z]:\\).*")
@@ -81,31 +81,14 @@ def training(env: Environment) -> Found:
     return holds, text
 
 
-def all_reduce(env: Environment) -> Found:
-    """The gradients that all cores exchange in a step become their mean."""
-    cores = max(2, env.cores)  # a CPU pretends to be two
-    with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
-        task = tpukit.MNIST(batch_size=8 * cores, precision="fp32")
-        run = tpukit.Run.open(Path(folder) / "run", task)
-        error = tpukit.launch(_all_reduce_error, task, run, cores=cores, hang_timeout_s=120)
-    return error < trial.MAX_ERROR["fp32"], f"on {cores} cores the mean is wrong by {error:.1e}"
-
-
 def all_cores(env: Environment) -> Found:
-    """A training on all cores, a process each or (TPU) as one graph, has the losses of one on one core."""
-    by_torch_xla = env.accelerator in ("tpu", "xla") and not env.uses_torch_tpu
+    """A training on all cores, a process each, has the losses of one on one core."""
     # The several first: afterwards this process has opened the device.
-    ways = ("processes", "spmd") if by_torch_xla else ("processes",)
-    several = {way: train_digits(env, max(2, env.cores), parallel=way, precision="fp32") for way in ways}
+    several, has_learned, text = train_digits(env, max(2, env.cores), precision="fp32")
     one, _, _ = train_digits(env, 1, precision="fp32")
     # What rounding does grows: after the first half of the training even two devices that are right differ.
-    one = one[: len(one) // 2]
-    holds, texts = True, []
-    for way, (losses, has_learned, text) in several.items():
-        change = max(abs(a - b) / max(b, 0.1) for a, b in zip(losses, one))
-        holds = holds and has_learned and change < LOSS_CHANGE
-        texts.append(f"{way}: losses differ by {change:.2%}, {text}")
-    return holds, "; ".join(texts)
+    change = max(abs(a - b) / max(b, 0.1) for a, b in zip(several, one[: len(one) // 2]))
+    return has_learned and change < LOSS_CHANGE, f"losses differ by {change:.2%}, {text}"
 
 
 def attention_kernels(env: Environment) -> Found:
@@ -157,22 +140,6 @@ def precision(env: Environment) -> Found:
     return max(errors) < FP32_ERROR, f"errors: product {errors[0]:.1e}, convolution {errors[1]:.1e}"
 
 
-def overflow(env: Environment) -> Found:
-    """A step in fp16 whose gradients overflow leaves the weights as they are and halves the loss's scale."""
-    runtime = open_runtime(env, "fp16")
-    taken, batch = new_step(runtime)
-    for _ in range(6):  # after which a step is captured
-        taken(batch, 0)
-    assert runtime.scaler is not None and runtime.scaler._scale is not None
-    before = [value.detach().clone() for value in taken.model.parameters()]
-    runtime.scaler._scale.fill_(2.0**100)
-    taken(batch, 0)
-    is_kept = all(map(torch.equal, before, taken.model.parameters()))
-    scale = runtime.scaler.get_scale()
-    text = f"weights {'kept' if is_kept else 'CHANGED'}, scale 2^100 became {scale:.4g}"
-    return is_kept and scale == 2.0**99, text
-
-
 def out_of_memory(env: Environment) -> Found:
     """Asking for more memory than there is ends in an error that tpukit knows, and the device computes on."""
     runtime = open_runtime(env)
@@ -190,8 +157,8 @@ def out_of_memory(env: Environment) -> Found:
 
 
 # The most telling first
-_IN_ORDER = (opens, step, training, all_reduce, all_cores, attention_kernels, replays, precision, overflow)
-CHECKS = {check.__name__: check for check in (*_IN_ORDER, out_of_memory)}
+_IN_ORDER = (opens, step, training, all_cores, attention_kernels, replays, precision, out_of_memory)
+CHECKS = {check.__name__: check for check in _IN_ORDER}
 
 
 # What they share
@@ -206,7 +173,7 @@ def new_step(runtime: Runtime) -> tuple[TrainingStep, dict[str, Any]]:
     return taken, runtime.put(task.example(task.batch_size))
 
 
-def train_digits(env: Environment, cores: int, parallel="processes", precision="auto"):
+def train_digits(env: Environment, cores: int, precision="auto"):
     """Train MNIST on synthetic digits.
 
     Returns the losses on the way; whether it learned, by a step of one graph and nothing on the host; and
@@ -216,12 +183,12 @@ def train_digits(env: Environment, cores: int, parallel="processes", precision="
         settings: Any = dict(epochs=2, channels=8, log_every=10, precision=precision)
         task = tpukit.MNIST(dataset_dir=data, batch_size=16 * env.cores, **settings)
         run = tpukit.Run.open(Path(folder) / "run", task)
-        scores = tpukit.launch(tpukit.train, task, run, cores=cores, parallel=parallel, hang_timeout_s=120)
+        scores = tpukit.launch(tpukit.train, task, run, cores=cores, hang_timeout_s=120)
         records = run.records("train")
         graphs, refused = graphs_of(run.records("compile"))
     fallbacks = (records[-1]["speed"]["counters"] or {}).get("fallbacks", {})
     # Where CPU XLA devices reduce on the host, a step is two graphs.
-    most = 2 if env.accelerator == "xla" and cores > 1 and parallel == "processes" else 1
+    most = 2 if env.accelerator == "xla" and cores > 1 else 1
     holds = scores["accuracy"] > LEAST_ACCURACY and graphs <= most and not fallbacks and not refused
     text = f"accuracy {scores['accuracy']:.3f}; cores: {cores}, graphs of the step: {graphs}"
     if fallbacks:
@@ -250,10 +217,6 @@ def multiplies(runtime: Runtime) -> bool:
     """Return whether a product of ones on the device is right."""
     ones = runtime.put({"ones": torch.ones(64, 64)})["ones"]
     return bool(runtime.to_cpu(ones @ ones).sum() == 64**3)
-
-
-def _all_reduce_error(task, run, *, runtime):
-    return trial.all_reduce_error(runtime)
 
 
 # The report
@@ -321,12 +284,10 @@ def describe(env: Environment) -> dict[str, Any]:
 
 def run_check(name: str, env: Environment) -> tuple[str, str]:
     """Run a check in a process of its own. Returns PASS, FAIL or SKIP, and what was found."""
-    if name in ("all_reduce", "all_cores") and env.accelerator in HARDWARE and env.cores == 1:
+    if name == "all_cores" and env.accelerator in HARDWARE and env.cores == 1:
         return SKIP, "one chip is here"
     if name == "attention_kernels" and (env.accelerator in ("cuda", "cpu") or env.uses_torch_tpu):
         return SKIP, "the kernels are for a TPU that is reached by torch_xla"
-    if name == "overflow" and env.accelerator in ("tpu", "xla"):
-        return SKIP, "a TPU computes in bf16, not in fp16"
     try:
         holds, text = child.call(answer, name, timeout_s=LIMIT_S)
     except subprocess.TimeoutExpired:

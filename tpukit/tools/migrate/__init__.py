@@ -10,4 +10,4 @@ which applies the rules of rules.toml and asks surroundings.py about the code ar
 
 # ruff: noqa: F401
 from tpukit.tools.migrate.files import Examined, copy_example, examine, files_in
-from tpukit.tools.migrate.findings import RULES, Finding, as_table, as_text
+from tpukit.tools.migrate.findings import RULES, Finding, as_text

@@ -4,7 +4,6 @@ is one cell."""
 import json
 import re
 import secrets
-from typing import Any
 
 from tpukit.tools.migrate.findings import TABLES
 from tpukit.tools.migrate.source import parse
@@ -104,10 +103,9 @@ class Cells:
             cell = self.cells[int(number)]
             if source != "".join(cell["source"]):
                 cell["source"] = source.splitlines(True) if isinstance(cell["source"], list) else source
-        indent = re.search(r'\n([ \t]+)"', self.text)
-        style: Any = dict(indent=indent[1] if indent else None, ensure_ascii=self.text.isascii())
-        fixed = json.dumps(self.notebook, allow_nan=False, **style)  # 1e999 cannot be written
-        return fixed + "\n" * self.text.endswith("\n")
+        return (
+            json.dumps(self.notebook, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        )  # as Jupyter does
 
 
 def _syntax_error(source):

@@ -10,11 +10,6 @@ from tpukit.tools.migrate.surroundings import Surroundings
 
 # Rules that code which runs only on CUDA cannot break.
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
-# What a condition on CUDA decides without harm: flags, seeds or memory figures of CUDA alone.
-HARMLESS = re.compile(
-    r"if torch\.cuda\.is_available\(\):(\n +torch\.(backends\.|cuda\.(manual_seed|empty_cache|\w*memory)).*)+"
-    r"|torch\.cuda\.\w*memory.* if .*"
-)
 # The modules that new code needs: torch_xla.runtime of torch_xla.runtime.world_size(), torch_xla of "xla".
 MODULES = re.compile(r"\b(torch_xla(?:\.\w+)*)\.\w|\b(torch)\.\w|[\"']xla[\"']")
 
@@ -47,10 +42,6 @@ class Checker:
                 self._check_word(node)
             case ast.Call():
                 self._check_call(node)
-            case ast.FormattedValue(value=value):
-                self._check_read(node, value)
-            case ast.If(test=test) | ast.While(test=test) | ast.Assert(test=test):
-                self._check_read(test, test)
             case ast.Subscript(ctx=ast.Load()):  # `x[mask] = 0` keeps its shape
                 self._check_mask(node)
 
@@ -151,11 +142,6 @@ class Checker:
 
     # What no table says
 
-    def _check_read(self, node, value):
-        """Check `f"{loss}"` and `if loss > 3`, which wait for a value."""
-        if self.around.reads_loss(value) and self.around.in_step(node):
-            self._add(node, dict(rule="read-in-loop"))
-
     def _check_mask(self, node):
         """Check `x[mask]`."""
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -165,7 +151,7 @@ class Checker:
     def _check_condition(self, call):
         """Check `torch.cuda.is_available()`."""
         if self.source.name(call.func) in TABLES["asks_for_cuda"]:
-            if HARMLESS.fullmatch(ast.unparse(self.source.parents[call])) is None:
+            if re.fullmatch(TABLES["harmless_after_it"], ast.unparse(self.source.parents[call])) is None:
                 self._add(call, dict(rule="cuda-check"))
 
     # Findings and fixes
@@ -212,19 +198,16 @@ class Checker:
         """Edits that import what is not imported yet: above the first import, or below the docstring."""
         found = [match for _, _, text in self.edits for match in MODULES.finditer(text)]
         modules = {match[1] or match[2] or "torch_xla" for match in found}
-        body: list[Located] = list(self.source.tree.body)
-        if ast.get_docstring(self.source.tree) is not None:
-            body = body[1:]
-        body = [one for one in body if not isinstance(one, ast.ImportFrom) or one.module != "__future__"]
-        imports = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]
-        plain = [alias for one in imports if isinstance(one, ast.Import) for alias in one.names]
+        tree = self.source.tree
+        body: list[Located] = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+        body = [one for one in body if getattr(one, "module", "") != "__future__"]
+        plain = [alias for one in body if isinstance(one, ast.Import) for alias in one.names]
         there = {alias.name for alias in plain if not alias.asname}
-        newline = "\r\n" if self.source.code[: self.source.starts[1]].endswith(b"\r\n") else "\n"
+        imports = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]
         for first in (imports or body)[:1]:
-            line = min(one.lineno for one in [first, *getattr(first, "decorator_list", [])])
-            start = self.source.starts[line - 1]
+            start = self.source.starts[first.lineno - 1]
             for module in sorted(modules - there):
-                yield start, start, f"import {module}{newline}"
+                yield start, start, f"import {module}\n"
 
 
 def _has(call, texts, when):

@@ -51,18 +51,14 @@ class Examined:
 
     def write(self) -> Path:
         """Replace the file by its fixed text, whole or not at all; its mode stays. Return the path of a copy
-        of the file as it was, beside it: NAME.orig, or NAME.orig2 and so on where there is one. Raises
-        TpukitError, and if the file was edited since it was examined."""
+        of the file as it was, beside it: NAME.orig, or NAME.orig2 and so on where there is one. Raise
+        TpukitError if it cannot be written."""
         path = self.path.resolve()
         copies = (Path(f"{path}.orig{number}") for number in itertools.chain([""], itertools.count(2)))
         copy = next(one for one in copies if not one.exists())
         with explain_unwritable(path):
-            if path.read_bytes() != self.data:
-                raise TpukitError(
-                    f"{path} was edited while it was checked, and stays as it is: start this again"
-                )
             mode = path.stat().st_mode
-            write_atomic(copy, self.data)
+            write_atomic(copy, path.read_bytes())
             write_atomic(path, self.fixed)
             path.chmod(mode & 0o7777)
         return copy

@@ -1,10 +1,10 @@
-"""A finding, the rules of rules.toml, and findings as text and as a table."""
+"""A finding, the rules of rules.toml, and findings as text."""
 
 import dataclasses
 import tomllib
 from pathlib import Path
 
-from tpukit.host.tables import Table, printable
+from tpukit.host.tables import printable
 
 TABLES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 RULES = TABLES["rules"]  # name -> (level, message)
@@ -48,15 +48,6 @@ class Finding:
 def as_text(findings: list[Finding]) -> str:
     """Return a line for each finding, and a summary."""
     return printable("\n".join([*map(str, findings), _summary(findings)]))
-
-
-def as_table(findings: list[Finding]) -> Table:
-    """Return the findings as a table, for notebooks."""
-    rows = []
-    for f in findings:
-        place, fix = f.place.rpartition("/")[2], "yes" if f.fixable else ""
-        rows.append((place, f.level, f.rule, f.found.replace("`", ""), f.what_to_do, fix))
-    return Table(_summary(findings), ("place", "level", "rule", "found", "what to do", "--fix"), rows)
 
 
 def _summary(findings):

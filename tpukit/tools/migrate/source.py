@@ -40,8 +40,8 @@ class Source:
                 for bound, name in _imports(node).items():
                     self.imported.setdefault(bound, name)
             elif isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self.assigned.setdefault(last_name(target), []).append(node.value)
+                for name in filter(None, map(last_name, node.targets)):
+                    self.assigned.setdefault(name, []).append(node.value)
 
     def name(self, node: ast.AST) -> str:
         """Return the full name of a name or an attribute, such as torch.nn.DataParallel or builtins.print.

@@ -2,7 +2,7 @@
 without a TPU.
 
 trace.py traces the step in a process of its own, on torch_xla's CPU device (xla_export.py); compiler.py has
-libtpu compile the graphs in an environment of its own; hlo.py reads what they move. No figure is measured on
+libtpu compile its graph in an environment of its own; hlo.py reads what that moves. No figure is measured on
 a TPU."""
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tpukit.devices.chips import MACHINES, Chip, Machine
+from tpukit.devices.chips import MACHINES, Chip
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, Table
 from tpukit.tools.plan.compiler import COMPILER, compile_graph, install_compiler
-from tpukit.tools.plan.trace import trace_graphs
+from tpukit.tools.plan.trace import trace_step
 
 if TYPE_CHECKING:
     from tpukit.training.task import Task
 
 __all__ = ["COMPILER", "Plan", "install_compiler", "plan"]
-PARTS = {"train": "training step", "evaluate": "prediction of one batch"}
 # Columns of the table: heading, figure of a row, unit.
 FIGURES = (
     ("TFLOP", "flops", 1e12),
@@ -39,7 +38,6 @@ def plan(
     *,
     chip: Literal["v5e-1", "v5e-8", "v6e-1"] = "v5e-1",
     batch_sizes: Sequence[int] = (),
-    part: Literal["train", "evaluate"] = "train",
     log: Callable[[str], object] = print,
 ) -> Plan:
     """Compile a task's step for a TPU, without a TPU: whether it fits, what it computes, and what it moves.
@@ -49,52 +47,42 @@ def plan(
         task: whose step it is.
         chip: one v5e chip (Colab), eight with a gradient all-reduce (Kaggle), or one v6e chip.
         batch_sizes: global batch sizes to try; by default the task's own.
-        part: train, the whole training step; evaluate, the graphs that predict a batch of the test set.
         log: gets a sentence before everything that takes long.
 
     Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory."""
+    from tpukit.devices.runtime import check_batch
+
+    if chip not in MACHINES:
+        raise TpukitError(f"unknown chip {chip!r}: choose one of {', '.join(MACHINES)}")
+    machine = MACHINES[chip]
     sizes = sorted(set(batch_sizes or [task.batch_size]))
-    machine = _check(chip, part, sizes, task.micro_batches)
+    for size in sizes:  # before minutes of compilation
+        check_batch(size, machine.chips, task.micro_batches)
     install_compiler(log)  # which has the jax that lowers kernels, too
     rows = []
     for size in sizes:
         log(f"batch {size}: tracing the step")
         with tempfile.TemporaryDirectory() as folder:
-            graphs, resident_bytes = trace_graphs(task, part, size, machine, Path(folder))
-            for graph in graphs:
-                graph |= compile_graph(graph, machine, task.libtpu_args(size // machine.chips), log)
-        rows.append(_row(size, graphs, resident_bytes, machine.chip))
-    return Plan(task.name, part, chip, rows)
+            graph = trace_step(task, size, machine, Path(folder))
+            graph |= compile_graph(graph, machine, task.libtpu_args(size // machine.chips), log)
+        rows.append(_row(size, graph, machine.chip))
+    return Plan(task.name, chip, rows)
 
 
-def _check(chip: str, part: str, batch_sizes: Sequence[int], micro_batches: int) -> Machine:
-    """Return the machine. Raises TpukitError for what cannot be planned, before minutes of compilation."""
-    from tpukit.devices.runtime import check_batch
-
-    for name, value, known in (("chip", chip, MACHINES), ("part", part, PARTS)):
-        if value not in known:
-            raise TpukitError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
-    for size in batch_sizes:
-        check_batch(size, MACHINES[chip].chips, micro_batches)
-    return MACHINES[chip]
-
-
-def _row(size: int, graphs: list[dict], resident_bytes: int, chip: Chip) -> dict[str, Any]:
-    """Return the figures of a batch size, from what `trace_graphs` and `compile_graph` say of its graphs."""
-    row: dict[str, Any] = dict(batch_size=size, compile_s=sum(graph["compile_s"] for graph in graphs))
-    why = next((graph["error"] for graph in graphs if "error" in graph), "")
+def _row(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
+    """Return the figures of a batch size, from what `trace_step` and `compile_graph` say of its graph."""
+    row = dict(batch_size=size, compile_s=graph["compile_s"])
+    why = graph.get("error", "")
     if not why:
-        peak = row["peak_bytes"] = resident_bytes + max(graph["peak_bytes"] for graph in graphs)
+        peak = row["peak_bytes"] = graph["resident_bytes"] + graph["peak_bytes"]
         if peak > chip.hbm_bytes:
             why = f"used {peak / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
     if why:
         return row | dict(fits=False, why=why)
-    kernels = [kernel for graph in graphs for kernel in graph["times"] * graph["kernels"]]
     for name in ("flops", "hbm_bytes"):
-        compiled = sum(graph["times"] * graph[name] for graph in graphs)
-        row[name] = compiled + sum(kernel[name] for kernel in kernels)
+        row[name] = graph[name] + sum(kernel[name] for kernel in graph["kernels"])
     row |= dict(flop_s=row["flops"] / chip.flops, hbm_s=row["hbm_bytes"] / chip.bandwidth)
-    return row | dict(fits=True, kernels=sorted({kernel["name"] for kernel in kernels}))
+    return row | dict(fits=True, kernels=sorted({kernel["name"] for kernel in graph["kernels"]}))
 
 
 @dataclasses.dataclass
@@ -102,7 +90,6 @@ class Plan:
     """What the compiler reports; printed, a table with its explanation. rows: a dict for each batch size."""
 
     task: str
-    part: str
     chip: str
     rows: list[dict]
 
@@ -125,7 +112,7 @@ class Plan:
             rows.append([row["batch_size"], *answer, round(row["compile_s"])])
         headings = [heading for heading, *_ in FIGURES]
         columns = ["batch", "fits", "peak HBM, GiB", *headings, "compiled in, s"]
-        return Table(f"{self.task}: {PARTS[self.part]} on {self.chip}, per core", columns, rows)
+        return Table(f"{self.task}: training step on {self.chip}, per core", columns, rows)
 
     @property
     def caption(self) -> str:
@@ -133,14 +120,10 @@ class Plan:
         chip = MACHINES[self.chip].chip
         text = (
             f"{chip.hbm_bytes / GIB:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM"
-            f" time: of this graph, at {chip.bandwidth / 1e9:g} GB/s, for the operands and results of its"
-            " operations that lie in HBM, padded, each once. Neither is a forecast."
+            f" time: at {chip.bandwidth / 1e9:g} GB/s, each operand and result in HBM once. No forecasts."
         )
         if kernels := {name for row in self.rows if row["fits"] for name in row["kernels"]}:
-            text += (
-                f" What hand-written kernels ({', '.join(sorted(kernels))}) compute and read again is counted"
-                " by hand and added, because the compiler does not know it."
-            )
+            text += f" What kernels ({', '.join(sorted(kernels))}) do inside is counted by hand and added."
         return text
 
     def show(self) -> None:

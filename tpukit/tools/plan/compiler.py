@@ -66,7 +66,7 @@ def compile_graph(graph: dict, machine: Machine, flags: str, log: Log) -> dict[s
     or an `error` where it needs too much memory.
 
     Args:
-        graph: of `trace_graphs`.
+        graph: of `trace_step`.
         machine: each of its chips runs a replica.
         flags: of libtpu, for this task.
         log: is told before a compilation."""
@@ -77,7 +77,7 @@ def compile_graph(graph: dict, machine: Machine, flags: str, log: Log) -> dict[s
         files.make_private(cached.parent)  # what another user put there is not trusted
         return json.loads(cached.read_bytes())
     libraries = install_compiler(log)
-    kilobytes = graph["path"].stat().st_size / 1000
+    kilobytes = Path(graph["path"]).stat().st_size / 1000
     log(f"compiling {kilobytes:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
     answer = read_answer(run_compiler(graph["path"], machine, libraries, flags), libraries)

@@ -7,7 +7,7 @@ import os
 os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from tpukit.devices import kernel_counts, xla_private
 from tpukit.devices.distributed import World
@@ -20,8 +20,8 @@ class ExportRuntime(XLARuntime):
     fresh process, which ends without another `sync` once a training step is exported: that would run it.
 
     cores: of the machine. memory_size: of a core, in bytes. `graphs`, in the order of the calls: dicts of
-    `name`, `stablehlo` (a portable artifact), `digest` (of the graph without source lines), and `kernels`
-    (see `kernel_counts`)."""
+    `stablehlo` (a portable artifact), `digest` (of the graph without source lines), and `kernels` (see
+    `kernel_counts`)."""
 
     runs_graphs = False
 
@@ -51,16 +51,10 @@ class ExportRuntime(XLARuntime):
             text = xla_private.stablehlo(outputs, str(self.device), [], False)
             artifact = xla_private.stablehlo(outputs, str(self.device), [], True)
             digest = hashlib.sha256(text).hexdigest()
-            graph = dict(name=name or function.__name__, stablehlo=artifact, digest=digest, kernels=kernels)
-            self.graphs.append(graph)
-            return tree_map_only(torch.Tensor, self._zeros_like, result)
+            self.graphs.append(dict(stablehlo=artifact, digest=digest, kernels=kernels))
+            return result
 
         return export
-
-    def _zeros_like(self, tensor):
-        """Return a constant in the shape of a graph's result, so that the next graph does not contain this
-        one."""
-        return torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
 
 
 class _OneOf(World):
