@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tpukit.host import arrays, downloads
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.tasks import pictures
 
@@ -78,22 +76,15 @@ def _find(folder, name):
 
 
 def _read_files(paths, split):
-    try:
+    with explained(f"{paths[0]} is damaged, so copy or download it again"):
         if len(paths) == 1:
             with arrays.load(paths[0]) as stored:
                 images, labels = stored[f"x_{split}"], stored[f"y_{split}"]
         else:
             images, labels = map(_read_idx, paths)
-    except Exception as error:  # numpy, zipfile and gzip raise many types for a damaged file
-        raise TpukitError(f"{paths[0]} is damaged ({error}); copy or download it again") from error
-    is_right = labels.ndim == 1 and images.shape == (len(labels), 28, 28)
-    for values, largest in ((images, 255), (labels, 9)):
-        is_right = is_right and values.dtype.kind in "ui"
-        is_right = is_right and 0 <= values.min(initial=0) <= values.max(initial=0) <= largest
-    if not is_right:
+    if images.shape != (*labels.shape, 28, 28) or images.dtype.kind not in "ui" or labels.max(initial=0) > 9:
         found = f"images {images.dtype} {images.shape}, labels {labels.dtype} {labels.shape}"
-        expected = "integers, (N, 28, 28) from 0 to 255 and (N,) from 0 to 9"
-        raise TpukitError(f"{paths[0]}: {found}; expected {expected}")
+        raise TpukitError(f"{paths[0]}: {found}; expected integers, (N, 28, 28) and (N,) from 0 to 9")
     return dict(images=images.astype(np.uint8), labels=labels.astype(np.uint8))
 
 
@@ -113,18 +104,13 @@ def read_digit(path: Path) -> np.ndarray:
 def download(folder: Path) -> None:
     """The four original files, by torchvision, which verifies their checksums. Raises TpukitError where that
     fails."""
-    try:
+    with explained("torchvision, which knows where it is, cannot be imported"):
         from torchvision.datasets import MNIST
-    except Exception as error:  # not installed, or made for another torch
-        raise TpukitError(f"torchvision, which knows where it is, cannot be imported ({error})") from error
     url = f"{MNIST.mirrors[0]}{MNIST.resources[0][0]}"
     downloads.check_reachable(url)
     print(printable(f"dataset mnist: downloading 11 MB ({url} and three more)"))
-    try:
-        with downloads.stall_timeout(), contextlib.redirect_stderr(io.StringIO()):  # four progress bars
-            MNIST(folder, download=True)
-    except Exception as error:  # urllib, http, gzip and torchvision raise many types
-        raise TpukitError(f"{url}: {first_line(error)}") from error
+    with explained(url), downloads.stall_timeout():
+        MNIST(folder, download=True)
     for path in folder.glob("MNIST/raw/*.gz"):
         path.unlink()
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -21,10 +21,7 @@ MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are dec
 def opened(path: Path | str) -> Iterator[Image.Image]:
     """Context manager: the Pillow image of a file, not decoded yet.
 
-    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS and for a named pipe, which may
-    never be written to."""
-    if Path(path).is_fifo():
-        raise TpukitError("it is a named pipe, and not a file")
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS."""
     with Image.open(path, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise TpukitError(
@@ -46,8 +43,6 @@ def read_images(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
     read."""
     images = []
     for path in paths:
-        try:
+        with explained(f"{path} is not a readable image"):
             images.append(read(path))
-        except Exception as error:  # Pillow raises many types for a damaged file
-            raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
     return images

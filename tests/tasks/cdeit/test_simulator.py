@@ -97,8 +97,6 @@ def test_a_simulation_continues_where_it_stopped_with_any_number_of_workers(tank
             for name in ("xs", "ys", "xs_gn", "TR"):
                 assert np.array_equal(one[name], other[name]), path
             assert one["ys"].shape == (208, 1)
-    with pytest.raises(TpukitError, match="workers=0"):
-        simulator.simulate(again, workers=0)
 
 
 def test_noise_and_the_mismatch_of_the_gains_have_the_size_that_the_page_tells(model_tank, monkeypatch):

@@ -182,13 +182,7 @@ class Tank:
 # Sets
 
 
-def simulate(
-    folder: Path | str,
-    *,
-    samples: int = 1000,
-    test_samples: int = 100,
-    workers: int = 1,
-) -> Path:
+def simulate(folder: Path | str, *, samples: int = 1000, test_samples: int = 100, workers: int = 1) -> Path:
     """Make a set: folder/train and folder/test with an npz file for every sample. Return the folder.
 
     A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and
@@ -198,11 +192,6 @@ def simulate(
     workers: processes. Raises TpukitError if the folder cannot be written."""
     from tqdm.auto import tqdm
 
-    if min(samples, test_samples, workers - 1) < 0:
-        raise TpukitError(
-            f"samples={samples}, test_samples={test_samples}, workers={workers}: give numbers of 0 or more,"
-            " and 1 or more workers"
-        )
     folder = Path(folder)
     wanted = [
         folder / split / f"{number:06d}.npz"
