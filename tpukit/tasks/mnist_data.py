@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,9 +84,14 @@ def _read_files(paths, split):
                 images, labels = stored[f"x_{split}"], stored[f"y_{split}"]
         else:
             images, labels = map(_read_idx, paths)
-    if images.shape != (*labels.shape, 28, 28) or images.dtype.kind not in "ui" or labels.max(initial=0) > 9:
+    is_right = labels.ndim == 1 and images.shape == (len(labels), 28, 28)
+    for values, largest in ((images, 255), (labels, 9)):
+        is_right = is_right and values.dtype.kind in "ui"
+        is_right = is_right and 0 <= values.min(initial=0) <= values.max(initial=0) <= largest
+    if not is_right:
         found = f"images {images.dtype} {images.shape}, labels {labels.dtype} {labels.shape}"
-        raise TpukitError(f"{paths[0]}: {found}; expected integers, (N, 28, 28) and (N,) from 0 to 9")
+        expected = "integers, (N, 28, 28) from 0 to 255 and (N,) from 0 to 9"
+        raise TpukitError(f"{paths[0]}: {found}; expected {expected}")
     return dict(images=images.astype(np.uint8), labels=labels.astype(np.uint8))
 
 
@@ -109,7 +116,8 @@ def download(folder: Path) -> None:
     url = f"{MNIST.mirrors[0]}{MNIST.resources[0][0]}"
     downloads.check_reachable(url)
     print(printable(f"dataset mnist: downloading 11 MB ({url} and three more)"))
-    with explained(url), downloads.stall_timeout():
+    hidden = contextlib.redirect_stderr(io.StringIO())  # four progress bars
+    with explained(url), downloads.stall_timeout(), hidden:
         MNIST(folder, download=True)
     for path in folder.glob("MNIST/raw/*.gz"):
         path.unlink()

@@ -43,7 +43,7 @@ def _column(names, usual):
 def _open_csv(path):
     """Return (names of the columns, rows as dicts of str). Raises TpukitError for a file that is no CSV."""
     wrong = f"{path} is not a CSV file in UTF-8, so save it as one"
-    with explained(wrong), open(path, newline="", encoding="utf-8-sig") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file, explained(wrong):
         delimiter = max(",;\t", key=file.readline().count)
         file.seek(0)
         reader = csv.DictReader(file, delimiter=delimiter, restval="")

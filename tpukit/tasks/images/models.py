@@ -37,10 +37,14 @@ def describe(name: str) -> Network:
         import timm
     except ImportError:
         return _describe_torchvision(name)
+    known = {*timm.list_models(), *timm.list_models(pretrained=True)}
     if not timm.is_model(name):  # which knows its older names, too
-        _require_known(name, timm.list_models(), "timm")
-    with explained(f"timm has no weights {name!r}"):  # by the part after the dot
+        _require_known(name, known, "timm")
+    try:
         config = timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
+    except RuntimeError:  # the part after the dot names no weights of this network
+        _require_known(name, known, "timm")
+        raise
     mean, std, published = tuple(config.mean), tuple(config.std), str(config.hf_hub_id or config.url or "")
     return Network("timm", name, config.input_size[-1], config.fixed_input_size, mean, std, published)
 
