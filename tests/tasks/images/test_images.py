@@ -182,14 +182,6 @@ def test_a_file_that_claims_to_be_of_a_run_but_names_no_classes_is_refused(tmp_p
             ImageClassifier(weights=path).model()
 
 
-def test_a_run_starts_from_the_weights_of_another(finished, tmp_path, cpu):
-    task, run, scores = finished
-    again = dataclasses.replace(task, weights=run.path / "best.safetensors", epochs=0)
-    other = Run.open(tmp_path / "again", again)
-    train(again, other, runtime=cpu, progress=False)
-    assert score_run(again, other, runtime=cpu, progress=False)["accuracy"] == scores["accuracy"]
-
-
 @pytest.mark.parametrize("name, value", dict(crop=0.0, test_share=0.0, image_size=0).items())
 def test_a_setting_out_of_its_range_is_refused_by_its_name(name, value):
     with refuses(f"{name}={value:g}"):

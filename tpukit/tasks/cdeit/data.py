@@ -163,9 +163,10 @@ def read_voltages(path: Path) -> np.ndarray:
     with explained(f"{path} holds no voltages, 208 finite numbers a sample, in .npz (ys), .npy or .csv"):
         if ending in (".npz", ".npy"):
             loaded = arrays.load(path)
+            values = loaded["ys"] if ending == ".npz" else loaded
         else:
-            loaded = np.loadtxt(path, delimiter=",", encoding="utf-8-sig")  # with the mark of spreadsheets
-        volts = _real(loaded["ys"] if ending == ".npz" else loaded)
+            values = np.loadtxt(path, delimiter=",", encoding="utf-8-sig")  # with the mark of spreadsheets
+        volts = _real(values)
         shape = volts.squeeze().shape
         if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # of another, samples would be mixed
             raise ValueError(f"shape {volts.shape}")

@@ -201,9 +201,7 @@ def simulate(folder: Path | str, *, samples: int = 1000, test_samples: int = 100
     with files.explain_unwritable(folder):
         for split in SPLITS:
             (folder / split).mkdir(parents=True, exist_ok=True)
-        # A power cut can leave a file that is listed and empty, because the files are not durable.
-        existing = {path for path in folder.glob("*/*.npz") if path.stat().st_size}
-        missing = [path for path in wanted if path not in existing]
+        missing = [path for path in wanted if not path.exists()]
         workers = min(workers, len(missing) // CHUNK + 1)
         done = len(wanted) - len(missing)
         bar = tqdm(total=len(wanted), initial=done, desc="simulating", unit="sample")
