@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, first_line
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -43,6 +43,8 @@ def read_images(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
     read."""
     images = []
     for path in paths:
-        with explained(f"{path} is not a readable image"):
+        try:
             images.append(read(path))
+        except Exception as error:  # Pillow raises many types for a damaged file
+            raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
     return images

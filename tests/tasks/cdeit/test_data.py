@@ -120,7 +120,7 @@ SPREADSHEET = "\ufeff" + "\n".join(",".join(map(str, row)) for row in VOLTS)
         ("complex.npy", lambda path: np.save(path, VOLTS + 1j)),
         ("nan.npy", lambda path: np.save(path, VOLTS * np.nan)),
         ("shape.npy", lambda path: np.save(path, VOLTS[:, 1:])),
-        ("words.csv", lambda path: path.write_text("no numbers")),
+        ("words.txt", lambda path: path.write_text("no numbers")),
     ],
 )
 def test_voltages_are_read_from_every_kind_of_file_and_a_file_without_any_is_named(name, write, tmp_path):

@@ -270,8 +270,8 @@ class CDEIT(Task):
         return [dict(image=image) for image in images]
 
     def read_files(self, paths, best):
-        """Voltages from .npz (array ys), .npy or .csv: 208 numbers a sample, in the order and unit of the
-        files of `data`."""
+        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of
+        `data`'s files."""
         statistics = dataclasses.replace(self, weights=best)._carried_statistics()
         if statistics is None:
             raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")

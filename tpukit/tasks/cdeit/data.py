@@ -155,23 +155,26 @@ def _real(values):
 
 
 def read_voltages(path: Path) -> np.ndarray:
-    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or lines of numbers and commas (.csv).
+    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers in a text (.csv,
+    .txt).
 
     A sample is a row of 208, or 16 rows of 13; one alone may be a column. Raises TpukitError for a file that
     cannot be read, has another shape, or holds a number that is not finite."""
     ending = path.suffix.lower()
-    with explained(f"{path} holds no voltages, 208 finite numbers a sample, in .npz (ys), .npy or .csv"):
+    wrong = f"{path} holds no voltages, 208 finite numbers a sample, in .npz (ys), .npy, .csv or .txt"
+    with explained(wrong):
         if ending in (".npz", ".npy"):
             loaded = arrays.load(path)
             values = loaded["ys"] if ending == ".npz" else loaded
         else:
-            values = np.loadtxt(path, delimiter=",", encoding="utf-8-sig")  # with the mark of spreadsheets
+            text = path.read_text("utf-8-sig")  # spreadsheets write a byte order mark
+            values = np.loadtxt(text.replace(",", " ").splitlines())
         volts = _real(values)
         shape = volts.squeeze().shape
         if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # of another, samples would be mixed
             raise ValueError(f"shape {volts.shape}")
-        if not np.isfinite(volts).all():
-            raise ValueError("some are NaN or infinity")
+        if not len(volts) or not np.isfinite(volts).all():
+            raise ValueError(f"{len(volts)} rows, of which some hold NaN or infinity")
         return volts.reshape(-1, VOLTAGES)
 
 

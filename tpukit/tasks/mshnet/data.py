@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tpukit.host import arrays
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError
 from tpukit.tasks import pictures
 from tpukit.tasks.mshnet import augment
 from tpukit.tasks.splits import hold_out
@@ -185,8 +185,10 @@ def _read_pair(images, masks, name):
     for kind, path in paths.items():
         if path is None:
             raise TpukitError(f"no image {kind}/{stem}")
-        with explained(f"{kind}/{path.name} is unreadable"):
+        try:
             planes.append(read_image(path, grey=kind == "masks"))
+        except Exception as error:  # Pillow raises many types for a damaged file
+            raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
     sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
     if sizes[0] != sizes[1]:
         raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
