@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 # nothing.
 KEPT = {
     "mnist_quickstart": dict(ACCELERATOR="cpu"),
-    "finetune_images": dict(ACCELERATOR="cpu", EPOCHS=6),
+    "finetune_images": dict(ACCELERATOR="cpu", EPOCHS=6, IMAGE_SIZE=64),
     "colab_tpu_setup": dict(EPOCHS=12, WARM_EPOCH=2, IMAGE_SIZE=64, BATCH_SIZE=4),
 }
 ON_XLA = ("colab_tpu_setup",)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, words
-    "tpukit/tasks": 5_960,
+    "tpukit/tasks": 5_800,
     "tpukit/tools": 3_160,
     "tpukit/cli": 446,
     "tpukit": 18_630,

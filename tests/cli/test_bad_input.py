@@ -129,11 +129,6 @@ def test_a_csv_that_is_not_a_table_is_named(row, call, tmp_path):
     refused(call(*TRAIN_IMAGES, "set"), "labels.csv", "row 3")
 
 
-def test_a_named_pipe_is_an_image_that_cannot_be_read(whole, call, tmp_path):
-    os.mkfifo("pipe.png")
-    refused(call("predict", whole, "pipe.png", "--out", "out"), "pipe.png", "named pipe")
-
-
 def test_names_that_are_not_utf_8_are_trained_on_and_predicted(whole, call, tmp_path):
     cafe = os.fsdecode(b"caf\xe9")
     try:

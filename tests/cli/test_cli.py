@@ -79,7 +79,6 @@ def test_a_weights_file_is_tested_in_a_folder_of_its_own_with_a_picture_of_the_p
 # helps.
 EXPLAINED = [
     ("train mshnet --dataset-dir /nowhere", ["/nowhere"]),
-    ("simulate eit --samples -1", ["samples=-1"]),
     ("compare --epochs 9", ["tpukit compare TASK"]),
     ("compare mnist --steps 0", ["steps=0"]),
     ("migrate", ["scripts"]),

@@ -85,7 +85,7 @@ OF_ONE_TASK = [
     (ImageClassifier, dict(flip=1.5)),
     (LanguageModel, dict(test_share=1.5)),
     (LanguageModel, dict(lora_rank=0)),
-    (LanguageModel, dict(too_long="drop")),
+    (LanguageModel, dict(adapter="drop")),
     *((MNIST, {name: "Cosine"}) for name in CHOICES),
 ]
 

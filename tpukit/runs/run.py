@@ -45,13 +45,6 @@ def setting(default: Any, *, free: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"free": free})
 
 
-class Fitted(int):
-    """The value of a setting that was left None: a task chose it for the dataset in `dataset_dir`, and
-    chooses anew for another. A run stores the number."""
-
-    dataset_dir: Path | None = None
-
-
 def settings_dict(task: "Task") -> dict[str, Any]:
     """The settings of a task as a dict that JSON keeps unchanged."""
     values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
@@ -187,9 +180,6 @@ class Run:
             return
         lines = [f"  {name}: the run has {trained[name]!r}, the task {new[name]!r}" for name in changed]
         advice = "Set them back to resume it, or choose another run folder."
-        if any(isinstance(getattr(task, name), Fitted) for name in changed):
-            found = "the dataset, and the pretrained weights that were found"
-            advice = f"Some were chosen for {found}, which have changed since. {advice}"
         raise TpukitError("\n".join([f"{self.path} holds a run with other settings:", *lines, advice]))
 
     def _has_results(self) -> bool:

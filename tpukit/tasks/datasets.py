@@ -36,21 +36,24 @@ def find_dataset(
     """Find a dataset's folder and print which one was taken and why; download it or make a synthetic set if
     there is none.
 
-    A given `path` is taken, or else `fallback`, if it is a folder. Without a path, in this order: Drive
-    (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, by default the task's own, if it has
-    one; on Colab a Drive that is not mounted yet, for which the user is asked once; a download, if the task
-    has one and its server answers; a synthetic set of `size` samples, by default more of them with a TPU or a
-    GPU, or an error with `demo` False. The path "demo" is that set, too. Archives (.zip, .tar.gz) at these
-    places are unpacked below `env.outputs`. Of the processes that torchrun started, rank 0 prints.
+    A given `path` is taken. Without one, in this order: Drive (MyDrive/datasets/NAME); Kaggle inputs;
+    ./datasets/NAME; the folder `fallback`, by default the task's own, if it has one; on Colab a Drive that is
+    not mounted yet, for which the user is asked once; a download, if the task has one and its server answers;
+    a synthetic set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo`
+    False. The path "demo" is that set, too. Archives (.zip, .tar.gz) at these places are unpacked below
+    `env.outputs`. Of the processes that torchrun started, rank 0 prints.
 
-    Raises TpukitError if neither a given `path` nor `fallback` exists; and for a name that no task has, if no
-    place holds it."""
+    Raises TpukitError for a given `path` that does not exist, and for a name that no task has, if no place
+    holds it."""
     task = _task_of(name)
     if str(path) == DEMO and not Path(DEMO).exists():
         return _synthetic(env, name, size, _require_task(name), "as the path `demo` says")
-    fallback = fallback or getattr(task, "fallback", None)
-    instead = Path(fallback) if fallback and Path(fallback).is_dir() else None
-    places = _given(env, Path(path).expanduser(), instead) if path else _places(env, name, instead)
+    places = _places(env, name, fallback or getattr(task, "fallback", None))
+    if path:
+        given = Path(path).expanduser()
+        if env.drive and env.drive.parent in given.parents:
+            drive.ask_for_drive(env)
+        places = [(given, "the given path")]
     for place, why in places:
         if place.exists():
             if place.is_file() and archives.stem(place):
@@ -60,9 +63,9 @@ def find_dataset(
             _say(f"dataset {name}: {place} ({why})")
             return place
     if path:
-        missing = f"dataset path {path} does not exist{f', nor does {fallback}' if fallback else ''}"
         raise TpukitError(
-            f"{missing}. Check its spelling (is Drive mounted?), or leave it empty to search the usual places"
+            f"dataset path {path} does not exist. Check its spelling (is Drive mounted?), or leave it empty"
+            " to search the usual places"
         )
     task = _require_task(name)
     try:
@@ -115,16 +118,7 @@ def _say(text):
         print(printable(text))
 
 
-def _given(env, path, instead):
-    """Yield (path, why) of what a user asked for."""
-    if env.drive and env.drive.parent in path.parents:
-        drive.ask_for_drive(env)
-    yield path, "the given path"
-    if instead:
-        yield instead, f"because {path} does not exist"
-
-
-def _places(env, name, instead):
+def _places(env, name, fallback):
     """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at
     the end."""
     names = [f"{name}{ending}" for ending in ("", *archives.ENDINGS)]
@@ -138,8 +132,8 @@ def _places(env, name, instead):
                     yield place, "found in the Kaggle inputs"
     for each in names:
         yield Path("datasets") / each, "found in ./datasets"
-    if instead:
-        yield instead, f"found at ./{instead}"
+    if fallback and Path(fallback).is_dir():
+        yield Path(fallback), f"found at ./{fallback}"
     if on_drive and drive.ask_for_drive(env):
         yield from on_drive
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tpukit.host import arrays, downloads
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.tasks import pictures
 
@@ -78,14 +78,12 @@ def _find(folder, name):
 
 
 def _read_files(paths, split):
-    try:
+    with explained(f"{paths[0]} is damaged, so copy or download it again"):
         if len(paths) == 1:
             with arrays.load(paths[0]) as stored:
                 images, labels = stored[f"x_{split}"], stored[f"y_{split}"]
         else:
             images, labels = map(_read_idx, paths)
-    except Exception as error:  # numpy, zipfile and gzip raise many types for a damaged file
-        raise TpukitError(f"{paths[0]} is damaged ({error}); copy or download it again") from error
     is_right = labels.ndim == 1 and images.shape == (len(labels), 28, 28)
     for values, largest in ((images, 255), (labels, 9)):
         is_right = is_right and values.dtype.kind in "ui"
@@ -113,18 +111,14 @@ def read_digit(path: Path) -> np.ndarray:
 def download(folder: Path) -> None:
     """The four original files, by torchvision, which verifies their checksums. Raises TpukitError where that
     fails."""
-    try:
+    with explained("torchvision, which knows where it is, cannot be imported"):
         from torchvision.datasets import MNIST
-    except Exception as error:  # not installed, or made for another torch
-        raise TpukitError(f"torchvision, which knows where it is, cannot be imported ({error})") from error
     url = f"{MNIST.mirrors[0]}{MNIST.resources[0][0]}"
     downloads.check_reachable(url)
     print(printable(f"dataset mnist: downloading 11 MB ({url} and three more)"))
-    try:
-        with downloads.stall_timeout(), contextlib.redirect_stderr(io.StringIO()):  # four progress bars
-            MNIST(folder, download=True)
-    except Exception as error:  # urllib, http, gzip and torchvision raise many types
-        raise TpukitError(f"{url}: {first_line(error)}") from error
+    hidden = contextlib.redirect_stderr(io.StringIO())  # four progress bars
+    with explained(url), downloads.stall_timeout(), hidden:
+        MNIST(folder, download=True)
     for path in folder.glob("MNIST/raw/*.gz"):
         path.unlink()
 

@@ -21,10 +21,7 @@ MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are dec
 def opened(path: Path | str) -> Iterator[Image.Image]:
     """Context manager: the Pillow image of a file, not decoded yet.
 
-    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS and for a named pipe, which may
-    never be written to."""
-    if Path(path).is_fifo():
-        raise TpukitError("it is a named pipe, and not a file")
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS."""
     with Image.open(path, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise TpukitError(

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from tpukit import tasks
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.training.task import Task, from_settings
@@ -19,10 +19,8 @@ def task_of(config: dict) -> Task:
             f"{config['task']} is a task of your own, which its name does not find: from Python, give it as"
             " task=TASK"
         )
-    try:
+    with explained(f"the settings of a {config['task']} are damaged"):
         return from_settings(tasks.find(config["task"]), config["settings"] | dict(weights=None))
-    except TypeError as error:  # of a damaged file: a text in place of a number
-        raise TpukitError(f"the settings of a {config['task']} are damaged ({error})") from error
 
 
 def config_of(path: Path) -> dict | None:
@@ -30,10 +28,8 @@ def config_of(path: Path) -> dict | None:
     metadata = weights.metadata(path)
     if metadata.get("task") not in tasks.TASKS:
         return None
-    try:
+    with explained(f"{path}: the settings in its metadata are damaged"):
         return dict(task=metadata["task"], settings=dict(json.loads(metadata.get("settings", "{}"))))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise TpukitError(f"{path}: the settings in its metadata are damaged ({error})") from error
 
 
 def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tuple[Task, Path]:

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from tests.conftest import refuses
 from tpukit import ImageClassifier
-from tpukit.tasks.images import models
 from tpukit.tasks.images.models import build, describe, find_pretrained
 
 timm = pytest.importorskip("timm")
@@ -54,21 +53,6 @@ def test_an_unknown_name_gets_the_nearest_ones(name, nearest):
 def test_a_size_that_a_network_does_not_take_is_refused_before_training(name, size):
     with refuses(name, f"{size}x{size}", "160"):
         build(describe(name), 3, size)
-
-
-class Auxiliary(torch.nn.Linear):
-    """As torchvision's inception_v3 and googlenet, which give the logits of a second head in training."""
-
-    def forward(self, image):
-        logits = super().forward(image.mean((2, 3)))
-        return (logits, logits) if self.training else logits
-
-
-@pytest.mark.parametrize("network", [torch.nn.Conv2d(3, 4, 1), Auxiliary(3, 3)])
-def test_a_network_that_does_not_give_one_tensor_of_logits_is_refused_before_training(network, monkeypatch):
-    monkeypatch.setattr(models, "_make", lambda *given: network)
-    with refuses("test_vit", "8x8"):
-        build(describe("test_vit"), 3, 8)
 
 
 HEAD = {"head.weight", "head.bias"}

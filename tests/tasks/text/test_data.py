@@ -34,8 +34,8 @@ def said(user, assistant):
     return dict(messages=[dict(role="user", content=user), dict(role="assistant", content=assistant)])
 
 
-def opened(place, tokenizer, length=16, too_long="split", test_share=0.2):
-    return data.open_sets(place, tokenizer, length, too_long, test_share)
+def opened(place, tokenizer, length=16, test_share=0.2):
+    return data.open_sets(place, tokenizer, length, test_share)
 
 
 def everything(rows):
@@ -89,17 +89,6 @@ def test_a_long_text_is_tokenised_in_pieces(tmp_path, tokenizer, monkeypatch):
     assert sorted(found) == ["12", "abcdefghij" * 2, *["abcdefghij" * 4] * 2]
 
 
-def test_a_large_vocabulary_takes_more_bytes_on_disk_for_the_same_batches(tmp_path, tokenizer, monkeypatch):
-    (tmp_path / "train.txt").write_text("abcdefghij" * 7)
-    (tmp_path / "test.txt").write_text("12")
-    (small, _), on_disk = opened(tmp_path, tokenizer), data._on_disk
-    monkeypatch.setattr(data, "VERSION", -1)  # made anew
-    monkeypatch.setattr(data, "_on_disk", lambda count: on_disk(151_936))
-    large, _ = opened(tmp_path, tokenizer)
-    assert (small.rows.itemsize, large.rows.itemsize) == (6, 10)
-    assert all((values == everything(large)[name]).all() for name, values in everything(small).items())
-
-
 def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
     for name in ("train_a", "train_b", "test"):
         (tmp_path / f"{name}.txt").write_text(name[-1] * 4)
@@ -146,23 +135,17 @@ def test_a_prompt_without_a_template_is_followed_by_its_completion_and_the_end(t
     assert found == sorted((f"{n}+1={n + 1}{END}", f"{n + 1}{END}") for n in range(9))
 
 
-@pytest.mark.parametrize("too_long", ["split", "cut", "leave-out"])
-def test_a_conversation_longer_than_a_row_is_split_cut_or_left_out_and_counted(too_long, tmp_path, tokenizer):
+def test_a_conversation_longer_than_a_row_goes_on_in_the_next_one_and_is_counted(tmp_path, tokenizer):
     rows = [dict(prompt="p" * 6, completion="c" * 40), *(dict(prompt="q", completion="r") for _ in range(9))]
     rows += [dict(prompt="t" * 30, completion="u")]
     write_lines(tmp_path / "train.jsonl", *rows)
     write_lines(tmp_path / "test.jsonl", rows[1])
-    train, _ = opened(tmp_path, tokenizer, too_long=too_long)
-    found = [part for part in parts_of(train, tokenizer) if "q" not in part[0]]
-    end = END
-    if too_long == "split":  # as a text, of which each row goes on where the one before ended
-        wanted = [("p" * 6 + "c" * 11, "c" * 11), ("c" * 17, "c" * 16), ("c" * 14 + end, "c" * 13 + end)]
-        assert [part for part in found if part[1]] == [*wanted, ("t" * 12 + "u" + end, "u" + end)]
-    elif too_long == "cut":
-        assert found == [("p" * 6 + "c" * 11, "c" * 11)], "of the other one, nothing would be learned"
-    else:
-        assert found == []
-    assert f"2 conversations longer than that: {too_long}" in train.notes
+    train, _ = opened(tmp_path, tokenizer)
+    found = [part for part in parts_of(train, tokenizer) if "q" not in part[0] and part[1]]
+    # As a text, of which each row goes on where the one before ended.
+    wanted = [("p" * 6 + "c" * 11, "c" * 11), ("c" * 17, "c" * 16), ("c" * 14 + END, "c" * 13 + END)]
+    assert found == [*wanted, ("t" * 12 + "u" + END, "u" + END)]
+    assert "2 conversations longer than that" in train.notes
 
 
 def test_conversations_of_all_lengths_fit_in_rows_with_little_room_left(tmp_path, tokenizer):

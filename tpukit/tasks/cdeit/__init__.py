@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from tpukit.host import arrays, files
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.tasks.cdeit import data as sets
@@ -191,13 +191,9 @@ class CDEIT(Task):
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if not carried:
             return None
-        try:
+        with explained(f"{self.weights}: the statistics of the voltages in its metadata are damaged"):
             mean, deviation = np.array(json.loads(carried), np.float32).reshape(2, *sets.PATTERN)
             return mean, deviation
-        except (ValueError, TypeError, RecursionError) as error:
-            raise TpukitError(
-                f"{self.weights}: the statistics of the voltages in its metadata are damaged ({error})"
-            ) from error
 
     def evaluate(self, predictions) -> dict:
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
@@ -245,14 +241,9 @@ class CDEIT(Task):
         if not path.is_file():
             return None
         unit = np.float32(sets.CONVENTIONS[self.data].unit)
-        try:
-            with arrays.load(path) as saved:
-                batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit, xs_gn=saved["xs_gn"])
-                return batch, saved["prediction"][:, None] / unit
-        except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
-            raise TpukitError(
-                f"{path} is damaged ({first_line(error)}): `tpukit test` makes it anew"
-            ) from error
+        with explained(f"{path} is damaged, `tpukit test` makes it anew"), arrays.load(path) as saved:
+            batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit, xs_gn=saved["xs_gn"])
+            return batch, saved["prediction"][:, None] / unit
 
     def panels(self, batch, prediction=None):
         is_own = "image" not in batch  # a user's own voltages

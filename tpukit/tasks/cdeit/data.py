@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tpukit.host import arrays
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.tasks.cdeit.diffusion import STEPS
 
@@ -138,18 +138,14 @@ def _read_file(path, names):
     """dict of float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
     missing = dict.fromkeys(BASELINES, np.full((SIZE, SIZE), np.nan))
     sample = {}
-    try:
-        with arrays.load(path) as file:
-            for name in names:
-                values = _real(file[name] if name in file else missing[name])
-                shape = (VOLTAGES,) if name == "ys" else (SIZE, SIZE)
-                if values.squeeze().shape != shape:
-                    raise ValueError(f"{name} has shape {values.shape}, not {shape}")
-                sample[name] = values.reshape(shape)
-    except Exception as error:  # numpy and zipfile raise many types for a damaged file
-        raise TpukitError(
-            f"{path} is no sample ({error}): it needs xs, an image, and ys, voltages; copy or make it again"
-        ) from error
+    wrong = f"{path} is no sample, which has xs, an image, and ys, voltages: copy or make it again"
+    with explained(wrong), arrays.load(path) as file:
+        for name in names:
+            values = _real(file[name] if name in file else missing[name])
+            shape = (VOLTAGES,) if name == "ys" else (SIZE, SIZE)
+            if values.squeeze().shape != shape:
+                raise ValueError(f"{name} has shape {values.shape}, not {shape}")
+            sample[name] = values.reshape(shape)
     return sample
 
 
@@ -159,32 +155,27 @@ def _real(values):
 
 
 def read_voltages(path: Path) -> np.ndarray:
-    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers as text (.csv,
+    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers in a text (.csv,
     .txt).
 
     A sample is a row of 208, or 16 rows of 13; one alone may be a column. Raises TpukitError for a file that
     cannot be read, has another shape, or holds a number that is not finite."""
-    try:
-        if path.suffix.lower() in (".npz", ".npy"):
+    ending = path.suffix.lower()
+    wrong = f"{path} holds no voltages, 208 finite numbers a sample, in .npz (ys), .npy, .csv or .txt"
+    with explained(wrong):
+        if ending in (".npz", ".npy"):
             loaded = arrays.load(path)
-            values = loaded["ys"] if path.suffix.lower() == ".npz" else loaded
+            values = loaded["ys"] if ending == ".npz" else loaded
         else:
             text = path.read_text("utf-8-sig")  # spreadsheets write a byte order mark
-            # If semicolons separate the numbers, a comma is a decimal point.
-            text = text.replace(",", ".").replace(";", " ") if ";" in text else text.replace(",", " ")
-            values = [[float(word) for word in line.split()] for line in text.splitlines() if line.strip()]
+            values = np.loadtxt(text.replace(",", " ").splitlines())
         volts = _real(values)
         shape = volts.squeeze().shape
         if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # of another, samples would be mixed
             raise ValueError(f"shape {volts.shape}")
-        if not np.isfinite(volts).all() or not len(volts):
+        if not len(volts) or not np.isfinite(volts).all():
             raise ValueError(f"{len(volts)} rows, of which some hold NaN or infinity")
         return volts.reshape(-1, VOLTAGES)
-    except Exception as error:  # numpy and zipfile raise many types for a damaged file
-        raise TpukitError(
-            f"{path} holds no voltages that can be read ({error}): a sample is 208 finite numbers, in .npz"
-            " (ys), .npy, .csv or .txt"
-        ) from error
 
 
 # Statistics of the voltages
@@ -193,18 +184,18 @@ def read_voltages(path: Path) -> np.ndarray:
 def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
     """((mean, deviation), note): what voltages are normalised by, and where it comes from, a sentence.
 
-    In this order: mean.pth and std.pth beside the split's folder; in ./data; computed from root's training
-    set. Raises TpukitError where there is none of these, or one is damaged."""
-    for folder in (split_folder.parent, FALLBACK):
-        if all((folder / name).is_file() for name in STATISTICS):
-            mean, deviation = (_read_statistic(folder / name) for name in STATISTICS)
-            return (mean, deviation), f"voltage statistics: {' and '.join(STATISTICS)} of {folder}"
+    In this order: mean.pth and std.pth beside the split's folder; computed from root's training set. Raises
+    TpukitError where there is none of these, or one is damaged."""
+    folder = split_folder.parent
+    if all((folder / name).is_file() for name in STATISTICS):
+        mean, deviation = (_read_statistic(folder / name) for name in STATISTICS)
+        return (mean, deviation), f"voltage statistics: {' and '.join(STATISTICS)} of {folder}"
     try:
         training = find_split(root, TRAINING)
     except TpukitError as error:
         raise TpukitError(
-            f"no {' and '.join(STATISTICS)} beside {split_folder} or in {FALLBACK.resolve()}, and no training"
-            f" set in {root} to compute them from: copy both files from the set that the network learnt from"
+            f"no {' and '.join(STATISTICS)} beside {split_folder}, and no training set in {root} to compute"
+            " them from: copy both files from the set that the network learnt from"
         ) from error
     split, _ = _read_split(training, ("xs", "ys"))
     volts = split["ys"].reshape(-1, *PATTERN)
@@ -221,13 +212,10 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
 
 
 def _read_statistic(path):
-    try:
+    both = " and ".join(STATISTICS)
+    wrong = f"{path} is not a tensor of 16 x 13 usable numbers: delete {both} there, and they are computed"
+    with explained(wrong):
         values = weights.load_tensors(path).float().numpy().reshape(PATTERN)
         if not np.isfinite(values).all() or path.name == STATISTICS[1] and not (values > 0).all():
             raise ValueError("NaN, infinity, or a deviation that is not above 0")
-    except Exception as error:  # torch raises many types for a damaged file
-        raise TpukitError(
-            f"{path} is not a tensor of 16 x 13 usable numbers ({error}): delete {' and '.join(STATISTICS)}"
-            " there, and they are computed from the training set"
-        ) from error
     return values

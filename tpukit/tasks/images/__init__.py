@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from tpukit.host import archives, arrays, files
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.runs.run import Fitted, setting
+from tpukit.runs.run import setting
 from tpukit.tasks import pictures
 from tpukit.tasks.images import augment, models
-from tpukit.tasks.images.data import PAGE, ImageSet, find_samples, read_image
+from tpukit.tasks.images.data import ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
-from tpukit.tasks.splits import SPLITS, about_tables
+from tpukit.tasks.splits import SPLITS
 from tpukit.training.task import Task, marked
 
 if TYPE_CHECKING:
@@ -35,10 +35,12 @@ CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the score
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
 TOP5_CLASSES = 10  # up to so many, five of them are no score
 FEW = 10  # images of a class, below which `check_labels` warns
-# What a training has by default; a set with fewer than SMALL images gets more epochs and smaller batches.
+# What a training has by default; a small set gets more epochs, so that there are STEPS, and smaller batches.
 EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
-SMALL = BATCH_SIZE * STEPS // EPOCHS
-SMALL_SIDE = 64  # pixels: side of the images of such a set, from random weights
+
+
+class Chosen(int):
+    """A number that the task chose, because none was given. Another dataset may change it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +83,7 @@ class ImageClassifier(Task):
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
-    kept. None: that of the run that `weights` are from, else the network's own; at most 64 for a small set
-    from random weights."""
+    kept. None: that of the run that `weights` are from, else the network's own."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
     names."""
@@ -106,62 +107,40 @@ class ImageClassifier(Task):
         self.require_shares("flip", "crop", "colour", "label_smoothing", "test_share")
         if zero := [name for name in ("crop", "test_share") if getattr(self, name) == 0]:
             raise TpukitError(f"{zero[0]}=0: it must be more than 0")
-        self._fit()
+        self._choose_batch_and_epochs()
 
-    def _fit(self):
-        """Choose the settings that were left None: for the dataset, or before it is known for a large one."""
+    def _choose_batch_and_epochs(self):
+        """Set what was left None: for the dataset, or for a large one until it is known."""
         place = Path(self.dataset_dir) if self.dataset_dir else None
         if place and (archives.stem(place) or not place.exists()):
             place = None
 
-        def is_open(name):
-            value = getattr(self, name)
-            is_of_another = isinstance(value, Fitted) and place and value.dataset_dir != place
-            return value is None or is_of_another
+        def is_open(value):
+            return value is None or (place and isinstance(value, Chosen))
 
-        def choose(name, value):
-            fitted = Fitted(value)
-            fitted.dataset_dir = place
-            object.__setattr__(self, name, fitted)  # the class is frozen
-
-        wanted = [name for name in ("image_size", "batch_size", "epochs") if is_open(name)]
-        if not wanted:
+        batch_size, epochs = self.batch_size, self.epochs
+        if not (is_open(batch_size) or is_open(epochs)):
             return
         count = BATCH_SIZE * STEPS
         if place:
             count = len(find_samples(place, self.images_dir, self.test_share)[1]["train"])
-        if place and "image_size" in wanted:
-            choose("image_size", self._fitting_size(count))
-        if "batch_size" in wanted:
+        if is_open(batch_size):
             sixteenth = 2 ** round(math.log2(count / 16))
-            choose("batch_size", min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
-        if "epochs" in wanted:
-            assert self.batch_size
-            choose("epochs", max(EPOCHS, math.ceil(STEPS / max(count // self.batch_size, 1))))
-
-    def _fitting_size(self, count):
-        network = self._network()
-        if self.weights:  # of which a run says for what size they were trained
-            size = self._kept_with_weights().get("image_size", "")
-            return int(size) if re.fullmatch("[1-9][0-9]{0,3}", size) else network.size
-        if network.fixed_size or count >= SMALL or self._find_pretrained()[0]:
-            return network.size
-        return min(network.size, SMALL_SIDE)
+            batch_size = Chosen(min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
+        if is_open(epochs):
+            assert batch_size
+            epochs = Chosen(max(EPOCHS, math.ceil(STEPS / max(count // batch_size, 1))))
+        object.__setattr__(self, "batch_size", batch_size)  # the class is frozen
+        object.__setattr__(self, "epochs", epochs)
 
     # Data
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
-        assert self.dataset_dir is not None  # see `check_dataset_dir`
         classes, samples = self._find_samples()
         pretrained, weights_note = self._find_pretrained()
         is_random = pretrained is None and not self.weights
-        notes = [
-            "" if is_random else weights_note,
-            _listed(classes),
-            about_tables(Path(self.dataset_dir), PAGE),
-        ]
-        draw = functools.partial(augment.draw, self)
-        data = self._open(classes, samples, "train", draw=draw, notes="\n".join(filter(None, notes)))
+        notes = _listed(classes) if is_random else f"{weights_note}\n{_listed(classes)}"
+        data = self._open(classes, samples, "train", draw=functools.partial(augment.draw, self), notes=notes)
         if is_random:
             data.notices.append(f"{weights_note}. From these, a few hundred photos teach a network little")
         return data, self._open(classes, samples, "val", "test")
@@ -200,12 +179,8 @@ class ImageClassifier(Task):
         kept = self._kept_with_weights()
         if not kept:
             return None
-        try:
+        with explained(f"weights {self.weights} do not say what their classes are"):
             return [str(name) for name in json.loads(kept["classes"])]
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise TpukitError(
-                f"weights {self.weights} do not say what their classes are ({first_line(error)})"
-            ) from error
 
     def _kept_with_weights(self):
         """The metadata of `weights` from a run of this task; empty for a file from elsewhere."""
@@ -239,7 +214,9 @@ class ImageClassifier(Task):
         return models.describe(self.model_name)
 
     def _size(self):
-        return self.image_size or self._network().size
+        kept = self._kept_with_weights().get("image_size", "")
+        is_size = re.fullmatch("[1-9][0-9]{0,3}", kept)
+        return self.image_size or (int(kept) if is_size else self._network().size)
 
     def _find_pretrained(self):
         """(file or None, a sentence for the log). Without anything to train on, no weights are looked for."""
@@ -326,13 +303,8 @@ class ImageClassifier(Task):
         path = folder / "worst.npz"
         if not path.is_file():
             return None
-        try:
-            with arrays.load(path) as saved:
-                return {name: saved[name] for name in ("image", "label", "name")}, saved["prediction"]
-        except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
-            raise TpukitError(
-                f"{path} is damaged ({first_line(error)}): `tpukit test` makes it anew"
-            ) from error
+        with explained(f"{path} is damaged, `tpukit test` makes it anew"), arrays.load(path) as saved:
+            return {name: saved[name] for name in ("image", "label", "name")}, saved["prediction"]
 
     def panels(self, batch, prediction=None):
         import torch
@@ -357,11 +329,7 @@ class ImageClassifier(Task):
         sentences = [f"{len(data)} training images of {len(data.classes)} classes: {spread}"]
         if small := [name for name, count in zip(data.classes, counts) if count < FEW]:
             sentences.append(f"fewer than {FEW} images to learn from: {_listed(small)}")
-        if pairs := _find_contradictions(data):
-            shown = ", ".join(f"{data.names[first]} and {data.names[second]}" for first, second in pairs[:3])
-            sentences.append(f"{len(pairs)} images are there twice, in two classes: {shown}")
-        of_each = [data.labels.tolist().index(label) for label in np.flatnonzero(counts)]
-        return sentences, [index for pair in pairs[:2] for index in pair] + of_each
+        return sentences, [data.labels.tolist().index(label) for label in np.flatnonzero(counts)]
 
     def read_files(self, paths, best):
         size = self._size()
@@ -399,16 +367,6 @@ def _confusion(logits, labels):
     """(K, K) counts, numpy: a row for each true class, a column for each predicted one."""
     count = logits.shape[1]
     return (labels * count + logits.argmax(1)).bincount(minlength=count**2).view(count, count).numpy()
-
-
-def _find_contradictions(data):
-    """Return pairs of indices of equal images with two labels."""
-    first, pairs = {}, []
-    for index, digest in enumerate(data.digests.tolist()):
-        other = first.setdefault(digest, index)
-        if data.labels[other] != data.labels[index]:
-            pairs.append((other, index))
-    return pairs
 
 
 def _listed(names):

@@ -5,7 +5,6 @@ Shapes: N samples, B batch, S side of the images."""
 import collections
 import concurrent.futures
 import functools
-import hashlib
 import math
 import os
 import shutil
@@ -39,15 +38,12 @@ def find_samples(
     if not place.exists():
         raise TpukitError(f"dataset {place} does not exist")
     samples = _find_in_class_folders(place) if place.is_dir() else []
-    about_tables = ""
-    if len({sample.label for sample in samples}) < 2:
-        about_tables = splits.about_tables(place, PAGE)
-        is_table = place.is_file() and about_tables
-        samples = [] if is_table else read_lists(place, images_dir) or samples
+    if len({sample.label for sample in samples}) < 2 and place.suffix not in splits.TABLES:
+        samples = read_lists(place, images_dir) or samples
     names = {sample.label for sample in samples}
-    if len(names) < 2 and about_tables:
-        raise TpukitError(f"{place}: {about_tables}")
     if len(names) < 2:
+        if tables := splits.about_tables(place, PAGE):
+            raise TpukitError(f"{place}: {tables}")
         here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
         raise TpukitError(
             f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
@@ -125,8 +121,7 @@ def read_image(path: Path, size: int) -> np.ndarray:
 
 
 def _decode(samples, size, skip_bad, split):
-    """Return a dict: images (N, 3, S, S) uint8; digests (N,) uint64, equal for equal images; kept (N,) places
-    in `samples`; notes. Decodes on all cores."""
+    """Decode on all cores. Return a dict: images (N, 3, S, S) uint8, kept (N,) places in `samples`, notes."""
     from tqdm.auto import tqdm
 
     count, needed = len(samples), len(samples) * 3 * size * size
@@ -138,16 +133,11 @@ def _decode(samples, size, skip_bad, split):
         )
     with tempfile.TemporaryFile() as file, concurrent.futures.ThreadPoolExecutor() as pool:
         images = np.memmap(file, np.uint8, "w+", shape=(count, 3, size, size))
-        digests = np.zeros(count, np.uint64)
 
         def decode(index):
             """Return what is wrong with an image, or None."""
             try:
-                pixels = read_image(samples[index].path, size)
-                images[index] = pixels.transpose(2, 0, 1)
-                digests[index] = int.from_bytes(hashlib.blake2b(pixels.tobytes(), digest_size=8).digest())
-            except MemoryError:
-                raise
+                images[index] = read_image(samples[index].path, size).transpose(2, 0, 1)
             except Exception as error:  # Pillow raises many types for a damaged file
                 return f"{samples[index].name}: {first_line(error)}"
 
@@ -165,7 +155,7 @@ def _decode(samples, size, skip_bad, split):
             )
         for new, old in enumerate(kept):  # in place: no second copy in memory
             images[new] = images[old]
-    return dict(images=images[: len(kept)], digests=digests[kept], kept=kept, notes=np.array(notes))
+    return dict(images=images[: len(kept)], kept=kept, notes=np.array(notes))
 
 
 class ImageSet:
@@ -173,7 +163,7 @@ class ImageSet:
 
     `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8, label (B,) int64 and, in training, augment
     (B, NUM_UNIFORMS), what `augment.apply` needs on the device. draw: numbers -> augment; None for a test
-    set. `digests` (N,) are equal for equal images. `notes`: sentences for the log."""
+    set. `notes`: sentences for the log."""
 
     def __init__(
         self,
@@ -195,7 +185,7 @@ class ImageSet:
         key = [VERSION, size, skip_bad, state, [sample.name for sample in samples]]
         decoded = arrays.mapped(f"images-{split}", key, lambda: _decode(samples, size, skip_bad, split))
         samples = [samples[index] for index in decoded["kept"]]
-        self.images, self.digests = decoded["images"], decoded["digests"]
+        self.images = decoded["images"]
         self.names = [sample.name for sample in samples]
         numbers = {name: number for number, name in enumerate(classes)}
         self.labels = np.array([numbers[sample.label] for sample in samples], np.int64)

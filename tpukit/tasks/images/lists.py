@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks.splits import SPLITS
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -42,16 +42,12 @@ def _column(names, usual):
 
 def _open_csv(path):
     """Return (names of the columns, rows as dicts of str). Raises TpukitError for a file that is no CSV."""
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            delimiter = max(",;\t", key=file.readline().count)
-            file.seek(0)
-            reader = csv.DictReader(file, delimiter=delimiter, restval="")
-            return reader.fieldnames or [], list(reader)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise TpukitError(
-            f"{path} is not a CSV file in UTF-8 ({first_line(error)}): save it as one"
-        ) from error
+    wrong = f"{path} is not a CSV file in UTF-8, so save it as one"
+    with open(path, newline="", encoding="utf-8-sig") as file, explained(wrong):
+        delimiter = max(",;\t", key=file.readline().count)
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=delimiter, restval="")
+        return reader.fieldnames or [], list(reader)
 
 
 def _lists_images(path):
@@ -85,10 +81,8 @@ def _inside(base, name, where):
     `base`."""
     # A list from elsewhere could name any file of the user's, whose picture would then be kept with the
     # predictions.
-    try:
+    with explained(f"{where}: {name!r} is not a valid path"):
         path = (base / name).resolve()
-    except (OSError, ValueError) as error:
-        raise TpukitError(f"{where}: {name!r} is not a valid path ({error})") from error
     if not path.is_relative_to(base):
         raise TpukitError(f"{where}: {name} is not in {base}; name the folder of the images as images_dir")
     if path.suffix.lower() in IMAGE_ENDINGS:

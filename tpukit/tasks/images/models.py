@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tpukit.host import downloads, files
-from tpukit.host.errors import TpukitError, explained, first_line
+from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 
 if TYPE_CHECKING:
@@ -74,23 +74,15 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    state = None if pretrained is None else weights.read(pretrained)
-    try:
+    own_size = f"its own size is {network.size}"
+    with explained(f"{network.name} cannot classify images of {size}x{size} pixels, {own_size}"):
         model = _make(network, classes, size)
         trial = copy.deepcopy(model)  # whose batch norms count
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # computes nothing
-            shape = tuple(trial(torch.zeros(2, 3, size, size)).shape)
-        problem = "" if shape == (2, classes) else f"it gives {shape} for two of {classes} classes"
-    except Exception as error:  # libraries raise many types
-        problem = first_line(error)
-    if problem:
-        raise TpukitError(
-            f"{network.name} cannot classify images of {size}x{size} pixels ({problem}); its own size is"
-            f" {network.size}"
-        )
-    if state is None:
+            trial(torch.zeros(2, 3, size, size))
+    if pretrained is None:
         return model
-    own = model.state_dict()
+    state, own = weights.read(pretrained), model.state_dict()
     for name in [f"{head}.{part}" for head in heads(model) for part in ("weight", "bias")]:
         if name in own and (name not in state or state[name].shape != own[name].shape):
             state[name] = own[name]
@@ -155,15 +147,13 @@ def _find_published(network):
 
     if not network.published:
         raise TpukitError("none are published")
-    try:
-        if "://" in network.published:
-            path = Path(torch.hub.get_dir(), "checkpoints", network.published.rpartition("/")[2])
-            with files.file_lock(path):  # of several processes one downloads it
-                if not path.is_file():
-                    downloads.check_reachable(network.published)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    torch.hub.download_url_to_file(network.published, str(path))
-            return path
-        return downloads.from_hub(network.published, "model.safetensors") / "model.safetensors"
-    except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
-        raise TpukitError(f"{network.published}: {first_line(error)}") from error
+    with explained(network.published):
+        if "://" not in network.published:
+            return downloads.from_hub(network.published, "model.safetensors") / "model.safetensors"
+        path = Path(torch.hub.get_dir(), "checkpoints", network.published.rpartition("/")[2])
+        with files.file_lock(path):  # of several processes one downloads it
+            if not path.is_file():
+                downloads.check_reachable(network.published)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.hub.download_url_to_file(network.published, str(path))
+        return path

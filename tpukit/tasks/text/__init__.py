@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -83,8 +82,6 @@ class LanguageModel(Task):
     """LoRA's output is multiplied by this over the rank."""
     sequence_length: int | None = None
     """Tokens of a row, into which texts are packed. None: 1024, or what the model takes if that is less."""
-    too_long: Literal["split", "cut", "leave-out"] = "split"
-    """What becomes of a conversation with more tokens than a row. split: it goes on in the next one."""
     test_share: float = 0.1
     """Of data without a test split: the share of the rows, evenly spaced, that is held out."""
     gradient_checkpointing: bool = True
@@ -169,16 +166,8 @@ class LanguageModel(Task):
         return adamw(model, self.lr, self.weight_decay, betas=(0.9, 0.95))
 
     def rates(self, model: Any, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """Tokens and TFLOP (see `Network.flops`) a second, over all cores; on a TPU also the share of what
-        its chips could do."""
-        from tpukit.devices.chips import find_chip
-
-        rate = samples_per_s * self.length
-        found = {"tokens per second": rate, "TFLOP per second": rate * model.flops(self.length) / 1e12}
-        chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")) if runtime.accelerator == "tpu" else None
-        if chip and chip.flops:
-            found["of the chips' FLOP"] = found["TFLOP per second"] * 1e12 / (runtime.cores * chip.flops)
-        return found
+        """Tokens a second, over all cores."""
+        return {"tokens per second": samples_per_s * self.length}
 
     def export_folder(self, model: Network, to: str, folder: Path) -> float:
         """Write a trained model for `tpukit export`. Return the largest difference of its logits, loaded
@@ -195,8 +184,7 @@ class LanguageModel(Task):
 
     def datasets(self) -> tuple[data.TextSet, data.TextSet]:
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        place, options = Path(self.dataset_dir), (self.length, self.too_long, self.test_share)
-        return data.open_sets(place, self._tokenizer, *options)
+        return data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
 
     def data_signature(self, data: data.TextSet) -> dict[str, str]:
         return {"texts, tokenizer or their packing": data.signature}

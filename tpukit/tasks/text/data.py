@@ -25,8 +25,8 @@ TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"
 PAGE = "TEXT"  # of the docs
 PIECE, PIECES = 2**16, 8  # characters that are tokenised at once; how many of them are one document
 MANY = 256  # documents, or fewer conversations, from which rows are filled
-VERSION = 3  # of what `_pack` makes of the same files, which is cached
-TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.int32)])
+VERSION = 4  # of what `_pack` makes of the same files, which is cached
+TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.uint16)])
 # Of conversations, where the tokenizer has no template of its own: one text after another.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"
@@ -56,32 +56,17 @@ class TextSet:
     def batch(self, indices: Any, numbers: Any = None) -> dict[str, np.ndarray]:
         rows = self.rows[self.kept[indices]]
         found = {name: rows[name].astype(np.int32) for name in TOKEN.names or ()}
-        found["labels"][rows["labels"] == _none(self.rows)] = -1
         return dict(found, share=np.full(len(rows), 1 / self.targets, np.float32))
 
 
-def _on_disk(count: int) -> np.dtype:
-    """What a token of a vocabulary of `count` takes in a file: 6 bytes, or 10."""
-    kind = np.uint16 if count < 2**16 else np.uint32
-    return np.dtype([("tokens", kind), ("labels", kind), ("documents", np.uint16)])
-
-
-def _none(rows: np.ndarray) -> int:
-    """What stands for -1 in the labels of a file."""
-    return np.iinfo(rows.dtype["labels"]).max
-
-
-def open_sets(
-    place: Path, tokenizer: Any, length: int, too_long: str, test_share: float
-) -> tuple[TextSet, TextSet]:
-    """(training set, test set) of a file or a folder, made anew or from the cache. length: T. too_long,
-    test_share: see `LanguageModel`. Raises TpukitError, with the file and the line, for what cannot be
-    trained on."""
+def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tuple[TextSet, TextSet]:
+    """(training set, test set) of a file or a folder, made anew or from the cache. length: T. test_share: see
+    `LanguageModel`. Raises TpukitError, with the file and the line, for what cannot be trained on."""
     folder, files = place if place.is_dir() else place.parent, find_texts(place)
     names = [glob.escape(str(path.relative_to(folder))) for path in itertools.chain(*files.values())]
-    key = [VERSION, names, arrays.content_key(folder, like=names), length, too_long, test_share]
+    key = [VERSION, names, arrays.content_key(folder, like=names), length, test_share]
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
-    packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, too_long, test_share))
+    packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, test_share))
     is_test, signature = packed["is_test"], arrays.digest(key)
     notes = [str(packed["notes"]), about_tables(place, PAGE)]
     train = TextSet(packed, ~is_test, signature, "\n".join(filter(None, notes)))
@@ -91,16 +76,16 @@ def open_sets(
     return train, test
 
 
-def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarray]:
-    """rows (R, T), see `_on_disk`; of each (R,) targets, how many labels it has, and is_test; and notes."""
+def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
+    """rows (R, T) of `TOKEN`; of each (R,) targets, how many labels it has, and is_test; and notes."""
     from tqdm.auto import tqdm
 
     file, at, longer, border = tempfile.TemporaryFile(), 0, 0, 0
-    nothing, kind = np.array([(0, -1, 0)], TOKEN), _on_disk(1 + max(tokenizer.get_vocab().values()))
+    nothing = np.array([(0, -1, 0)], TOKEN)
 
     def write(tokens):
         nonlocal at
-        file.write(tokens.astype(kind).tobytes())  # -1 becomes the largest number
+        file.write(tokens.tobytes())
         at += len(tokens)
 
     for split in ("train", "test"):
@@ -114,10 +99,10 @@ def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarra
                 tokens["documents"] = 1 + number % (2**16 - 1)  # a row has fewer
                 is_longer = is_conversation and len(tokens) > length
                 longer += is_longer
-                if not is_conversation or (is_longer and too_long == "split"):
+                if is_conversation and not is_longer:
+                    whole.append(tokens)
+                else:
                     write(tokens)
-                elif not is_longer or too_long == "cut":
-                    whole.append(tokens[:length])
             whole.sort(key=len)
             while whole:  # always the longest that fits into what is left of a row
                 index = bisect.bisect_right(whole, length - at % length, key=len)
@@ -125,13 +110,13 @@ def _pack(files, tokenizer, length, too_long, test_share) -> dict[str, np.ndarra
         write(nothing.repeat(-at % length))
     write(nothing.repeat(length))  # no file is empty
     file.flush()
-    rows = np.memmap(file, kind, "r", shape=(at // length, length))
-    targets = np.array([(row["labels"] != _none(rows)).sum() for row in rows])
+    rows = np.memmap(file, TOKEN, "r", shape=(at // length, length))
+    targets = np.array([(row["labels"] >= 0).sum() for row in rows])
     is_test = np.arange(len(rows)) >= border
     if not files["test"]:
         is_test = np.diff(np.ceil(np.arange(len(rows) + 1) * test_share)) > 0
     notes = f"{targets.sum()} tokens to predict, in rows of {length}"
-    notes += f"; {longer} conversations longer than that: {too_long}" if longer else ""
+    notes += f"; {longer} conversations longer than that go on in the next row" if longer else ""
     return dict(rows=rows, targets=targets, is_test=is_test, notes=np.array(notes))
 
 

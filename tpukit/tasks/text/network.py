@@ -97,17 +97,6 @@ class Network(nn.Module):
         options = dict(position_ids=positions, use_cache=False, seen=(mask, places, *cache))
         return self.causal.base_model(inputs_embeds=embedded, **options).last_hidden_state
 
-    def flops(self, length: int) -> float:
-        """FLOP of a training step for each token of a row: the products of matrices and of attention, forward
-        and backward, without what is computed twice."""
-        config, embeddings = self.causal.config, [m for m in self.modules() if isinstance(m, nn.Embedding)]
-        tables = {id(module.weight) for module in embeddings} - {id(self.head)}  # only looked up
-        matrices = [p for p in self.parameters() if p.ndim == 2 and id(p) not in tables]
-        both = 4 * sum(p.numel() for p in matrices)  # forward, and backward to the inputs
-        trained = 2 * sum(p.numel() for p in matrices if p.requires_grad)
-        width = config.num_attention_heads * config.head_dim
-        return both + trained + 3 * 4 * config.num_hidden_layers * length * width
-
     def export(self, tokenizer: Any, to: str, folder: Path, base: str) -> float:
         """Write it with its tokenizer to a folder: to "peft", the adapter alone, which is for the model
         `base`, or to "transformers", the whole model with the adapter in it. Returns the largest difference
