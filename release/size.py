@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, words
     "tpukit/tasks": 5_800,
     "tpukit/tools": 3_160,
-    "tpukit/cli": 446,
+    "tpukit/cli": 449,
     "tpukit": 18_630,
     "release": 787,
     "benchmarks": 1_140,

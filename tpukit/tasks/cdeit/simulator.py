@@ -185,9 +185,8 @@ class Tank:
 def simulate(out: Path | str, *, samples: int = 1000, test_samples: int = 100, workers: int = 1) -> Path:
     """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample.
 
-    A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, two classical images of
-    ys. A sample depends on its split and number alone. Existing files are kept, so that a set can grow.
-    Raises TpukitError if the folder cannot be written.
+    A file holds xs, the image (SIZE, SIZE), ys, the voltages (208, 1), and TR and xs_gn, two classical images
+    of ys. A sample depends on its split and number alone. Existing files are kept, so that a set can grow.
 
     Args:
         out: folder of the set, which is returned.
