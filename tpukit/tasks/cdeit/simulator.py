@@ -192,6 +192,8 @@ def simulate(folder: Path | str, *, samples: int = 1000, test_samples: int = 100
     workers: processes. Raises TpukitError if the folder cannot be written."""
     from tqdm.auto import tqdm
 
+    if min(samples, test_samples) < 0:
+        raise TpukitError(f"samples={samples}, test_samples={test_samples}: give numbers of 0 or more")
     folder = Path(folder)
     wanted = [
         folder / split / f"{number:06d}.npz"
