@@ -100,6 +100,7 @@ WRONG = [
     ("train mshnet --epochs many", ["--epochs", "many"]),
     ("train mnist --parallel threads", ["threads", "spmd"]),
     ("simulate mri", ["mri", "eit"]),
+    ("simulate eit --samples -1", ["samples=-1"]),
     ("plan mnist --chip v3-8", ["v3-8", "v5e-1", "v5e-8", "v6e-1"]),
     ("show", ["RUN"]),
 ]

@@ -193,6 +193,8 @@ def simulate(out: Path | str, *, samples: int = 1000, test_samples: int = 100, w
         workers: processes."""
     from tqdm.auto import tqdm
 
+    if min(samples, test_samples) < 0:
+        raise TpukitError(f"samples={samples}, test_samples={test_samples}: give numbers of 0 or more")
     folder = Path(out)
     wanted = [
         folder / split / f"{number:06d}.npz"
