@@ -85,8 +85,8 @@ def export(
     out: Path | None = None,
     task: str | None = None,
 ) -> int:
-    """Write the best weights of a run for other programs, and measure on test samples how much the output
-    differs. Exit code 1 if that is more than 1e-4.
+    """Write the best weights of a run for other programs, and measure on random samples how much the
+    output differs. Exit code 1 if that is more than 1e-4.
 
     Args:
         run: the folder of a run, or a weights file.
