@@ -39,9 +39,7 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
     try:
         files.make_private(folder.parent)
     except OSError as error:
-        raise TpukitError(
-            f"the TPU compiler cannot be stored in {folder.parent} ({error}): set TPUKIT_CACHE to another"
-        ) from error
+        raise TpukitError(f"cannot write {folder.parent} ({error}): set TPUKIT_CACHE to another") from error
     with files.file_lock(folder):
         if folder.is_dir():
             return folder
