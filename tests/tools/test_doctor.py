@@ -102,7 +102,6 @@ def test_doctor_never_tells_to_install_over_an_image(name, package, version, ima
 
 XLA = dict(torch="2.9.0", torch_xla="2.9.0")
 BATCH_RUN = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
-LOOKUP_FAILED = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determine TPU accelerator type")
 
 
 # What is installed, chips, variables -> what is found, how bad, and words of it or its fix; without a level
@@ -131,7 +130,6 @@ LOOKUP_FAILED = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determ
         (dict(torch="2.9.0"), 0, KAGGLE_GPU, "accelerator", WARNING, ["Kaggle: Settings"]),
         (dict(torch="2.9.0"), 0, {}, "accelerator", NOTE, ["slowly"]),
         (XLA, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", WARNING, ["unset PJRT_DEVICE"]),
-        (XLA_28, 8, LOOKUP_FAILED, "variable", NOTE, ["TPU_ACCELERATOR_TYPE", "'v5litepod-8'"]),
         (XLA_28, 8, KAGGLE_TPU | {"XLA_USE_BF16": "1"}, "variable", WARNING, ["autocast"]),
         (XLA_28, 8, KAGGLE_TPU | {"COLAB_TPU_ADDR": "10.0.0.2"}, "variable", NOTE, ["TPU Node"]),
     ],

@@ -38,7 +38,7 @@ def test_mnist_becomes_a_file_that_gives_the_probabilities_of_any_batch(trained,
     path.write_text("an older one, which is replaced")
     assert cli.main(["export", str(run.path), "--to", "onnx"]) == 0
     shown = capsys.readouterr().out
-    assert str(path) in shown and "16 test samples" in shown and "MORE" not in shown
+    assert str(path) in shown and "random inputs" in shown and "MORE" not in shown
     session = session_of(path)
     images = task.test_set().batch(np.arange(7))["image"]
     for count in (1, 7):
@@ -61,7 +61,7 @@ def test_mshnet_takes_any_batch_and_any_multiple_of_16_and_grey_levels_as_they_a
         values += 0.02 * torch.rand_like(values) - 0.01 * (values.dim() > 1)
     run.save_best(state, task=task.name)
     exported = export(run, task=task)
-    assert exported.is_equal() and exported.compared_on == "16 random samples"
+    assert exported.is_equal()
     session = session_of(exported.path)
     for size in ((1, 3, 32, 96), (4, 3, 64, 64)):
         image = np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
@@ -86,7 +86,7 @@ def test_a_file_that_differs_from_the_trained_model_is_reported_and_ends_with_1(
 
 @pytest.mark.parametrize("difference, is_equal", [(9e-5, True), (2e-4, False), (float("nan"), False)])
 def test_a_file_can_be_used_if_the_difference_is_small(difference, is_equal, tmp_path):
-    assert Exported(tmp_path, difference, "samples").is_equal() == is_equal
+    assert Exported(tmp_path, difference).is_equal() == is_equal
 
 
 def test_a_missing_package_a_file_in_the_way_an_unknown_format_and_a_sampler_are_errors(

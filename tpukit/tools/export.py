@@ -31,8 +31,6 @@ class Exported:
     """the file, or the folder of files"""
     difference: float
     """of its output and the trained model's, see `LARGEST_DIFFERENCE`"""
-    compared_on: str
-    """what both were given"""
 
     def is_equal(self) -> bool:
         return self.difference <= LARGEST_DIFFERENCE  # NaN is not
@@ -40,7 +38,7 @@ class Exported:
     def __str__(self) -> str:
         size = sum(file.stat().st_size for file in [self.path, *self.path.glob("*")] if file.is_file())
         verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
-        difference = f"largest difference to the trained model on {self.compared_on}: {self.difference:.2g}"
+        difference = f"largest difference to the trained model on random inputs: {self.difference:.2g}"
         return f"{self.path}: {size / 1e6:.1f} MB\n{difference}{verdict}"
 
 
@@ -60,8 +58,8 @@ def export(
         out: a new file or folder. By default it is beside the weights, where an older best.onnx is replaced.
         task: a task of your own, or the name of a task for a file that does not name its own.
 
-    Returns an `Exported`, whose difference is measured on test samples, or on random ones where there is no
-    dataset. Raises TpukitError where a package is missing or the model cannot be exported."""
+    Return an `Exported`, whose difference is measured on random samples. Raise TpukitError where a package is
+    missing or the model cannot be exported."""
     from tpukit.runs import weights
     from tpukit.tasks.trained import find_trained
 
@@ -82,19 +80,19 @@ def export(
         return _export_onnx(task, model, path, about)
     with files.explain_unwritable(path.parent), files.atomic_folder(path) as work:
         difference = export_folder(model, to, work)
-    return Exported(path, difference, "random tokens")
+    return Exported(path, difference)
 
 
 def _export_onnx(task, model, path, metadata):
     import onnxruntime
     import torch
 
-    batch, source = _samples(task)
+    batch = task.example(COMPARED)
     inputs = {name: np.ascontiguousarray(values) for name, values in task.export_inputs(batch).items()}
     tensors = {name: torch.as_tensor(values) for name, values in inputs.items()}
     with torch.no_grad():
         expected = task.exported(model, tensors).numpy()
-    metadata |= dict(task=task.name, output=task.export_output, compared_on=source)
+    metadata |= dict(task=task.name, output=task.export_output)
     if task.export_preprocessing:
         metadata["preprocessing"] = task.export_preprocessing
     exported = _to_onnx(_trace(task, model, tensors), list(inputs))
@@ -107,16 +105,7 @@ def _export_onnx(task, model, path, metadata):
         files.write_atomic(path, data)
     assert found.shape == expected.shape
     difference = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1.0)
-    return Exported(path, difference, source)
-
-
-def _samples(task):
-    """(batch of arrays (N, ...), where it is from): test samples, or random ones without the dataset."""
-    if task.dataset_dir is not None and Path(task.dataset_dir).is_dir():
-        data = task.test_set()
-        indices = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).astype(int)
-        return data.batch(indices), f"{len(indices)} test samples"
-    return task.example(COMPARED), f"{COMPARED} random samples"
+    return Exported(path, difference)
 
 
 def _trace(task, model, inputs):

@@ -54,7 +54,12 @@ def predict(
     with known_errors.explain_known_errors(), prediction.as_files(files) as paths:
         if out is not None:
             out = Path(out)
-            _make_empty(out)
+            with explain_unwritable(out):
+                out.mkdir(parents=True, exist_ok=True)
+            if names := [entry.name for entry in out.iterdir() if not entry.name.startswith(".")]:
+                raise TpukitError(
+                    f"{out} is not empty (it has {names[0]}): choose a new folder for the results"
+                )
         runtime = Runtime("cpu")
         if device != "cpu":
             flags = task.libtpu_args(batch_size)
@@ -73,12 +78,3 @@ def predict(
     if out is not None:
         print(printable(f"{len(results) - len(errors)} samples predicted: {out / 'predictions.csv'}"))
     return results
-
-
-def _make_empty(folder):
-    """Make a folder. Raises TpukitError if anything is in it: no file of another's is replaced."""
-    with explain_unwritable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
-    if names:
-        raise TpukitError(f"{folder} is not empty (it has {names[0]}): choose a new folder for the results")

@@ -270,9 +270,6 @@ def _variable(machine: Machine) -> Rows:
         level = WARNING if name.endswith("BF16") else NOTE  # these are still read
         found = f"{name}={environ.get(name)}: {why}"
         rows.append((environ.get(name), level, found, f"unset it. Instead: {instead}"))
-    for name, value in environment.failed_lookups(environ, machine.root).items():
-        fix = f"tpukit takes {value!r} for it; for other code set {name} before it imports torch_xla or jax"
-        rows.append((True, NOTE, f"{name} holds no value but a warning: {environ[name]}", fix))
     return rows
 
 

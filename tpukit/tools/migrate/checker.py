@@ -190,9 +190,9 @@ class Checker:
         parts, end = [], 0
         for start, stop, text in sorted(edits, key=lambda edit: edit[:2]):
             if start >= end:  # else it is in what another one replaces
-                parts += [self.source.text(end, start), text]
+                parts += [self.source.code[end:start].decode(), text]
                 end = stop
-        return "".join([*parts, self.source.text(end, len(self.source.code))])
+        return "".join([*parts, self.source.code[end:].decode()])
 
     def _imports(self):
         """Edits that import what is not imported yet: above the first import, or below the docstring."""

@@ -32,17 +32,14 @@ class Finding:
         return RULES[self.rule][0]
 
     @property
-    def what_to_do(self) -> str:
-        return self.advice or RULES[self.rule][1]
-
-    @property
     def place(self) -> str:
         cell = f" cell {self.cell}" if self.cell else ""
         return f"{self.path}{cell}:{self.line}:{self.column}"
 
     def __str__(self):
+        what_to_do = self.advice or RULES[self.rule][1]
         fix = " (--fix)" if self.fixable else ""
-        return f"{self.place}: {self.level} [{self.rule}] {self.found}: {self.what_to_do}{fix}"
+        return f"{self.place}: {self.level} [{self.rule}] {self.found}: {what_to_do}{fix}"
 
 
 def as_text(findings: list[Finding]) -> str:

@@ -64,9 +64,6 @@ class Source:
     def end(self, node: Located) -> int:
         return self.starts[node.end_lineno - 1] + node.end_col_offset
 
-    def text(self, start: int, end: int) -> str:
-        return self.code[start:end].decode()
-
     def ancestors(self, node: ast.AST) -> Iterator[Located]:
         """Yield the nodes around a node, the nearest first."""
         while node in self.parents:

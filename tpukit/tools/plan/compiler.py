@@ -1,8 +1,7 @@
-"""The TPU's compiler without a TPU: installed, given the graphs of a step; its answers read and cached."""
+"""The TPU's compiler without a TPU: installed, given the graph of a step; its answer read."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import signal
@@ -40,9 +39,7 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
     try:
         files.make_private(folder.parent)
     except OSError as error:
-        raise TpukitError(
-            f"the TPU compiler cannot be stored in {folder.parent} ({error}): set TPUKIT_CACHE to another"
-        ) from error
+        raise TpukitError(f"cannot write {folder.parent} ({error}): set TPUKIT_CACHE to another") from error
     with files.file_lock(folder):
         if folder.is_dir():
             return folder
@@ -62,20 +59,14 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
 
 
 def compile_graph(graph: dict, machine: Machine, flags: str, log: Log) -> dict[str, Any]:
-    """Return the compiler's figures of one run of a graph, cached: peak_bytes, flops, hbm_bytes, compile_s;
-    or an `error` where it needs too much memory.
+    """Return the compiler's figures of a graph: peak_bytes, flops, hbm_bytes, compile_s; or an `error` where
+    it needs too much memory.
 
     Args:
         graph: of `trace_step`.
         machine: each of its chips runs a replica.
         flags: of libtpu, for this task.
         log: is told before a compilation."""
-    code = [files.sha256(path) for path in (SCRIPT, Path(hlo.__file__))]
-    key = " ".join([graph["digest"], machine.topology, *COMPILER, *code, flags])
-    cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    with contextlib.suppress(OSError, ValueError):
-        files.make_private(cached.parent)  # what another user put there is not trusted
-        return json.loads(cached.read_bytes())
     libraries = install_compiler(log)
     kilobytes = Path(graph["path"]).stat().st_size / 1000
     log(f"compiling {kilobytes:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
@@ -84,9 +75,6 @@ def compile_graph(graph: dict, machine: Machine, flags: str, log: Log) -> dict[s
     answer["compile_s"] = time.monotonic() - started
     if "hlo" in answer:
         answer["hbm_bytes"] = sum(nbytes for _, nbytes in hlo.operations(answer.pop("hlo")))
-    with contextlib.suppress(OSError, TpukitError):  # then it is compiled again next time
-        files.make_private(cached.parent)
-        files.write_atomic(cached, json.dumps(answer))
     return answer
 
 

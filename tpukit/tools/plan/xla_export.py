@@ -1,6 +1,5 @@
 """Graphs of a TPU core as StableHLO, traced on a machine without one: what `tpukit plan` compiles."""
 
-import hashlib
 import os
 
 # The second: else an all-reduce over one visible core is left out.
@@ -20,8 +19,7 @@ class ExportRuntime(XLARuntime):
     fresh process, which ends without another `sync` once a training step is exported: that would run it.
 
     cores: of the machine. memory_size: of a core, in bytes. `graphs`, in the order of the calls: dicts of
-    `stablehlo` (a portable artifact), `digest` (of the graph without source lines), and `kernels` (see
-    `kernel_counts`)."""
+    `stablehlo` (a portable artifact) and `kernels` (see `kernel_counts`)."""
 
     runs_graphs = False
 
@@ -48,10 +46,8 @@ class ExportRuntime(XLARuntime):
             outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
             if mutates:
                 outputs += self.written_by_step(*mutates)
-            text = xla_private.stablehlo(outputs, str(self.device), [], False)
             artifact = xla_private.stablehlo(outputs, str(self.device), [], True)
-            digest = hashlib.sha256(text).hexdigest()
-            self.graphs.append(dict(stablehlo=artifact, digest=digest, kernels=kernels))
+            self.graphs.append(dict(stablehlo=artifact, kernels=kernels))
             return result
 
         return export
