@@ -145,14 +145,6 @@ def test_after_a_resume_the_report_says_how_long_all_sessions_took_and_which_one
     assert sentences[-1] == "Training took 92 s, evaluation 2 s in 2 sessions."
 
 
-def test_a_table_has_no_column_of_zeros():
-    records = [started(), trained_at(4, wait_s=0.0), trained_at(8, wait_s=1.0)]
-    for given, columns in ((records, ("step", "waiting for data")), (records[:2], ("step",))):
-        [table] = findings.accelerator_tables(given)
-        assert table.columns == ("steps", *columns, "samples per second")
-        assert all(len(row) == len(table.columns) for row in table.rows)
-
-
 # What a task says of its scores, and a run that is still training
 
 
@@ -170,11 +162,6 @@ def test_the_paper_is_named_beside_its_own_dataset_alone(folder, is_published):
     labels = findings.labels_of(dict(task="mshnet", settings=dict(dataset_dir=folder)))
     assert labels.published == (dict(iou=0.6716, pd=0.9388, fa=15.03e-6) if is_published else {})
     assert labels.score == "iou" and list(labels.names) == ["iou", "pd", "fa"]
-
-
-@pytest.mark.parametrize("task", ["word", "", None, 3, [], {}, ["mshnet"]])
-def test_a_task_that_is_unknown_or_no_name_has_no_labels(task):
-    assert findings.labels_of(dict(task=task, settings={})) == findings.NO_LABELS
 
 
 def test_curves_over_epochs_count_the_steps_of_one():

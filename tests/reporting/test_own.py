@@ -106,25 +106,6 @@ def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_e
         assert {f"run/own/{entry['mask']}" for entry in listed} <= set(archive.namelist())
 
 
-def test_numbers_are_saved_with_six_digits_and_returned_with_all(trained, pictures, monkeypatch):
-    task, run = trained
-    monkeypatch.setattr(type(task), "results", lambda *_: [dict(share=1 / 3, small=2e-9 / 3, count=1234567)])
-    samples = prediction.predict_files(task, run.best(), [pictures / "a.png"], Runtime("cpu"))
-    [result] = own.save_predictions(task, samples, run.path / "own")
-    assert result["share"] == 1 / 3
-    [saved] = json.loads((run.path / "own/predictions.json").read_text())
-    assert (saved["share"], saved["small"], saved["count"]) == (0.333333, 6.66667e-10, 1234567)
-    assert "0.333333,6.66667e-10,1234567" in (run.path / "own/predictions.csv").read_text()
-
-
-def test_the_picture_of_own_files_names_each(trained, pictures, monkeypatch):
-    task, run = trained
-    drawn, draw = [], own.figures.panels_figure
-    monkeypatch.setattr(own.figures, "panels_figure", lambda *given: drawn.append(draw(*given)) or drawn[-1])
-    own.show_own(run, task, pictures)
-    assert [axis.get_title().split("\n")[1] for axis in drawn[0].axes[:2]] == ["a.png", "b.jpg"]
-
-
 # On an open page
 
 
@@ -151,22 +132,12 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_takes_
     assert "upload-a.png" in message and "<ul" in page.updates[0]._repr_html_()  # it wraps
     button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
     assert len(page.updates) == 2 and page.updates[1].data != picture.data
-    assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists()
-
-
-def test_an_upload_and_its_predictions_join_the_zip_that_was_made_before_and_make_none(
-    trained, pictures, page
-):
-    task, run = trained
-    upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
-    upload["content"] = memoryview((pictures / "a.png").read_bytes())
-    own.show_own(run, task)
-    page.shown[0].children[0].set_trait("value", (upload,))
     archive = run.path.with_name("run.zip")
-    assert (run.path / "own/upload-a.png").exists() and not archive.exists()
-    shutil.rmtree(run.path / "own")
+    assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists() and not archive.exists()
+    # What is uploaded later joins the zip that was made before.
     own.save_zip(run)
-    page.shown[0].children[0].set_trait("value", (upload, dict(upload, name="b.png")))
+    content = memoryview((pictures / "b.jpg").read_bytes())
+    button.set_trait("value", (dict(upload, name="b.png", content=content),))
     with zipfile.ZipFile(archive) as packed:
         assert {"run/own/upload-b.png", "run/own/predictions.csv"} <= set(packed.namelist())
 
