@@ -60,7 +60,8 @@ program, size, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 for rank in range(size):
     if os.fork() == 0:
         def tell(*values):
-            print(f"rank {rank}:", *values, file=sys.stderr)  # gloo prints to stdout
+            line = " ".join(map(str, (f"rank {rank}:", *values)))
+            os.write(2, f"{line}\\n".encode())  # at once, as lines of ranks would mix; gloo prints to stdout
 
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         world = World(rank, size)

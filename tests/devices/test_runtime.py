@@ -130,15 +130,6 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
     assert [environ.get("LIBTPU_INIT_ARGS") for environ in opened] == [given, wanted, wanted]
 
 
-@pytest.mark.parametrize("uses_torch_tpu", [False, True])
-def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(
-    uses_torch_tpu, monkeypatch, opened
-):
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine TPU worker hostnames")
-    open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=uses_torch_tpu))
-    assert opened[0]["TPU_WORKER_HOSTNAMES"] == "localhost"
-
-
 FP32 = """
 import json, os, sys, warnings, torch
 from tpukit.devices.cuda import CUDARuntime

@@ -209,7 +209,7 @@ def test_the_next_version_takes_an_accelerator_and_the_last_output_as_the_guide_
 
 @pytest.mark.nightly
 def test_one_built_notebook_runs_alone_in_an_empty_folder_without_network(dist, tmp_path):
-    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True, timeout=60).returncode:
         pytest.skip("no network namespace can be made here, to run without network")
     folder = tmp_path / "empty"
     folder.mkdir()

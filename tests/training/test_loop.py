@@ -87,7 +87,7 @@ def test_sigterm_saves_before_the_process_leaves(digits, tmp_path):
         deadline = time.monotonic() + 120
         records = tmp_path / "run/records.jsonl"
         while not (records.exists() and records.read_text().count("train") > 5):
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
