@@ -81,8 +81,8 @@ def test_importing_tpukit_and_detecting_loads_neither_torch_nor_matplotlib():
         "import sys, tpukit; tpukit.detect(); from tpukit.tools import doctor;"
         "print([m for m in ('torch', 'torch_xla', 'matplotlib', 'IPython', 'skimage') if m in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.strip() == "[]", ran.stderr
 
 
 def test_every_public_name_is_found_and_an_unknown_one_lists_them():
@@ -190,24 +190,6 @@ def test_the_first_code_of_every_notebook_imports_tpukit_and_says_from_where():
 
 
 @pytest.mark.parametrize("path", notebooks(), ids=lambda p: p.name)
-def test_a_cell_imports_what_it_uses_of_the_standard_library(path):
-    for cell in json.loads(path.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            tree = ast.parse("".join(cell["source"]))
-            imported = {
-                alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
-            }
-            imported |= {
-                alias.name
-                for node in ast.walk(tree)
-                if isinstance(node, ast.ImportFrom)
-                for alias in node.names
-            }
-            used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-            assert used & {"subprocess", "sys", "os", "shutil", "Path"} <= imported, "".join(cell["source"])
-
-
-@pytest.mark.parametrize("path", notebooks(), ids=lambda p: p.name)
 def test_every_notebook_ends_with_the_next_one_troubleshooting_and_where_to_ask(path):
     last = texts(json.loads(path.read_text()))[-1]
     assert last.startswith("### What next")
@@ -237,27 +219,15 @@ def test_the_library_list_of_requirements_and_of_pyproject_is_the_same_and_has_n
     assert set(doctor.NEEDED) == {name.partition(">=")[0] for name in needed}
 
 
-def test_every_file_and_setting_that_a_page_names_exists():
-    from tpukit import CDEIT, MSHNet
-    from tpukit.cli.commands import ALIASES
-
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    for page in pages:
+def test_every_notebook_that_a_page_names_exists():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for path in re.findall(r"(?<!google\.com/)(notebooks/\w+\.ipynb)", page.read_text()):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
-    lines = [line for page in pages for line in page.read_text().splitlines()]
-    for task in (MSHNet, CDEIT):
-        settings = {f"--{name.replace('_', '-')}" for name in task.__dataclass_fields__}
-        settings |= {"--run", "--backup", "--cores", "--parallel", "--help", *ALIASES}
-        commands = [line for line in lines if re.match(rf"    tpukit (train|test) {task.name}", line)]
-        assert len(commands) >= 4
-        for line in commands:
-            assert set(re.findall(r"--[a-z-]+", line.partition("#")[0])) <= settings, line
 
 
 def test_nothing_in_the_tree_names_a_machine_or_a_registry():
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    for name in files or pytest.skip("not a git checkout"):
+    ran = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    for name in ran.stdout.split() or pytest.skip("not a git checkout"):
         if (ROOT / name).is_symlink():
             continue
         text = (ROOT / name).read_text(errors="ignore")

@@ -118,13 +118,8 @@ def chosen():
     return kept
 
 
-def test_there_are_commands_to_run_and_they_are_made_small():
-    assert len(unique()) > 10
-    small = smaller("tpukit train mshnet --epochs 400 --lr 0.05")
-    assert small[:6] == ["train", "mshnet", "--epochs", "1", "--lr", "0.05"] and small[6:8] == [
-        "--base-size",
-        "32",
-    ]
+def test_there_are_commands_to_run():
+    assert len(chosen()) > 10
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +182,8 @@ def test_a_command_with_something_before_it_runs_as_it_stands(command, place, mo
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     shutil.rmtree("outputs/new", ignore_errors=True)
     line = f"{before}{shlex.quote(sys.executable)} -m tpukit {shlex.join(words)}"
-    ran = subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environ, timeout=300)
     assert ran.returncode == 0 and "Scores" in ran.stdout, ran.stdout + ran.stderr
 
 
@@ -311,6 +305,6 @@ def test_the_loop_by_hand_of_the_tpu_guide_trains_mnist(place):
     (place / "mp_mnist.py").write_text(code)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"}
     command = [sys.executable, "mp_mnist.py"]
-    ran = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True)
+    ran = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=300)
     losses = [float(loss) for loss in re.findall(r"core 0, epoch \d: loss ([\d.]+)", ran.stdout)]
     assert len(losses) == 2 and losses[1] < losses[0], ran.stdout + ran.stderr[-2000:]

@@ -31,7 +31,8 @@ def run(code, folder, home=None):
     environ |= dict(HOME=str(home)) if home else {}
     # -S: without the packages that are installed here, which tpukit may be one of.
     command = [sys.executable, "-S", "-"]
-    ran = subprocess.run(command, input=code, cwd=folder, env=environ, capture_output=True, text=True)
+    pipes = dict(input=code, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, cwd=folder, env=environ, **pipes)
     return ran.stdout.strip() or ran.stderr.strip().splitlines()[-1]
 
 

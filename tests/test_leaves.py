@@ -26,7 +26,8 @@ HEAVY = "torch._dynamo torch_xla torch.utils.tensorboard scipy.ndimage matplotli
 def outcomes():
     """Leaf -> what went wrong without it, or "". One process imports torch, and forks for each leaf."""
     command = [sys.executable, "-m", "tests.test_leaves", *LEAVES]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    pipes = dict(capture_output=True, text=True, timeout=550)
+    ran = subprocess.run(command, cwd=PACKAGE.parent, **pipes)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 

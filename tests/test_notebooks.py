@@ -28,7 +28,7 @@ def run_notebook(name, tmp_path, replace=None, **parameters):
     nbformat.write(book, source)
     papermill.execute_notebook(
         str(source), str(done), {**parameters, "OUTPUTS": str(tmp_path / "outputs")},
-        cwd=str(tmp_path), progress_bar=False, kernel_name="python3",
+        cwd=str(tmp_path), progress_bar=False, kernel_name="python3", execution_timeout=500,
     )  # fmt: skip
     return nbformat.read(done, 4)
 
@@ -134,6 +134,7 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
         cwd=str(tmp_path),
         progress_bar=False,
         kernel_name="python3",
+        execution_timeout=500,
     )
     output = text(nbformat.read(tmp_path / "done.ipynb", 4))
     assert output.count("'cores': 2") == 2 and output.count("all 2 cores started") == 2

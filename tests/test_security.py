@@ -53,7 +53,7 @@ def test_a_training_listens_nowhere_and_its_cores_on_the_loopback_alone(cores, d
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, tmp_path / "program.py", digits, tmp_path / "run", str(cores)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     files = sorted((tmp_path / "run").glob("listening-*.json"))
     assert len(files) == cores, ran.stderr[-2000:]
     addresses = [address for path in files for address in json.loads(path.read_text())]

@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import os
-import platform
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -59,41 +57,6 @@ def opened(monkeypatch):
     return seen
 
 
-COUNT_FAULTS = """
-import os, resource, torch
-from tpukit.devices.runtime import Runtime
-
-torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
-
-def faults():
-    for step in range(20):
-        if step == 15:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(2**24)  # 64 MiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-print(faults())
-for name in ("NOTHING", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"):
-    if os.fork() == 0:
-        os.environ[name] = "glibc.malloc.top_pad=131072"
-        Runtime("cpu")
-        print(faults(), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="another malloc than glibc's"
-)
-def test_memory_that_a_step_on_a_cpu_frees_is_there_for_the_next_unless_the_user_sets_malloc():
-    unset = dict.fromkeys(name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES")))
-    ran = run_python("-u", "-c", COUNT_FAULTS, variables=unset, timeout_s=120)
-    alone, kept, *with_settings = map(int, ran.stdout.split())
-    assert alone >= 5 * 32  # of 2 MiB each, where the system has large pages
-    assert kept < alone / 10 and len(with_settings) == 2 and min(with_settings) >= alone / 10
-
-
 def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_otherwise(monkeypatch):
     gpu(monkeypatch, capability=(8, 0))
     weights = [torch.nn.Parameter(torch.ones(3))]
@@ -112,14 +75,6 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
     adam = torch.optim.Adam(weights)
     Runtime("cpu").init_optimizer_state(adam)
     assert not adam.param_groups[0]["capturable"] and adam.param_groups[0]["fused"] is None
-
-
-def test_torch_compile_makes_no_cuda_graphs_of_its_own(monkeypatch, cpu):
-    modes = []
-    monkeypatch.setattr(torch, "compile", lambda model, mode: modes.append(mode))
-    for mode in ("no", "default", "reduce-overhead", "max-autotune"):
-        cpu.torch_compile(None, mode)
-    assert modes == ["default", "default", "max-autotune-no-cudagraphs"]
 
 
 @pytest.mark.parametrize(
@@ -144,18 +99,6 @@ def test_convolutional_networks_lie_channels_last_where_that_is_faster(
         layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(36, 2), *more]
         model = runtime.to_device(torch.nn.Sequential(*layers), channels_last=channels_last)
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last) == expected
-
-
-def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch):
-    gpu(monkeypatch)
-    runtime = CUDARuntime("cuda")
-    pinned, moved = [], []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *more, **named: moved.append(self) or self)
-    runtime.put_dataset({"image": np.zeros((3, 2), np.uint8)})
-    assert len(moved) == 1 and not pinned
-    runtime.put({"image": np.zeros((3, 2), np.uint8)})
-    assert len(moved) == 2 and len(pinned) == 1
 
 
 @pytest.mark.parametrize(
@@ -185,15 +128,6 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
         env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False, versions={})
         open_runtime(env, libtpu_args="--a=1 --b=2")
     assert [environ.get("LIBTPU_INIT_ARGS") for environ in opened] == [given, wanted, wanted]
-
-
-@pytest.mark.parametrize("uses_torch_tpu", [False, True])
-def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(
-    uses_torch_tpu, monkeypatch, opened
-):
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine TPU worker hostnames")
-    open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=uses_torch_tpu))
-    assert opened[0]["TPU_WORKER_HOSTNAMES"] == "localhost"
 
 
 FP32 = """

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +15,12 @@ import torch
 
 from tests.conftest import COMPILERS, ROOT, best_weights, exact, refuses, same
 from tests.devices import torch_tpu_mock
-from tests.launching.conftest import CPU, losses
-from tests.launching.launched import Watched
+from tests.launching.conftest import CPU, losses, on_one_core
 from tpukit import MNIST, Run, train
 from tpukit.devices import open_runtime, torch_tpu_private
-from tpukit.devices.runtime import Runtime
 from tpukit.devices.torch_tpu import TorchTPURuntime
 from tpukit.host import environment, files
-from tpukit.launching import core, launcher
+from tpukit.launching import launcher
 from tpukit.tools.child import run_python
 
 SMALL = dict(epochs=2, batch_size=16, channels=4, log_every=3, precision="fp32")
@@ -93,16 +90,6 @@ def test_where_torch_tpu_finds_no_tpu_the_error_says_so(kind, monkeypatch):
 # Launches
 
 
-def test_a_rank_opens_its_chip_and_then_joins_over_the_hosts_memory_and_the_chips_links(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch_tpu_private, "open_device", lambda: calls.append("opened"))
-    monkeypatch.setattr(core.dist, "init_process_group", lambda backend, **_: calls.append(backend))
-    monkeypatch.setattr(core.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(core.dist, "get_world_size", lambda: 8)
-    world = core.join_group(SimpleNamespace(env=torch_tpu_mock.machine(8), hang_timeout_s=60), 3)
-    assert calls == ["opened", "cpu:gloo,tpu:tpu_dist"] and (world.rank, world.size) == (3, 8)
-
-
 def test_a_launch_is_refused_where_this_process_has_used_the_chips_and_spmd_as_it_is_torch_xlas(
     mock, digits, tmp_path, monkeypatch
 ):
@@ -140,46 +127,17 @@ def test_each_launch_prepares_its_own_chips_and_is_refused_where_the_user_or_tor
 TRAINING = dict(batch_norm="frozen", precision="fp32", log_every=1, num_workers=1)
 
 
-@pytest.fixture(scope="module")
-def on_a_cpu(digits, tmp_path_factory):
-    """The losses of one process on a CPU."""
-    task = Watched(dataset_dir=digits, **TRAINING)
-    run = Run.open(tmp_path_factory.mktemp("one") / "run", task)
-    train(task, run, runtime=Runtime("cpu"), progress=False)
-    return losses(run)
-
-
-def launched_on_mock_chips(run, data, launches, torchrun=0, **variables):
-    """A finished process that launched on two mock chips, by torchrun or by itself."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(torchrun)] if torchrun else []
-    options = json.dumps(dict(run=run, data=data, launches=launches), default=str)
-    command = [sys.executable, *torchrun, "-m", "tests.devices.torch_tpu_mock", options]
-    pipes = dict(capture_output=True, text=True, timeout=400)
-    return subprocess.run(command, cwd=ROOT, env=CPU | variables, **pipes)
-
-
 @pytest.mark.slow
-def test_a_chip_of_two_that_fails_ends_the_launch_and_the_next_gives_the_losses_of_one(
-    digits, tmp_path, on_a_cpu
-):
+def test_a_chip_of_two_that_fails_ends_the_launch_and_the_next_gives_the_losses_of_one(digits, tmp_path):
     launches = [TRAINING | dict(accident="raise", save_every_s=0), TRAINING]
-    ran = launched_on_mock_chips(tmp_path, digits, launches)
+    options = json.dumps(dict(run=tmp_path / "run", data=digits, launches=launches), default=str)
+    command = [sys.executable, "-m", "tests.devices.torch_tpu_mock", options]
+    ran = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=400)
     assert "ENDS " in ran.stdout, ran.stdout[-2000:] + ran.stderr[-4000:]
     failed, resumed = json.loads(ran.stdout.partition("ENDS ")[2])
     assert "core 1 (rank 1)" in failed["error"] and "result" in resumed
-    assert losses(Run(tmp_path)) == pytest.approx(on_a_cpu, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_under_torchrun_ends_all_although_torch_tpu_would_wait_for_the_others_at_exit(
-    digits, tmp_path, on_a_cpu
-):
-    addresses = dict(TORCH_TPU_SLICEBUILDER_ADDRESSES="localhost:1,localhost:2", TORCH_TPU_TOPOLOGY="2,1,1")
-    launches = [TRAINING | dict(accident="raise")]
-    ran = launched_on_mock_chips(tmp_path, digits, launches, torchrun=2, **addresses)
-    assert ran.returncode == 1 and "rank 1 failed in step 30: sample 7 is broken" in ran.stderr
-    assert len(losses(Run(tmp_path))) > 20
-    assert losses(Run(tmp_path)) == pytest.approx(on_a_cpu[: len(losses(Run(tmp_path)))], rel=1e-4)
+    alone, _ = on_one_core(tmp_path / "alone", digits, batch_norm="frozen", precision="fp32")
+    assert losses(Run(tmp_path / "run")) == pytest.approx(losses(alone), rel=1e-4)
 
 
 # The real package

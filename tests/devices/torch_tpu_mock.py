@@ -3,7 +3,6 @@
 `python -m tests.devices.torch_tpu_mock '{"run": ..., "data": ..., "launches": [{...}, ...]}'` launches a
 training with each of these settings on two mock chips, and prints how they ended, as one JSON line."""
 
-import atexit
 import contextlib
 import json
 import os
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
-import torch.distributed as dist
 
 from tpukit.devices import torch_tpu_private
 from tpukit.host import environment
@@ -55,7 +53,7 @@ def install(replace=setattr):
             get_device_properties=lambda: SimpleNamespace(total_memory=16 * 2**30),
             is_initialized=lambda: False,
             default_generators=(torch.Generator(),),
-            _shutdown_runtime=shut_down,
+            _shutdown_runtime=lambda: None,
         ),
         "torch.tpu.distributed": dict(set_tpu_launch_env=set_tpu_launch_env),
     }
@@ -80,12 +78,6 @@ def open_device():
     return torch.device("cpu")
 
 
-def shut_down():
-    """What the package does when a process ends."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def machine(cores):
     """The Environment of a machine with so many chips and torch_tpu."""
     return environment.Environment(
@@ -106,7 +98,6 @@ def main(run, data, launches):
     from tests.launching.launched import Watched
     from tpukit import Run, TpukitError, launch, train
 
-    atexit.register(shut_down)
     install()
     environment.detect = lambda: machine(2)
     ends = []

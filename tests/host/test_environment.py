@@ -65,7 +65,7 @@ def test_the_backend_of_a_tpu_and_whether_it_fits_are_known(
 def test_detect_its_table_and_require_work_where_neither_torch_nor_a_backend_can_be_imported():
     code = "import sys; sys.modules.update(dict.fromkeys('torch torch_xla torch_tpu libtpu jax'.split()))"
     code += "; import tpukit; env = tpukit.detect(); print(env); env.require('cpu')"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 def test_a_colab_gpu_has_the_empty_tpu_variable_and_is_no_tpu(tmp_path, versions, gpu):

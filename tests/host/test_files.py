@@ -1,6 +1,5 @@
 """Files and folders that appear whole or not at all, locks, and the cache folder."""
 
-import getpass
 import os
 
 import pytest
@@ -101,15 +100,6 @@ def test_two_processes_may_write_the_same_file(tmp_path, monkeypatch):
             other.setattr(os, "getpid", lambda: 7)
             files.write_atomic(path, "two")
     assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
-
-
-def test_a_user_without_a_name_is_called_by_number(tmp_path, monkeypatch):
-    def nameless():
-        raise KeyError("getpwuid(): uid not found: 12345")
-
-    monkeypatch.setattr(getpass, "getuser", nameless)
-    monkeypatch.delenv("TPUKIT_CACHE")
-    assert files.cache_folder().name == f"tpukit-{os.getuid()}"
 
 
 def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processes_are_removed(tmp_path):

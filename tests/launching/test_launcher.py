@@ -20,7 +20,6 @@ from tests.launching.conftest import (
 )
 from tests.launching.launched import RECIPE, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
-from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.launching import launcher
@@ -193,13 +192,6 @@ def test_one_graph_over_eight_devices_gives_the_losses_and_weights_of_one(odd, t
 def test_synced_batch_norm_off_gpus_is_refused(launches):
     done = launches["synced"][1]
     assert done["error"] == "CoreFailed" and "parallel='spmd'" in done["message"]
-
-
-def test_synced_batch_norm_on_gpus_is_torchs_own():
-    runtime = Runtime("cpu", world=World(0, 2))
-    runtime.device = torch.device("cuda")
-    model = batch_norm.apply(Watched().model(), "synced", runtime)
-    assert [type(m) for m in model.modules() if "Norm" in type(m).__name__] == [torch.nn.SyncBatchNorm]
 
 
 # What is refused before anything starts

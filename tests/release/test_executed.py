@@ -59,19 +59,6 @@ def test_a_copy_names_no_folder_of_its_machine_and_keeps_its_words_and_pictures(
     assert "![" not in first.source and "with outputs" in first.source and first.source.endswith("Text.")
 
 
-def test_few_coloured_pixels_of_a_grey_picture_keep_their_colour():
-    grey = np.repeat(np.random.default_rng(0).integers(0, 256, (300, 900, 1), np.uint8), 3, axis=2)
-    grey[100:110, 90:200] = 255, 0, 0  # red
-    png = io.BytesIO()
-    Image.fromarray(grey).save(png, "PNG")
-    output = nbformat.from_dict(dict(data={"image/png": base64.b64encode(png.getvalue()).decode()}))
-    executed.make_small(output)
-    small = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
-    assert small.width == executed.WIDTH
-    red, green, blue = small.getpixel((75, 56))
-    assert red > 200 and green < 60 and blue < 60
-
-
 @pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
 def test_a_copy_in_docs_is_whole_small_and_names_no_machine(path):
     text = path.read_text()

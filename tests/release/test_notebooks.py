@@ -52,7 +52,8 @@ def unpack(cell, home, **variables):
     """Run the archive's cell with another home folder. Returns (the folder it names, the folder's files)."""
     program = f"{cell.source}\nprint(EMBEDDED)"
     environ = dict(os.environ, HOME=str(home), **variables)
-    ran = subprocess.run([sys.executable, "-"], input=program, env=environ, capture_output=True, text=True)
+    pipes = dict(input=program, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-"], env=environ, **pipes)
     if ran.returncode:
         return None, ran.stderr
     folder = Path(ran.stdout.strip())
@@ -91,11 +92,6 @@ def test_one_tomography_notebook_is_two_files_which_differ_in_their_links_and_as
     assert tpu.cells[1:] == gpu.cells[1:]
 
 
-def test_building_twice_gives_equal_bytes(dist, build, tmp_path):
-    for path in build(tmp_path):
-        assert path.read_bytes() == (dist / path.relative_to(tmp_path)).read_bytes()
-
-
 def test_the_tomography_notebooks_bring_the_part_of_pyeit_that_simulates_and_its_licence(dist, tmp_path):
     folder, files = unpack(archive_cell(dist / "kaggle_cdeit_tpu.ipynb"), tmp_path)
     assert "Benyuan Liu" in files["pyeit/LICENSE.txt"].read_text() and "pyeit/eit/fem.py" in files
@@ -104,10 +100,9 @@ def test_the_tomography_notebooks_bring_the_part_of_pyeit_that_simulates_and_its
         " from tpukit.tasks.cdeit import simulate"
     )
     command = [sys.executable, "-c", program, str(folder)]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=dict(os.environ, PYTHONPATH=str(folder))
-    )
-    assert ran.stdout.strip() == str(folder / "pyeit/__init__.py")
+    environ = dict(os.environ, PYTHONPATH=str(folder))
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert ran.stdout.strip() == str(folder / "pyeit/__init__.py"), ran.stderr
 
 
 def test_an_unpacked_copy_is_used_again_and_one_with_other_files_is_left_as_it_is(dist, tmp_path):
@@ -214,7 +209,7 @@ def test_the_next_version_takes_an_accelerator_and_the_last_output_as_the_guide_
 
 @pytest.mark.nightly
 def test_one_built_notebook_runs_alone_in_an_empty_folder_without_network(dist, tmp_path):
-    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True, timeout=60).returncode:
         pytest.skip("no network namespace can be made here, to run without network")
     folder = tmp_path / "empty"
     folder.mkdir()

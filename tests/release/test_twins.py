@@ -42,24 +42,6 @@ def test_an_image_has_torch_of_one_release_and_what_the_library_needs_but_what_i
         assert name in listed or BROUGHT[name] in listed, name
 
 
-@pytest.mark.parametrize(
-    "script, ended",
-    [
-        ("""test "$4" && echo '{"forward": "", "backward": ""}'""", "ok"),
-        ("""case "$4" in *256*) echo 'it ended' >&2; exit 1;; esac""", "it ended"),
-        ("exit 3", "exit code 3"),
-    ],
-)
-def test_a_jax_that_lowers_no_kernel_is_a_failure_of_its_image(script, ended, tmp_path, monkeypatch):
-    monkeypatch.setattr(twins, "TWINS", tmp_path)
-    python = tmp_path / "kaggle-tpu/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
-    found = twins.lower_kernels("Kaggle TPU")
-    assert ended in found and found.startswith("FAILED") == (ended != "ok")
-
-
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
 def test_every_notebook_with_an_accelerator_is_run_on_the_cpu_and_shortly(path):
     notebook = nbformat.read(path, 4)
@@ -67,18 +49,6 @@ def test_every_notebook_with_an_accelerator_is_run_on_the_cpu_and_shortly(path):
     source = "".join(cell.source for cell in notebook.cells)
     assert ("env.require(" in source) == (found.get("ACCELERATOR") == "cpu")
     assert found.get("EPOCHS", 2) <= 3
-
-
-def test_an_interpreter_of_pyenv_is_found_and_one_of_another_version_is_not(tmp_path):
-    for folder, version in (("3.98.1", "3.97.0"), ("3.98.2", "3.98.2")):
-        python = tmp_path / "versions" / folder / "bin/python"
-        python.parent.mkdir(parents=True)
-        python.write_text(f"#!/bin/sh\necho Python {version}\n")
-        python.chmod(0o755)
-    environ = dict(PYENV_ROOT=str(tmp_path), PATH="/nowhere")
-    assert twins.interpreter("3.98", environ) == python
-    with pytest.raises(SystemExit, match="3.99"):
-        twins.interpreter("3.99", environ)
 
 
 def test_a_notebook_ends_well_by_its_own_copy_of_tpukit_or_where_the_image_lacks_a_package(tmp_path):
@@ -94,7 +64,7 @@ def test_a_notebook_ends_well_by_its_own_copy_of_tpukit_or_where_the_image_lacks
 
 
 def test_a_run_has_the_images_folder_and_no_network_and_writes_to_no_folder_of_this_machine(tmp_path):
-    if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, timeout=60).returncode:
         pytest.skip("namespaces are not allowed here")
     root, work = tmp_path / "root", tmp_path / "work"
     root.mkdir()

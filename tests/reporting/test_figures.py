@@ -113,30 +113,12 @@ def test_a_text_is_drawn_as_it_is_in_lines_that_fit():
     assert len(lines) <= figures.TEXT_LINES and max(map(len, lines)) < 40 and lines[1].startswith("\\x1b[2J")
 
 
-def luminance(colour):
-    """The relative luminance of WCAG 2.2."""
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
-    return np.dot(linear, (0.2126, 0.7152, 0.0722))
-
-
-def contrast(one, other):
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-# Of GitHub, JupyterLab and VS Code
-@pytest.mark.parametrize("page", ["#ffffff", "#0d1117", "#111111", "#1e1e1e"])
-def test_on_white_and_on_dark_pages_curves_and_words_of_a_figure_without_a_background_are_seen(page):
-    assert contrast("#ffffff", "#000000") == pytest.approx(21)
-    for colour in (figures.RED, *(colour for colour, _ in figures.SERIES)):
-        assert contrast(colour, page) > 3, colour  # what WCAG asks for graphics and large text
-    assert contrast(figures.GREY, page) > 3.9
+def test_a_figure_has_no_background_and_no_black_words_so_that_a_dark_page_shows_it():
     figure = figures.curves_figure(records_of([0.5, 0.75]), LABELS)
     drawn = np.asarray(Image.open(io.BytesIO(figures.as_png(figure))))
-    corners = drawn[[0, 0, -1, -1], [0, -1, 0, -1], 3]
-    assert not corners.any() and np.mean(drawn[..., 3] == 0) > 0.5
-    dark = [text.get_text() for text in figure.findobj(Text) if contrast(text.get_color(), page) < 3.9]
-    assert not [word for word in dark if word]
+    assert not drawn[[0, 0, -1, -1], [0, -1, 0, -1], 3].any() and np.mean(drawn[..., 3] == 0) > 0.5
+    words = [text for text in figure.findobj(Text) if text.get_text()]
+    assert words and not [text for text in words if to_rgb(text.get_color()) == (0, 0, 0)]
 
 
 def test_a_right_prediction_has_a_green_frame_a_wrong_one_a_red_one_and_each_the_name_of_its_file():
@@ -199,53 +181,12 @@ def test_curves_stand_over_epochs_with_the_best_mark_and_the_papers_line():
     assert figures.curves_figure([]) is None
 
 
-@pytest.mark.parametrize(
-    "values, top",
-    [([0.5], 0.625), ([0.9, 0.99], 1), ([1.0], 1), ([1.5], 1.875), ([0.0], 1), ([-0.5, 0.9], None)],
-    ids=str,
-)
-def test_the_axis_of_a_share_ends_at_one(values, top):
-    series = dict(run=(list(range(len(values))), values))
-    over_runs = axes_of(figures.runs_figure(series, "iou"))["iou"]
-    scores = dict(enumerate(dict(iou=value) for value in values))
-    [over_thresholds] = axes_of(figures.threshold_figure(scores, {}, 0, [("", np.eye(4))])).values()
-    for axis in (over_runs, over_thresholds, axes_of(figures.curves_figure(records_of(values)))["iou"]):
-        low, high = axis.get_ylim()
-        assert (low, high) == (0, top) if top else low < -0.5 and high > 0.9
-
-
-def test_the_first_seconds_stand_in_an_axis_of_one_epoch_with_labels_that_are_whole():
-    records = [*records_of([]), dict(kind="train", step=1, loss=1.0, grad_norm=2.0, speed=SPEED)]
-    for axis in axes_of(figures.live_figure([*records, dict(records[-1], step=2)], LABELS)).values():
-        low, high = axis.get_xlim()
-        assert low == 0 and 1 <= high < 1.1
-        assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [0, 1]
-
-
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), None])
 def test_a_loss_that_is_not_finite_has_no_point_and_leaves_the_axis_as_it_is(loss):
     records = records_of([0.5, 0.5, 0.5])
     records[-2]["loss"] = loss
     axis = axes_of(figures.live_figure(records, LABELS))["loss"]
     assert lines(axis) == [([1, 2], [0.25, 0.125])] and axis.get_ylim()[1] < 0.3
-
-
-def test_the_legend_of_a_report_lists_what_is_drawn_and_nothing_else():
-    records = records_of([0.5, 0.5])
-    [axis] = figures.report_figure(records).axes
-    drawn = [line.get_label() for line in axis.get_lines()]
-    assert drawn == [text.get_text() for text in axis.get_legend().get_texts()]
-    assert drawn == ["step", "waiting for data", "step compiled"]  # no transfers on a CPU
-
-
-@pytest.mark.parametrize("epochs, least, scale", [(1, 2, "linear"), (3, 0.5, "linear"), (21, 0.05, "log")])
-def test_epochs_are_whole_numbers_and_a_norm_that_spans_a_power_of_ten_is_logarithmic(epochs, least, scale):
-    records = records_of([0.5] * epochs)
-    records[2]["grad_norm"] = least
-    axes = axes_of(figures.curves_figure(records))
-    ticks = axes["loss"].get_xticks()
-    assert len(ticks) and all(tick == int(tick) for tick in ticks)
-    assert axes["gradient norm"].get_yscale() == scale
 
 
 def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_from_the_first_moment_on():
@@ -281,26 +222,6 @@ def test_an_roc_marks_the_thresholds_on_both_curves_and_draws_a_rate_of_zero_on_
             assert label == f"threshold {index / 10:g}" and tuple(point) == places[index]
     roc = dict.fromkeys(("tpr", "fpr", "precision"), [0.0, 0.0]) | dict(threshold=[0.0, 1.0])
     axes_of(figures.roc_figure(roc))  # nothing was predicted at all
-
-
-def test_a_title_of_a_figure_of_one_sample_is_not_cut_off():
-    title = "Test images, the worst mistakes first: 1 of 2 shown are wrong"
-    for panels in (1, 2, 4):
-        figure = figures.panels_figure([[("one", np.eye(4))] * panels], title)
-        figure.savefig(io.BytesIO())
-        [words] = [text for text in figure.findobj(Text) if text.get_text().startswith("Test")]
-        drawn = words.get_window_extent()
-        assert drawn.x1 <= figure.bbox.x1 and drawn.y1 <= figure.bbox.y1
-
-
-def test_a_threshold_is_a_line_through_the_scores_below_the_panels():
-    scores = {0.25: dict(iou=0.5, fa=1e-5, images=4), 0.5: dict(iou=0.75, fa=0.0, images=4)}
-    panels = [("one", np.eye(4)), ("two", np.eye(4)), ("three", np.eye(4))]
-    figure = figures.threshold_figure(scores, dict(iou="IoU", fa="Fa"), 0.25, panels)
-    axes = axes_of(figure)
-    assert list(axes) == ["IoU: 0.5", "Fa: 1e-05"]
-    assert lines(axes["IoU: 0.5"]) == [([0.25, 0.5], [0.5, 0.75]), ([0.25, 0.25], [0, 1])]
-    assert [axis.get_title() for axis in figure.axes[:3]] == ["one", "two", "three"]
 
 
 def test_runs_have_a_look_and_a_place_in_the_legend_each_whatever_they_are_called():

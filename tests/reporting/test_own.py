@@ -6,9 +6,7 @@ import json
 import os
 import pickle
 import shutil
-import struct
 import zipfile
-import zlib
 
 import numpy as np
 import pytest
@@ -106,25 +104,6 @@ def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_e
         assert {f"run/own/{entry['mask']}" for entry in listed} <= set(archive.namelist())
 
 
-def test_numbers_are_saved_with_six_digits_and_returned_with_all(trained, pictures, monkeypatch):
-    task, run = trained
-    monkeypatch.setattr(type(task), "results", lambda *_: [dict(share=1 / 3, small=2e-9 / 3, count=1234567)])
-    samples = prediction.predict_files(task, run.best(), [pictures / "a.png"], Runtime("cpu"))
-    [result] = own.save_predictions(task, samples, run.path / "own")
-    assert result["share"] == 1 / 3
-    [saved] = json.loads((run.path / "own/predictions.json").read_text())
-    assert (saved["share"], saved["small"], saved["count"]) == (0.333333, 6.66667e-10, 1234567)
-    assert "0.333333,6.66667e-10,1234567" in (run.path / "own/predictions.csv").read_text()
-
-
-def test_the_picture_of_own_files_names_each(trained, pictures, monkeypatch):
-    task, run = trained
-    drawn, draw = [], own.figures.panels_figure
-    monkeypatch.setattr(own.figures, "panels_figure", lambda *given: drawn.append(draw(*given)) or drawn[-1])
-    own.show_own(run, task, pictures)
-    assert [axis.get_title().split("\n")[1] for axis in drawn[0].axes[:2]] == ["a.png", "b.jpg"]
-
-
 # On an open page
 
 
@@ -151,22 +130,12 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_takes_
     assert "upload-a.png" in message and "<ul" in page.updates[0]._repr_html_()  # it wraps
     button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
     assert len(page.updates) == 2 and page.updates[1].data != picture.data
-    assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists()
-
-
-def test_an_upload_and_its_predictions_join_the_zip_that_was_made_before_and_make_none(
-    trained, pictures, page
-):
-    task, run = trained
-    upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
-    upload["content"] = memoryview((pictures / "a.png").read_bytes())
-    own.show_own(run, task)
-    page.shown[0].children[0].set_trait("value", (upload,))
     archive = run.path.with_name("run.zip")
-    assert (run.path / "own/upload-a.png").exists() and not archive.exists()
-    shutil.rmtree(run.path / "own")
+    assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists() and not archive.exists()
+    # What is uploaded later joins the zip that was made before.
     own.save_zip(run)
-    page.shown[0].children[0].set_trait("value", (upload, dict(upload, name="b.png")))
+    content = memoryview((pictures / "b.jpg").read_bytes())
+    button.set_trait("value", (dict(upload, name="b.png", content=content),))
     with zipfile.ZipFile(archive) as packed:
         assert {"run/own/upload-b.png", "run/own/predictions.csv"} <= set(packed.namelist())
 
@@ -181,27 +150,15 @@ def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page
 # Of MSHNet
 
 
-def png_of(size):
-    """An image file that claims a size."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0)
-    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
-    return b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
-
-
 BAD_IMAGES = {
-    "bomb": png_of((100_000, 100_000)),
-    "large": png_of((8193, 8192)),
-    "cut short": png_of((64, 64)),
+    "cut short": b"\x89PNG\r\n\x1a\n",
     "empty": b"",
-    "header": b"\x89PNG\r\n\x1a\n",
     "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n",
 }
 
 
 @pytest.mark.parametrize("content", BAD_IMAGES.values(), ids=BAD_IMAGES)
-def test_an_image_that_is_damaged_or_claims_a_huge_size_is_named_and_nothing_is_saved(
-    content, infrared_run, tmp_path
-):
+def test_an_image_that_is_damaged_is_named_and_nothing_is_saved(content, infrared_run, tmp_path):
     task, run = infrared_run
     (tmp_path / "bad.png").write_bytes(content)
     with refuses(tmp_path / "bad.png"):
@@ -281,19 +238,16 @@ def write(path, values):
     [
         ("count.txt", np.ones(207)),
         ("columns.csv", np.ones((208, 3))),  # a sample in each column: read by rows, all would be mixed
-        ("square.npy", np.ones((13, 16, 16))),  # 208 times 16 numbers
         ("transposed.npy", np.ones((13, 16))),
         ("nan.npy", np.full(208, np.nan)),
         ("large.npy", np.full(208, 1e300)),
         ("text.csv", b"one,two,three"),
         ("empty.txt", b""),
-        ("empty.npy", np.ones((0, 208))),
         ("other.npz", dict(xs=np.ones(208))),
         ("pickle.npy", np.array([Evil()] * 208, object)),
         ("pickle.npz", dict(ys=np.array([Evil()] * 208, object))),
         ("renamed.npy", pickle.dumps(Evil())),
         ("binary.csv", b"\xff\xfe\x00" * 99),
-        ("zip.npz", b"PK\x03\x04"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -147,6 +147,8 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
 def forked(function):
     """The exit code of a process that calls a function."""
     if (pid := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)  # a fork may wait for a thread that it has not
         try:
             function()
         except BaseException:

@@ -61,26 +61,6 @@ def test_a_damaged_record_is_left_out_and_the_next_one_stands_on_a_line_of_its_o
         assert [r["value"] for r in run.records()] == [1, 2]
 
 
-RECORDS = [
-    dict(kind="evaluation", step=1, time=1),
-    dict(kind="train", step=1, time=1),
-    dict(kind="note", step="x", time="y"),
-    dict(kind="note", step=10**30, time=1),
-    dict(kind="train", step=1, time=1, speed=[], loss={}),
-    dict(kind=[]),
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*is damaged and left out")
-@pytest.mark.parametrize("record", RECORDS, ids=str)
-def test_a_run_continues_over_a_record_that_no_training_wrote(record, tmp_path):
-    run = Run.open(tmp_path / "run", MNIST())
-    (run.path / "records.jsonl").write_text(json.dumps(record) + "\n")
-    run.log("start", 1)
-    run.log("note", 2, speed=record.get("speed"), loss=record.get("loss"))
-    assert [r["kind"] for r in run.records()][-2:] == ["start", "note"]
-
-
 @pytest.mark.parametrize("call, untouched", [("builtins.open", open), ("os.replace", os.replace)])
 def test_a_run_folder_that_became_read_only_is_explained(call, untouched, trained, monkeypatch):
     task, run = trained

@@ -43,5 +43,5 @@ def test_another_thread_gets_no_signals_and_changes_no_handler():
 
     thread = threading.Thread(target=enter)
     thread.start()
-    thread.join()
+    thread.join(timeout=60)
     assert found == [before]

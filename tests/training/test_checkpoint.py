@@ -322,7 +322,8 @@ def assert_that_kills_change_nothing(task, runs, folder, device="cpu"):
     """Train straight, and once for each of the runs with its kills. Returns (the straight run, its state)."""
     command = [sys.executable, "-c", KILLED, str(folder), device, json.dumps(to_request(task))]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run([*command, json.dumps(runs)], capture_output=True, text=True, env=environ)
+    pipes = dict(capture_output=True, text=True, timeout=550)
+    ran = subprocess.run([*command, json.dumps(runs)], env=environ, **pipes)
     assert f"KILLED {sum(map(len, runs))}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
     assert "resuming at step" in ran.stdout, "no checkpoint was found by any session"
     straight = Run.find(folder / "straight")

@@ -1,6 +1,5 @@
 """Scores of weights: all samples once, in the order of one device, recorded in one order."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -57,15 +56,6 @@ def test_a_score_that_is_not_a_number_is_kept_only_until_there_is_one(digits, cp
 def test_scores_that_are_never_a_number_end_a_training_with_patience(digits, cpu, tmp_path, monkeypatch):
     run = trained_with_scores([dict(accuracy=math.nan)] * 9, digits, cpu, tmp_path, monkeypatch, patience=2)
     assert len(run.records("evaluation")) == 3
-
-
-def test_evaluation_scores_do_not_depend_on_the_batch_size(infrared, cpu):
-    task = Narrow(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1)
-    torch.manual_seed(0)
-    model, (_, data) = task.model(), task.datasets()
-    one = scores_of(task, model, data, cpu)
-    three = scores_of(dataclasses.replace(task, batch_size=3), model, data, cpu)
-    assert one == three and one["images"] == 4
 
 
 @pytest.mark.parametrize("data_on, wanted", [("device", [3, 3]), ("host", [1, 1, 1, 1])])

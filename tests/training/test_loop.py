@@ -87,7 +87,7 @@ def test_sigterm_saves_before_the_process_leaves(digits, tmp_path):
         deadline = time.monotonic() + 120
         records = tmp_path / "run/records.jsonl"
         while not (records.exists() and records.read_text().count("train") > 5):
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
@@ -232,11 +232,3 @@ def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equal
     _, more = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=3)
     assert more == 9 and same(best_weights(run), best_weights(straight))
     assert [r for r in exact(run) if r["step"] != 10 or r["kind"] != "stopped"] == exact(straight)
-
-
-def test_patience_is_counted_across_interruptions(digits, tmp_path, cpu):
-    straight, _ = scripted(tmp_path / "straight", cpu, digits, patience=3)
-    for epochs, earlier in {1: 0, 4: 1, 7: 4, 8: 7, 10: 8}.items():
-        sessions = dict(earlier=earlier, epochs=epochs, patience=3)
-        parted, trained = scripted(tmp_path / "parted", cpu, digits, **sessions)
-    assert trained == 9 and exact(parted) == exact(straight)

@@ -229,24 +229,6 @@ def test_a_training_that_diverges_while_an_epoch_is_scored_keeps_its_weights_if_
     assert [record["step"] for record in run.records("evaluation")] == [25] and same(best_weights(run), kept)
 
 
-def test_predictions_are_waited_for_while_the_device_has_a_batch_to_predict_and_weights_at_the_end(
-    digits, tmp_path, cpu, monkeypatch
-):
-    order, to_cpu_async = [], type(cpu).to_cpu_async
-
-    def later(self, tree):
-        name = "weights" if isinstance(tree, dict) else "predictions"
-        wait = to_cpu_async(self, tree)
-        order.append(f"start {name}")
-        return lambda: (order.append(f"wait for {name}"), wait())[1]
-
-    monkeypatch.setattr(type(cpu), "to_cpu_async", later)
-    task = MNIST(dataset_dir=digits, epochs=1, **DIGITS | dict(batch_size=20))  # two batches of test samples
-    train_in(tmp_path, task, cpu)
-    started = ["start weights", "start predictions", "start predictions"]
-    assert order == [*started, "wait for predictions", "wait for predictions", "wait for weights"]
-
-
 @pytest.mark.parametrize("stops_at", [5, None], ids=["stopped", "at its end"])
 def test_a_training_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_it_were(
     stops_at, digits, tmp_path, cpu, monkeypatch, capsys
