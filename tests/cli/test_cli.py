@@ -78,6 +78,8 @@ def test_a_weights_file_is_tested_in_a_folder_of_its_own_with_a_picture_of_the_p
 # Command line -> what must stand in its explanation: what was wrong, and the choices or the command that
 # helps.
 EXPLAINED = [
+    ("simulate eit --samples -1", ["samples=-1"]),
+    ("simulate eit --workers 0", ["workers=0"]),
     ("train mshnet --dataset-dir /nowhere", ["/nowhere"]),
     ("compare --epochs 9", ["tpukit compare TASK"]),
     ("compare mnist --steps 0", ["steps=0"]),
@@ -100,7 +102,6 @@ WRONG = [
     ("train mshnet --epochs many", ["--epochs", "many"]),
     ("train mnist --parallel threads", ["threads", "spmd"]),
     ("simulate mri", ["mri", "eit"]),
-    ("simulate eit --samples -1", ["samples=-1"]),
     ("plan mnist --chip v3-8", ["v3-8", "v5e-1", "v5e-8", "v6e-1"]),
     ("show", ["RUN"]),
 ]

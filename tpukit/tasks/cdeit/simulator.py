@@ -193,8 +193,9 @@ def simulate(out: Path | str, *, samples: int = 1000, test_samples: int = 100, w
         workers: processes."""
     from tqdm.auto import tqdm
 
-    if min(samples, test_samples) < 0:
-        raise TpukitError(f"samples={samples}, test_samples={test_samples}: give numbers of 0 or more")
+    if min(samples, test_samples) < 0 or workers < 1:
+        counts = f"samples={samples}, test_samples={test_samples}, workers={workers}"
+        raise TpukitError(f"{counts}: give 0 samples or more, and 1 worker or more")
     folder = Path(out)
     wanted = [
         folder / split / f"{number:06d}.npz"
