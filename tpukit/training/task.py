@@ -195,7 +195,7 @@ class Task:
             if value not in get_args(declared):
                 raise TpukitError(f"{name}={value!r}: choose one of {', '.join(get_args(declared))}")
             return
-        if value is None and type(None) in kinds:
+        if type(value) in kinds:
             return
         is_number = any(np.issubdtype(type(value), kind) for kind in (np.integer, np.floating))  # no bool
         is_whole = is_number and value % 1 == 0
