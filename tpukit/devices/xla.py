@@ -42,7 +42,6 @@ class XLARuntime(Runtime):
     has_fp16 = False
     generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
-    mesh: xs.Mesh | None = None
 
     def __init__(
         self,
@@ -235,7 +234,7 @@ class XLARuntime(Runtime):
     def reset_statistics(self) -> None:
         super().reset_statistics()
         self._fallbacks_before = _fallbacks()
-        self.last_signatures: dict[str, dict] = {}  # by function: what it was last called with
+        self.last_signatures = {}
 
     def compilations(self) -> tuple[int, float]:
         return _timed("CompileTime")
