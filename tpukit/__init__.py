@@ -12,6 +12,7 @@ _HOMES = {
     "detect": "host.environment",
     "find_dataset": "tasks.datasets",
     "mount_drive": "host.drive",
+    "Checkpoints": "runs.checkpoints",
     "Run": "runs.run",
     "launch": "launching.launcher",
     "live": "reporting.widgets",

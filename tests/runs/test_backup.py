@@ -14,7 +14,7 @@ from tests.conftest import best_weights, exact, flip, refuses, same
 from tests.runs.store import content, kill_before
 from tpukit import MNIST, Run, TpukitError, cli, find_dataset, train
 from tpukit.host import files
-from tpukit.runs import checkpoints
+from tpukit.runs import hashes
 from tpukit.runs.backup import find_in_inputs
 from tpukit.training import loop
 
@@ -135,7 +135,7 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
     again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
     assert again.restore() == dict(a=2)
     names = {"config.json", "checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
-    assert content(again.path).keys() == names | {checkpoints.LIST}
+    assert content(again.path).keys() == names | {hashes.LIST}
     for step in (3, 4):
         again.save({}, step)
     assert steps_in(tmp_path / "drive") == [4, 3]

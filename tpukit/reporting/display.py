@@ -11,7 +11,8 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Notice, Sentences, Table, printable
 from tpukit.reporting import figures, findings
-from tpukit.runs.run import Run, settings_dict
+from tpukit.runs.run import Run
+from tpukit.runs.settings import settings_dict
 from tpukit.tasks.datasets import is_synthetic
 from tpukit.training.task import RIGHT, WRONG, Task
 

@@ -38,7 +38,7 @@ def freeze(model: nn.Module, parts: Sequence[str], head: Callable[[nn.Module], l
     used in training too. Raises TpukitError for a name that the model does not have, and if nothing is left
     to train.
 
-    parts: names, as in `Task.freeze`. head: returns the names of the parameters that BACKBONE leaves to train."""
+    parts: as in `Task.freeze`. head: returns the names of the parameters that BACKBONE leaves to train."""
     if not parts:
         return
     names = [name for name, _ in model.named_parameters()]

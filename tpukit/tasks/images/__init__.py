@@ -19,7 +19,7 @@ from tpukit.host import archives, arrays, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.runs.run import Fitted, setting
+from tpukit.runs.settings import Fitted, setting
 from tpukit.tasks import pictures
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import PAGE, ImageSet, find_samples, read_image
