@@ -1,17 +1,15 @@
 """The backup of a run, runs in Kaggle's inputs, and what both refuse."""
 
 import dataclasses
-import itertools
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import best_weights, exact, flip, refuses, same
-from tests.runs.store import content, kill_before
+from tests.runs.store import content, kill_everywhere
 from tpukit import MNIST, Run, TpukitError, cli, find_dataset, train
 from tpukit.host import files
 from tpukit.runs import hashes
@@ -142,29 +140,6 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
     assert all(
         (tmp_path / name).read_text() == "mine" for name in ["outside.pt", *map("drive/".__add__, theirs)]
     )
-
-
-def forked(function):
-    """The exit code of a process that calls a function."""
-    if (pid := os.fork()) == 0:
-        try:
-            function()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def kill_everywhere(prepare, act, check):
-    """Kill `act` before its first, second, ... change of a file until it comes to its end; prepare before and
-    check after each."""
-    for number in itertools.count(1):
-        prepare()
-        code = forked(lambda number=number: (kill_before(number), act()))
-        check()
-        if code != -signal.SIGKILL:
-            break
-    assert code == 0 and number > 10
 
 
 def filled(value):
