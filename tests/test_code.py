@@ -3,6 +3,7 @@ core."""
 
 import ast
 import functools
+import graphlib
 import json
 import re
 import subprocess
@@ -35,6 +36,30 @@ def imports(path):
         elif isinstance(node, ast.ImportFrom):
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return names
+
+
+def dotted(path):
+    """Return a module's name from its path."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def needed(path, modules):
+    """Return the modules that a module imports, at any time or for annotations."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                names.add(name if name in modules else node.module)
+    return names & modules - {dotted(path)}
+
+
+def test_no_modules_import_each_other_not_even_for_annotations():
+    modules = {dotted(path) for path in MODULES}
+    imported = {dotted(path): needed(path, modules) for path in MODULES}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names the circle
 
 
 def test_every_module_is_in_the_folder_of_a_layer():

@@ -9,7 +9,7 @@ from PIL import Image
 from tests.conftest import refuses
 from tests.reporting.hostile import evaluated, strange_run, write_run
 from tpukit import MNIST, MSHNet, Run, TpukitError, cli
-from tpukit.reporting import display, findings, own
+from tpukit.reporting import display, findings, output, own
 from tpukit.training.prediction import predict_test_images
 
 
@@ -17,7 +17,7 @@ from tpukit.training.prediction import predict_test_images
 def shown(monkeypatch):
     """What a notebook shows."""
     things = []
-    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    monkeypatch.setattr(output, "in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", things.append)
     return things
 

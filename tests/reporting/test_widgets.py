@@ -13,7 +13,7 @@ from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_run, write_r
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run
 from tpukit.host import environment
-from tpukit.reporting import display, figures, widgets
+from tpukit.reporting import figures, output, widgets
 from tpukit.training import prediction
 
 
@@ -205,7 +205,7 @@ def test_a_slider_that_is_moved_redraws_the_picture_in_place(drawn, page, tmp_pa
 @pytest.mark.parametrize("why", ["no page", "no ipywidgets"])
 def test_without_a_page_or_without_ipywidgets_one_picture_is_shown(why, drawn, page, monkeypatch, tmp_path):
     task, _, _ = drawn
-    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    monkeypatch.setattr(output, "in_notebook", lambda: True)
     if why == "no page":
         monkeypatch.setattr(environment, "is_interactive_notebook", lambda: False)
     else:

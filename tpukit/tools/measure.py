@@ -24,7 +24,7 @@ from tpukit.host import environment, files, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.host.json_types import has_type
 from tpukit.host.tables import GIB, Table, format_duration
-from tpukit.reporting import display, figures
+from tpukit.reporting import figures, output
 from tpukit.runs.run import Run
 from tpukit.tools import child
 from tpukit.training.task import Task, from_request, to_request
@@ -320,8 +320,8 @@ class Comparison:
     def show(self, folder: Path | None = None) -> None:
         """Show the table and the bars. folder: gets the bars as a PNG file."""
         picture = folder / f"{file_name(self.subject)}.png" if folder else None
-        display.present(self.table())
-        display.present_figure(self.figure(), picture)
+        output.present(self.table())
+        output.present_figure(self.figure(), picture)
 
 
 def compare(measurements: Sequence[Measurement] = (), *, epochs: int = 400) -> list[Comparison]:

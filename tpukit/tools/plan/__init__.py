@@ -145,7 +145,7 @@ class Plan:
 
     def show(self) -> None:
         """Display the table and what its columns mean."""
-        from tpukit.reporting.display import present
+        from tpukit.reporting.output import present
 
         present(self.table())
         present(Sentences([self.caption]))
