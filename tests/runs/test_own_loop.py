@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -71,6 +72,28 @@ def test_a_loop_that_lost_its_machine_goes_on_from_its_backup_and_ends_with_the_
     for machine, stop_at in enumerate((2, 4, 4, 6)):
         weights = train(tmp_path / f"machine {machine}", tmp_path / "drive", stop_at)
     assert alike(weights, straight) and steps_in(tmp_path / "drive") == [6, 5]
+
+
+def test_ranks_that_restore_at_once_on_a_new_machine_get_the_newest_state_and_one_of_them_copies_it(
+    saved, tmp_path, monkeypatch
+):
+    copy, log, ranks = files.copy_atomic, tmp_path / "log.txt", []
+    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (time.sleep(0.1), copy(*paths)))
+
+    def say(text):
+        with open(log, "a") as file:
+            file.write(f"{text}\n")
+
+    for _ in range(4):
+        new = Checkpoints(tmp_path / "again", backup=saved.backup.path, say=say)
+        if (pid := os.fork()) == 0:
+            try:
+                os._exit(value_of(new.restore()) != 2)
+            except BaseException:
+                os._exit(1)
+        ranks.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0] * 4
+    assert len(log.read_text().splitlines()) == 1
 
 
 @pytest.mark.slow

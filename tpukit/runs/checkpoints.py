@@ -74,7 +74,8 @@ class Checkpoints:
 
         Raises TpukitError if all are damaged, or the backup belongs to another loop."""
         if self.backup:
-            self._fetch_newer(self.backup)
+            with files.file_lock(self.folder):  # ranks share it
+                self._fetch_newer(self.backup)
         listed, damaged = self._listed(), []
         for name in hashes.steps(listed):
             path = self.folder / name
