@@ -13,7 +13,7 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.json_types import has_type
-from tpukit.runs.run import setting, settings_dict
+from tpukit.runs.settings import setting, settings_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

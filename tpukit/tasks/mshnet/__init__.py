@@ -16,7 +16,7 @@ from tpukit.host import arrays
 from tpukit.host.arrays import Arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks import pictures
 from tpukit.tasks.mshnet.synthetic import infrared_set
 from tpukit.training.task import Task
