@@ -197,8 +197,8 @@ class Task:
             return
         if type(value) in kinds:
             return
-        is_number = any(np.issubdtype(type(value), kind) for kind in (np.integer, np.floating))  # no bool
-        is_whole = is_number and value % 1 == 0
+        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        is_whole = is_number and (isinstance(value, int) or float(value).is_integer())
         rules = {
             bool: (isinstance(value, bool), "True or False"),
             int: (is_whole, "a whole number"),
