@@ -23,7 +23,7 @@ from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.torch_tpu import TorchTPURuntime
 from tpukit.host import environment, files
-from tpukit.launching import core, launcher
+from tpukit.launching import joining, launcher
 from tpukit.tools.child import run_python
 
 SMALL = dict(epochs=2, batch_size=16, channels=4, log_every=3, precision="fp32")
@@ -96,10 +96,10 @@ def test_where_torch_tpu_finds_no_tpu_the_error_says_so(kind, monkeypatch):
 def test_a_rank_opens_its_chip_and_then_joins_over_the_hosts_memory_and_the_chips_links(monkeypatch):
     calls = []
     monkeypatch.setattr(torch_tpu_private, "open_device", lambda: calls.append("opened"))
-    monkeypatch.setattr(core.dist, "init_process_group", lambda backend, **_: calls.append(backend))
-    monkeypatch.setattr(core.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(core.dist, "get_world_size", lambda: 8)
-    world = core.join_group(SimpleNamespace(env=torch_tpu_mock.machine(8), hang_timeout_s=60), 3)
+    monkeypatch.setattr(joining.dist, "init_process_group", lambda backend, **_: calls.append(backend))
+    monkeypatch.setattr(joining.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(joining.dist, "get_world_size", lambda: 8)
+    world = joining.join_group(SimpleNamespace(env=torch_tpu_mock.machine(8), hang_timeout_s=60), 3)
     assert calls == ["opened", "cpu:gloo,tpu:tpu_dist"] and (world.rank, world.size) == (3, 8)
 
 

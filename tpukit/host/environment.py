@@ -20,6 +20,7 @@ from tpukit.host.tables import Table
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" where `require("cpu")` chose the processor over what is here
+ONE_HOST = "tpukit trains on one host: use a machine that has all its chips or GPUs itself, as a v5litepod-8"
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
 DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")  # a folder for each card
