@@ -27,7 +27,7 @@ from tpukit.launching.supervisor import CoreFailed
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
-from tpukit.devices import distributed, tpu_processes
+from tpukit.devices import distributed, processes
 from tpukit.launching import joining, launcher, supervisor
 from tpukit.launching.job import Job
 """

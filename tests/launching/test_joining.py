@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.launching.launched import machine
 from tpukit import MNIST, Run, train
-from tpukit.devices import tpu_processes
+from tpukit.devices import processes
 from tpukit.launching import joining
 from tpukit.launching.job import Job
 
@@ -29,7 +29,7 @@ def test_tpu_cores_meet_in_a_file_after_the_compilers_flags(is_spmd, tmp_path, m
         calls.append(os.environ["LIBTPU_INIT_ARGS"])  # libtpu reads them when the chip is opened
         return 5, 8
 
-    monkeypatch.setattr(tpu_processes, "open_chip", open_chip)
+    monkeypatch.setattr(processes, "open_chip", open_chip)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: calls.append((backend, how)))
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)

@@ -20,7 +20,7 @@ from tests.launching.conftest import (
 )
 from tests.launching.launched import RECIPE, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
-from tpukit.devices import tpu_processes
+from tpukit.devices import processes
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
@@ -289,7 +289,7 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
     monkeypatch.setattr(environment, "detect", lambda: here)
     monkeypatch.setattr("tpukit.devices.xla_private.is_open", lambda: is_open)
     monkeypatch.setattr(
-        tpu_processes, "wait_until_free", lambda say: waited.append(os.environ["TPU_WORKER_HOSTNAMES"])
+        processes, "wait_until_free", lambda say: waited.append(os.environ["TPU_WORKER_HOSTNAMES"])
     )
     monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
     task = Watched(dataset_dir=digits)

@@ -101,7 +101,7 @@ def run_or_be_killed(job, index):
 chips = machine("tpu", 4)
 environment.detect, joining.run_core = lambda: chips, run_or_be_killed
 launcher.is_open = lambda env: False
-tpu_processes.open_chip, tpu_processes.clear_variables = open_chip, clear_variables
+processes.open_chip, processes.clear_variables = open_chip, clear_variables
 task = Watched(dataset_dir=Path(sys.argv[1]))
 found = []
 for way in json.loads(sys.argv[3]):

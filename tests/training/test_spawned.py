@@ -21,7 +21,7 @@ from tests.launching.conftest import (
 )
 from tests.launching.launched import machine
 from tpukit import MNIST, Run, TpukitError, train_core
-from tpukit.devices import tpu_processes
+from tpukit.devices import processes
 from tpukit.host import environment
 from tpukit.launching import joining
 
@@ -100,7 +100,7 @@ def tpu_core(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     here = machine("tpu", 8)
     monkeypatch.setattr(environment, "detect", lambda: here)
-    monkeypatch.setattr(tpu_processes, "rank_of_opened_chip", lambda: (5, 8))
+    monkeypatch.setattr(processes, "rank_of_opened_chip", lambda: (5, 8))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: recorded.update(how))
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
@@ -119,4 +119,4 @@ def test_a_core_of_a_tpu_joins_by_pjrt_and_ends_its_process_when_it_fails(
     with pytest.raises(TpukitError):
         train_core(3, MNIST(dataset_dir=tmp_path), tmp_path / "run")
     assert tpu_core["init_method"] == "xla://" and tpu_core["exit"] == 1
-    assert "core 3 (rank 5) while starting failed: 5 of 8" in capfd.readouterr().err
+    assert "core 3 while starting failed: 5 of 8" in capfd.readouterr().err

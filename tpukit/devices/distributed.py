@@ -11,9 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tpukit.host.environment import Environment
-from tpukit.host.errors import TpukitError
-
 
 class World:
     """This process among the `size` processes of a training. The default is a world of one.
@@ -65,28 +62,6 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-
-def open_for_group(env: Environment, local_rank: int) -> str:
-    """Open what this process's device needs before a process group, and return the group's backend."""
-    if env.accelerator == "cuda":
-        from tpukit.devices import cuda
-
-        if torch.cuda._is_in_bad_fork():
-            raise TpukitError(
-                "Cannot re-initialize CUDA in forked subprocess: the kernel that launched this core has"
-                " already used or queried CUDA (`torch.cuda.is_available()` is enough). Restart the session,"
-                " and launch before anything that uses a GPU; `tpukit.detect()` is safe."
-            )
-        cuda.check_cuda()
-        torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
-        return "cpu:gloo,cuda:nccl"
-    if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu_private
-
-        torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
-        return torch_tpu_private.BACKEND
-    return "gloo"
 
 
 # Not torch's gather_object and broadcast_object_list, which unpickle what arrives, and so would run its code.

@@ -287,6 +287,14 @@ def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[s
     return {name: value for name, value in of_one_host.items() if " " in environ.get(name, "").strip()}
 
 
+def check_one_host(env: Environment) -> None:
+    """Raise TpukitError where the variables name several hosts, of a TPU slice or of torchrun."""
+    names = os.environ.get("TPU_WORKER_HOSTNAMES", "") if env.accelerator == "tpu" else ""
+    hosts = max(names.count(",") + 1, int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+    if hosts > 1:
+        raise TpukitError(f"this is one of {hosts} hosts: {ONE_HOST}")
+
+
 def has_nvidia_card(root: str | Path = "/") -> bool:
     """Whether an NVIDIA GPU is on the PCI bus, with a driver or without."""
     cards = _pci_devices(root, NVIDIA_PCI_VENDOR)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpukit.host.environment import Environment
     from tpukit.launching.core import Core
 
+HANG_TIMEOUT_S = 900.0
 PRINTED = "printed.txt"  # what rank 0 prints
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -22,15 +22,17 @@ import torch.distributed as dist
 # Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep
 # the group, and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._pytree import tree_map_only
 
-from tpukit.devices import add_libtpu_args, open_runtime, tpu_processes
-from tpukit.devices.distributed import World, open_for_group
+from tpukit.devices import add_libtpu_args, open_runtime, processes, torch_tpu_private
+from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.known_errors import fix_for
+from tpukit.host.signals import end_with_parent
 from tpukit.host.tables import GIB
 from tpukit.launching.core import Core, running
 from tpukit.launching.job import PRINTED, Job
@@ -40,8 +42,8 @@ def run_core(job: Job, index: int) -> None:
     """Call the job's function as one rank, in a process of its own, which is core number `index`.
 
     Writes rank 0's result to its file `result`, and how the call ended to its file `end`, as JSON:
-    dict(outcome="done"); dict(outcome="stopped") after a signal; or dict(outcome="failed", core, rank, step,
-    time, description)."""
+    dict(outcome="done"); dict(outcome="stopped") after a signal; or dict(outcome="failed", where, time,
+    description)."""
     core = None
     try:
         # All stay open until the process ends: faulthandler writes to its files at any moment.
@@ -71,14 +73,50 @@ def run_core(job: Job, index: int) -> None:
             words = f"{traceback.format_exc()}\n{fix_for(str(error)) or ''}".strip()
             ending = dict(
                 outcome="failed",
-                core=index,
-                rank=core.rank if core else index,
-                step=core.runtime.step if core else None,
+                where=describe(job, index, core),
                 time=time.time(),
                 description=str(error) if isinstance(error, TpukitError) else words,
             )
     faulthandler.cancel_dump_traceback_later()
     files.write_atomic(job.file(index, "end"), json.dumps(ending))
+
+
+_launches_under_torchrun = itertools.count()  # of this process; all ranks make the same
+
+
+@record  # torchrun's report then shows the traceback of the rank that failed first
+def call_under_torchrun(job: Job, parallel: str) -> Any:
+    """Call the job's function in this process, which is one of torchrun's; torchrun watches over it."""
+    end_with_parent(os.getppid())
+    by_torch_tpu = job.env.uses_torch_tpu
+    if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
+        raise TpukitError(
+            "torchrun is for GPUs. On TPUs run `tpukit train` without it, which starts all cores of this host"
+        )
+    if by_torch_tpu:
+        torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
+        processes.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
+    core = None
+    try:
+        store, rank, size = next(dist.rendezvous("env://"))
+        store.set_timeout(_group_timeout(job))
+        # torch takes the same names for each process group, and so would read addresses of the launch before,
+        # at which nobody listens any more.
+        store = dist.PrefixStore(f"launch-{next(_launches_under_torchrun)}", store)
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        world = join_group(job, local_rank, rank=rank, world_size=size, store=store)
+        with joined(job, world, sys.stderr, kills_process=True) as core:
+            return job.call(core)
+    except Exception as error:
+        print(f"{describe(job, environment.rank(), core)} failed: {error}", file=sys.stderr)
+        if by_torch_tpu:
+            torch_tpu_private.leave_without_waiting()
+        raise
+
+
+def describe(job: Job, index: int, core: Core | None) -> str:
+    """Describe where this process's core, number `index`, is; None before it has started."""
+    return job.describe(index, core.runtime.step, core.rank) if core else job.describe(index, None)
 
 
 @contextlib.contextmanager
@@ -93,7 +131,10 @@ def joined(job: Job, world: World, stacks: IO[str], **watch) -> Iterator[Core]:
         )
         with running(core):
             yield core
-        leave_group()  # not after a failure: the others may be gone, and waiting for them would hang
+        # Not after a failure: the others may be gone, and waiting for them would hang.
+        if dist.is_initialized():
+            gc.collect()  # NCCL waits for every graph that holds one of its operations
+            dist.destroy_process_group()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -126,7 +167,7 @@ def join(job: Job, index: int) -> World:
     only."""
     by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
     if job.env.accelerator == "tpu":
-        tpu_processes.clear_variables(job.processes)
+        processes.clear_variables(job.processes)
     if by_torch_xla:  # before `open_chip`: libtpu reads them once
         add_libtpu_args(job.plan.libtpu_args(job.spmd_cores or job.processes))
     else:
@@ -137,7 +178,7 @@ def join(job: Job, index: int) -> World:
         return World()
     rank, size = index, job.processes
     if by_torch_xla:
-        rank, size = tpu_processes.open_chip(index, job.processes)
+        rank, size = processes.open_chip(index, job.processes)
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     store = dist.FileStore(str(job.rendezvous), size)
@@ -145,35 +186,13 @@ def join(job: Job, index: int) -> World:
     return join_group(job, index, rank=rank, world_size=size, store=store)
 
 
-_launches_under_torchrun = itertools.count()  # of this process; all ranks make the same
-
-
-def join_under_torchrun(job: Job) -> World:
-    """Return the `World` of one of torchrun's processes, which meet in the store of torchrun's agent.
-
-    The names in it begin with the launch's number: torch takes the same names for each process group, and so
-    reads addresses of the launch before, at which nobody listens any more."""
-    store, rank, size = next(dist.rendezvous("env://"))
-    store.set_timeout(_group_timeout(job))
-    store = dist.PrefixStore(f"launch-{next(_launches_under_torchrun)}", store)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    return join_group(job, local_rank, rank=rank, world_size=size, store=store)
-
-
 def join_group(job: Job, local_rank: int, **init_args) -> World:
     """Return the `World` of this process, after it has joined the others. init_args: of
     torch.distributed.init_process_group."""
-    backend = open_for_group(job.env, local_rank)
+    backend = processes.open_for_group(job.env, local_rank)
     dist.init_process_group(backend, timeout=_group_timeout(job), **init_args)
     return World(dist.get_rank(), dist.get_world_size())
 
 
 def _group_timeout(job: Job) -> datetime.timedelta:
     return datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s))
-
-
-def leave_group() -> None:
-    """Leave the other ranks after all is done."""
-    if dist.is_initialized():
-        gc.collect()  # NCCL waits for every graph that holds one of its operations
-        dist.destroy_process_group()

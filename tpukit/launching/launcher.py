@@ -6,7 +6,6 @@ docs/CONTRIBUTING.md lists the files of a launch."""
 
 import dataclasses
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,8 @@ from tpukit.devices import is_open, open_runtime
 from tpukit.host import environment
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
-from tpukit.host.signals import end_with_parent
-from tpukit.launching import HANG_TIMEOUT_S
 from tpukit.launching.core import Core, running
-from tpukit.launching.job import Job, Plan
+from tpukit.launching.job import HANG_TIMEOUT_S, Job, Plan
 
 PARALLEL = ("processes", "spmd")
 
@@ -35,27 +32,31 @@ def launch(
 
     function: any function, also one of a notebook cell; it asks `tpukit.core()` on which core it runs. One of
     a task and a run, like `tpukit.train`, gets the keyword `runtime`. cores: by default all of this host (one
-    on a CPU, where any number of processes can be tried, and one GPU where batch norm would see too few
-    samples on each). parallel: "processes", one for each core, or "spmd", one process for all TPU cores of
-    this host. hang_timeout_s: when no step completes for this long, every core's stack is shown and the
-    launch ends; it must be longer than the first compilation and an evaluation, in a training also than
-    reading the dataset. A plain function is watched from its first `core.optimizer_step` on.
+    on a CPU, where any number of processes can be tried, and one GPU where more would not serve a task).
+    parallel: "processes", one for each core, or "spmd", one process for all TPU cores of this host.
+    hang_timeout_s: when no step completes for this long, every core's stack is shown and the launch ends; it
+    must be longer than reading the dataset, the first compilation, and an evaluation. A plain function is
+    watched from its first `core.optimizer_step` on.
 
     On one core the function runs in this process. Under `torchrun` this process already is one of the cores,
-    and returns its own result. From a process of its own a result comes as numbers, strings and tensors on
-    the CPU, in lists, tuples and dicts. Raises TpukitError before anything starts; `CoreFailed`, leaving no
-    process behind, when a core fails, hangs, or has not started after `Job.start_timeout_s`."""
+    and returns its own result. Otherwise the result may hold numbers, strings and tensors, in lists, tuples
+    and dicts. Raises TpukitError before anything starts; `CoreFailed`, leaving no process behind, when a core
+    fails, hangs, or has not started after `Job.start_timeout_s`."""
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
     if hang_timeout_s <= 0:
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
     env = environment.detect()
     os.environ.update(environment.failed_lookups(os.environ))
-    _check_one_host(env)
+    environment.check_one_host(env)
     plan = plan_of(args)
     job = Job(function, plan, env, hang_timeout_s)
     if environment.under_torchrun():
-        return _call_under_torchrun(job, parallel)
+        from tpukit.launching.joining import call_under_torchrun
+
+        if cores and cores != int(os.environ["WORLD_SIZE"]):
+            raise TpukitError(f"cores={cores}: torchrun's --nproc-per-node decides, leave cores out")
+        return call_under_torchrun(job, parallel)
     count = _count_cores(env, cores, parallel)
     if cores is None and env.accelerator == "cuda" and count > 1 and (why := plan.why_one_gpu(count)):
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
@@ -72,9 +73,9 @@ def launch(
     # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.
     shares_the_chips = has_opened or (count == 1 and os.environ.get("TPU_VISIBLE_CHIPS"))
     if env.accelerator == "tpu" and not shares_the_chips:
-        from tpukit.devices import tpu_processes
+        from tpukit.devices import processes
 
-        tpu_processes.wait_until_free(plan.say)
+        processes.wait_until_free(plan.say)
     if count == 1:
         with running(Core(open_runtime(env, plan.precision, libtpu_args=plan.libtpu_args(1)))) as core:
             return job.call(core)
@@ -82,9 +83,9 @@ def launch(
         from tpukit.devices import torch_tpu_private
 
         torch_tpu_private.set_launch_variables(count)
-    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     from tpukit.launching.supervisor import Supervisor
 
+    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     # In `private`, which is this user's alone, the cores leave their addresses for each other.
     private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
     with plan.reserve() as folder, private as meeting:
@@ -97,17 +98,6 @@ def plan_of(args: tuple) -> Plan:
     returns, as a task's does beside a run; otherwise a plain function's."""
     offer = getattr(args[0], "launch_plan", None) if args else None
     return (offer and offer(*args[1:])) or Plan(arguments=lambda core: (args, {}))
-
-
-# Before anything starts
-
-
-def _check_one_host(env: Environment) -> None:
-    """Raise TpukitError where the environment names several hosts, of a TPU slice or of torchrun."""
-    names = os.environ.get("TPU_WORKER_HOSTNAMES", "") if env.accelerator == "tpu" else ""
-    hosts = max(names.count(",") + 1, int(os.environ.get("GROUP_WORLD_SIZE", "1")))
-    if hosts > 1:
-        raise TpukitError(f"this is one of {hosts} hosts: {environment.ONE_HOST}")
 
 
 def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
@@ -128,40 +118,3 @@ def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
     if env.accelerator == "tpu" and cores != 1 and not env.uses_torch_tpu:
         raise TpukitError(f"requested {cores} of {here} TPU cores: use cores=1 or cores={here}")
     return cores
-
-
-# Under torchrun
-
-
-def _call_under_torchrun(job: Job, parallel: str) -> Any:
-    """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from tpukit.devices import torch_tpu_private, tpu_processes
-    from tpukit.launching.joining import join_under_torchrun, joined
-
-    end_with_parent(os.getppid())
-    by_torch_tpu = job.env.uses_torch_tpu
-    if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
-        raise TpukitError(
-            "torchrun is for GPUs. On TPUs run `tpukit train` without it, which starts all cores of this host"
-        )
-    if by_torch_tpu:
-        torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
-        tpu_processes.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
-
-    @record  # torchrun's report then shows the traceback of the rank that failed first
-    def call() -> Any:
-        core = None
-        try:
-            with joined(job, join_under_torchrun(job), sys.stderr, kills_process=True) as core:
-                return job.call(core)
-        except Exception as error:
-            rank = environment.rank()
-            where = job.describe(rank, core.runtime.step if core else None, rank)
-            print(f"{where} failed: {error}", file=sys.stderr)
-            if by_torch_tpu:
-                torch_tpu_private.leave_without_waiting()
-            raise
-
-    return call()

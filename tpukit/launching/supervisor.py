@@ -110,8 +110,7 @@ class Supervisor:
             raise CoreFailed(self._describe(self._deaths()))
         if failures := self._ends("failed"):
             first = min(failures, key=lambda end: end["time"])  # the others failed because it was gone
-            where = self.job.describe(first["core"], first["step"], first["rank"])
-            raise CoreFailed(self._describe([f"{where} failed:", first["description"]]))
+            raise CoreFailed(self._describe([f"{first['where']} failed:", first["description"]]))
         if self._is_hung():
             raise CoreFailed(self._describe(self._hang()))
         if stop.signal == signal.SIGTERM:

@@ -10,13 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-from tpukit.devices import tpu_processes
+from tpukit.devices import processes
 from tpukit.devices.distributed import World
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
-from tpukit.launching import HANG_TIMEOUT_S
-from tpukit.launching.job import Job
-from tpukit.launching.joining import join_group, joined
+from tpukit.launching.job import HANG_TIMEOUT_S, Job
+from tpukit.launching.joining import describe, join_group, joined
 from tpukit.runs.run import Run
 from tpukit.training.launch_plan import launch_plan
 from tpukit.training.loop import train
@@ -33,9 +32,10 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
     is open already. A core that fails prints its rank, step and error, and all end."""
     env = environment.detect()
     is_opened_by_torch_xla = env.accelerator == "tpu" and not env.uses_torch_tpu
-    rank, size = (
-        tpu_processes.rank_of_opened_chip() if is_opened_by_torch_xla else _rank_by_variables(env, index)
-    )
+    if is_opened_by_torch_xla:
+        rank, size = processes.rank_of_opened_chip()
+    else:
+        rank, size = _rank_by_variables(env, index)
     run = Run(run_folder)
     job = Job(train, launch_plan(task, run), env, HANG_TIMEOUT_S, processes=size)
     core = None
@@ -47,7 +47,7 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
         with joined(job, world, stacks, kills_process=size > 1) as core:
             train(task, run, runtime=core.runtime)
     except Exception as error:
-        words = f"{job.describe(index, core.runtime.step if core else None, rank)} failed: {error}"
+        words = f"{describe(job, index, core)} failed: {error}"
         if is_opened_by_torch_xla and size > 1:
             # torch_xla waits for the other cores, and they for this one; it ends them once this one is gone.
             print(words, file=sys.__stderr__, flush=True)

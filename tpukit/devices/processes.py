@@ -1,5 +1,5 @@
-"""The chips of a TPU host: the variables that give each process its own, chips that are still busy, opening
-one."""
+"""A chip or a GPU for each process of a host: the variables that say which, chips that are still busy, and
+opening one."""
 
 import errno
 import os
@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tpukit.host.environment import ONE_HOST
+import torch
+
+from tpukit.host.environment import ONE_HOST, Environment
 from tpukit.host.errors import TpukitError
 
 # Both name the same bounds; torch_xla takes the second where the first is not set.
@@ -85,3 +87,26 @@ def rank_of_opened_chip() -> tuple[int, int]:
         cores = f"{xr.world_size()} cores, of which this host has {xr.local_process_count()}"
         raise TpukitError(f"found {cores}: {ONE_HOST}")
     return xr.global_ordinal(), xr.world_size()
+
+
+def open_for_group(env: Environment, local_rank: int) -> str:
+    """Open the GPU or torch_tpu's chip of a process that is about to join a group. Return the group's
+    backend, a name of torch.distributed."""
+    if env.accelerator == "cuda":
+        from tpukit.devices import cuda
+
+        if torch.cuda._is_in_bad_fork():
+            raise TpukitError(
+                "Cannot re-initialize CUDA in forked subprocess: the kernel that launched this core has"
+                " already used or queried CUDA (`torch.cuda.is_available()` is enough). Restart the session,"
+                " and launch before anything that uses a GPU; `tpukit.detect()` is safe."
+            )
+        cuda.check_cuda()
+        torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
+        return "cpu:gloo,cuda:nccl"
+    if env.uses_torch_tpu:
+        from tpukit.devices import torch_tpu_private
+
+        torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
+        return torch_tpu_private.BACKEND
+    return "gloo"
