@@ -126,9 +126,8 @@ def joined(job: Job, world: World, stacks: IO[str], **watch) -> Iterator[Core]:
     stacks, watch: arguments of the `Watchdog`."""
     try:
         core = Core(open_core(job, world), is_forked=job.rendezvous is not None)
-        core.runtime.watchdog = Watchdog(
-            job.hang_timeout_s, stacks, waits_for_first_step=not job.plan.trains, **watch
-        )
+        faulthandler.cancel_dump_traceback_later()  # it has started
+        core.runtime.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.plan.trains, **watch)
         with running(core):
             yield core
         # Not after a failure: the others may be gone, and waiting for them would hang.

@@ -1,8 +1,7 @@
 """One function on one core or on all cores of a machine: `launch(function, *args)`.
 
 The notebook's process forks one process for each core (a single one for SPMD) and watches them
-(supervisor.py). It opens no device itself, so that it can launch again. What a core does is in joining.py;
-docs/CONTRIBUTING.md lists the files of a launch."""
+(supervisor.py). It opens no device itself, so that it can launch again. What a core does is in joining.py."""
 
 import dataclasses
 import os
