@@ -11,14 +11,14 @@ from tpukit.tools import child
 
 
 @pytest.mark.parametrize(
-    "processes, kept",
+    "count, kept",
     [(8, ()), (1, processes.ONE_PROCESS_VARIABLES)],  # by SPMD one process stays
 )
-def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(processes, kept, monkeypatch):
+def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(count, kept, monkeypatch):
     names = {*processes.ONE_PROCESS_VARIABLES, *processes.LEFTOVER_VARIABLES}
     environ = dict(TPU_HOST_BOUNDS="1,1,1") | dict.fromkeys(names, "0")
     monkeypatch.setattr(os, "environ", environ)
-    processes.clear_variables(processes)
+    processes.clear_variables(count)
     assert names & os.environ.keys() == set(kept) and os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
 
 

@@ -177,7 +177,7 @@ def test_a_rank_that_fails_under_torchrun_ends_all_although_torch_tpu_would_wait
     addresses = dict(TORCH_TPU_SLICEBUILDER_ADDRESSES="localhost:1,localhost:2", TORCH_TPU_TOPOLOGY="2,1,1")
     launches = [TRAINING | dict(accident="raise")]
     ran = launched_on_mock_chips(tmp_path, digits, launches, torchrun=2, **addresses)
-    assert ran.returncode == 1 and "rank 1 failed in step 30: sample 7 is broken" in ran.stderr
+    assert ran.returncode == 1 and "core 1 (rank 1) in step 30 failed: sample 7 is broken" in ran.stderr
     assert len(losses(Run(tmp_path))) > 20
     assert losses(Run(tmp_path)) == pytest.approx(on_a_cpu[: len(losses(Run(tmp_path)))], rel=1e-4)
 
