@@ -44,7 +44,7 @@ COPIED = ("config.json", "log.txt", "records.jsonl")  # to a backup, besides the
 class Run:
     """One training run in one folder. Use `Run.open`."""
 
-    echo = True  # print to the console too; a launched core does not: its launching process shows log.txt
+    echo = True  # print to the console too
     is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
     _writes = True
 

@@ -154,7 +154,7 @@ def time_steps(task: Task, run: Run, *, runtime: Runtime | None = None, steps: i
 
     It runs a training without its evaluations and checkpoints. A phased loss is timed in its last phase.
     Return the fields of a `Measurement`."""
-    from tpukit.runs.signals import StopSignal
+    from tpukit.host.signals import StopSignal
     from tpukit.training.setup import Trainer
 
     per_round = math.ceil(steps / ROUNDS)
