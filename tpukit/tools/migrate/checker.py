@@ -110,7 +110,7 @@ class Checker:
         return None
 
     def _place_of(self, node):
-        """Return where a value goes: "torch.zeros(device)" or ".to()" as an argument, "device =", "return"."""
+        """Return where a value goes: "torch.zeros(device)" or ".to()", "device =" or "return"."""
         owner, keyword = self.source.parents[node], ""
         if isinstance(owner, ast.keyword):
             owner, keyword = self.source.parents[owner], owner.arg or ""
