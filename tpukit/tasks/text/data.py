@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.json_types import has_type
+from tpukit.tasks import arrays
 from tpukit.tasks.splits import about_tables, find_files
 
 TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"

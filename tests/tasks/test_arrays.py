@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import refuses
-from tpukit.host import arrays, files
+from tpukit.host import files
+from tpukit.tasks import arrays
 
 
 def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):

@@ -13,7 +13,8 @@ import zipfile
 import pytest
 
 from tests.conftest import ROOT, refuses
-from tpukit.host import archives, files
+from tpukit.host import files
+from tpukit.tasks import archives
 
 ENDINGS = pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
 
@@ -207,7 +208,7 @@ def test_a_name_of_a_tar_that_would_fill_the_memory_is_not_read(tmp_path):
 def test_what_a_killed_process_left_is_gone_after_the_next_and_nothing_else(tmp_path):
     archive, target = make_archive(tmp_path / "set.zip", {"a.txt": "1"}), tmp_path / "here/set.v1"
     program = (
-        "import os, sys\nfrom pathlib import Path\nfrom tpukit.host import archives\n"
+        "import os, sys\nfrom pathlib import Path\nfrom tpukit.tasks import archives\n"
         "archives._extract = lambda *_: os.kill(os.getpid(), 9)\narchives.unpack(*map(Path, sys.argv[1:]))"
     )
     for _ in range(2):
