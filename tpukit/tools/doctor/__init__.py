@@ -150,7 +150,7 @@ def _gpu(machine: Machine) -> Rows:
     """Whether torch can use the GPUs, and if not, why."""
     env, cuda, torch = machine.env, machine.cuda, f"torch {machine.version('torch')}"
     if env.accelerator == "cpu":
-        no_driver = not environment.nvidia_smi(machine.environ, "-L")
+        no_driver = not environment.nvidia_smi(machine.environ)
         found = "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it"
         fix = machine.repair(f"install NVIDIA's driver. {environment.GPU_MENU['local']}")
         return [(no_driver and environment.has_nvidia_card(machine.root), WARNING, found, fix)]
@@ -207,12 +207,10 @@ def _torch_tpu(machine: Machine) -> Rows:
         return []
     torch_tpu, torch, libtpu = map(machine.version, ("torch_tpu", "torch", "libtpu"))
     found = f"{torch_tpu} with torch {torch} and libtpu {libtpu}"
-    unused = f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}"
+    unused = f"{found} is not used: torch_xla fits this torch"
     uninstall = "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-    misfit = machine.env.misfit
     return [
         (machine.env.tpu_backend == "torch_xla", NOTE, unused, uninstall),
-        (misfit, BLOCKS, misfit, machine.repair("pip install 'torch>=2.11,<=2.15' 'libtpu>=0.0.50'")),
         (True, OK, found, ""),
     ]
 
