@@ -92,8 +92,6 @@ def test_the_cpu_xla_device_is_chosen_by_its_variable_only(tmp_path, versions):
         ({"COLAB_RELEASE_TAG": "x"}, "cuda", module.GPU_MENU["colab"]),
         ({}, "npu", "'tpu', 'gpu'"),  # no such accelerator
         ({}, "tpu", 'ACCELERATOR = "any"'),  # the setting that takes what is here
-        # What an old guide left set is explained.
-        *[({name: "1"}, "tpu", instead) for name, (_, instead) in module.OLD_VARIABLES.items()],
     ],
 )
 def test_requiring_what_is_not_here_names_the_menu_of_the_host(

@@ -20,8 +20,7 @@ from tpukit.host.tables import Table
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" where `require("cpu")` chose the processor over what is here
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
-GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
-PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
+GOOGLE_PCI_VENDOR = "0x1ae0"
 # The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids. All
 # other facts of chips are in devices/chips.py, a layer above, which this file cannot import.
 TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
@@ -37,23 +36,9 @@ GPU_MENU = {
     "tpu-vm": "a TPU VM has no GPU",
     "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",
 }
-AUTOCAST = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')"
-# Variable that an old guide may have set -> (what it does today, what to do instead).
-OLD_VARIABLES = {
-    "COLAB_TPU_ADDR": (
-        "it belonged to Colab's TPU Node runtime, which is gone",
-        "tpukit.detect() shows what is here",
-    ),
-    "XRT_TPU_CONFIG": (
-        "it configured torch_xla's XRT runtime, which is gone",
-        "leave it out, nothing replaces it",
-    ),
-    "XLA_USE_BF16": ("it silently turns every float32 tensor into bf16, loss and weights too", AUTOCAST),
-    "XLA_DOWNCAST_BF16": ("it silently turns float32 tensors into bf16 and float64 into float32", AUTOCAST),
-}
 ACCELERATOR_TYPES = {"0x0063": "v5litepod", "0x006f": "v6e"}  # by PCI device
 # Only these are kept: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
-KEPT_VARIABLES = ("TPU_ACCELERATOR_TYPE", "COLAB_TPU_1VM", *OLD_VARIABLES)
+KEPT_VARIABLES = ("TPU_ACCELERATOR_TYPE", "COLAB_TPU_1VM")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -157,9 +142,6 @@ class Environment:
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
         if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
             lines.append("There is a TPU, but neither torch_xla nor torch_tpu: start a fresh session.")
-        for name, (why, instead) in OLD_VARIABLES.items():
-            if self.variables.get(name):
-                lines.append(f"{name} is set: {why}. Instead: {instead}.")
         raise TpukitError("\n".join(lines))
 
 
@@ -259,7 +241,7 @@ def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:
 
 def tpu_chips(root: str | Path = "/") -> list[str]:
     """Return the device ids of the TPU chips on the PCI bus, as torch_xla lists them."""
-    ids = [(device / "device").read_text().strip() for device in _pci_devices(root, GOOGLE_PCI_VENDOR)]
+    ids = [(device / "device").read_text().strip() for device in pci_devices(root, GOOGLE_PCI_VENDOR)]
     return [name for name in ids if name in TPU_PCI_DEVICES]
 
 
@@ -277,13 +259,8 @@ def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[s
     return {name: value for name, value in single_host.items() if " " in environ.get(name, "").strip()}
 
 
-def has_nvidia_card(root: str | Path = "/") -> bool:
-    """Return True if an NVIDIA GPU is on the PCI bus, with a driver or without."""
-    cards = _pci_devices(root, NVIDIA_PCI_VENDOR)
-    return any((card / "class").read_text().startswith(PCI_DISPLAY) for card in cards)
-
-
-def _pci_devices(root, vendor):
+def pci_devices(root: str | Path, vendor: str) -> list[Path]:
+    """Return the folders of a vendor's devices on the PCI bus."""
     files = Path(root).glob("sys/bus/pci/devices/*/vendor")
     return [file.parent for file in files if file.read_text().strip() == vendor]
 
