@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpukit.devices import LONG_COMPILE_S, words
-from tpukit.host.json_types import has_type
 from tpukit.host.tables import Table, format_duration
 from tpukit.tasks import TASKS, find
+from tpukit.training.json_types import has_type
 
 Record = dict[str, Any]
 Series = dict[str, tuple[list[float], list[float]]]  # name -> (x, y)
