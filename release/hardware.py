@@ -13,7 +13,7 @@ from tpukit.training.json_types import has_type
 
 KINDS = dict(format=Literal[FORMAT], rehearsal=Literal[False], versions=dict[str, str], checks=list[dict])
 # What a training tries by itself where it is not in seen.json (`devices/trial.py`): the checks that show it
-TRIED = {"step": {"step"}, "all_reduce": {"all_cores"}, "attention": {"attention_kernels"}}
+TRIED = {"step": {"step"}, "all_reduce": {"all_reduce", "all_cores"}, "attention": {"attention_kernels"}}
 HOLDS = {PASS: "holds", FAIL: "**does not hold**"}
 ENGLISH = (
     "**Status: each figure on this page names its hardware; checked on {}{}.**",

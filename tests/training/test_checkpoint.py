@@ -313,7 +313,7 @@ PLACE_BY_PLACE = [
 ]
 KILLS = {  # device, recipe, the kills of each run: each before that step, or that call, of its session
     "place by place": ("cpu", PLAIN, PLACE_BY_PLACE),
-    "fifty times with every setting": ("cpu", EVERYTHING, [chosen(50)]),
+    "with every setting": ("cpu", EVERYTHING, [chosen(12)]),
     "on XLA with every setting": ("xla", EVERYTHING, [chosen(12)]),
 }
 
