@@ -203,8 +203,7 @@ def test_chips_are_those_that_torch_xla_knows():
 def test_an_environment_prints_as_a_table_and_keeps_no_secret_of_the_host(tmp_path):
     secret = dict.fromkeys(("COLAB_JUPYTER_TOKEN", "TPU_API_KEY", "HF_TOKEN"), "s3cret")
     env = detect({**COLAB_TPU, **secret}, tmp_path)
-    assert env.variables["TPU_ACCELERATOR_TYPE"] == "v5e-1"
-    assert "s3cret" not in f"{env} {env.variables} {dataclasses.asdict(env)}"
+    assert "s3cret" not in f"{env} {dataclasses.asdict(env)}"
     for text in ("colab", "accelerator", "not mounted", sys.version.split()[0]):
         assert text in " ".join(str(env).split()) and text in env._repr_html_()
 

@@ -37,8 +37,6 @@ GPU_MENU = {
     "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",
 }
 ACCELERATOR_TYPES = {"0x0063": "v5litepod", "0x006f": "v6e"}  # by PCI device
-# Only these are kept: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
-KEPT_VARIABLES = ("TPU_ACCELERATOR_TYPE", "COLAB_TPU_1VM")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -54,7 +52,6 @@ class Environment:
     outputs: Path  # where results go
     drive: Path | None  # MyDrive on Colab, mounted or not; None elsewhere
     inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
-    variables: dict[str, str]  # KEPT_VARIABLES that are set
 
     @property
     def tpu_backend(self) -> str | None:
@@ -138,10 +135,6 @@ class Environment:
             lines.append(
                 'Or take what is here: ACCELERATOR = "any" in a notebook\'s Settings, require("any").'
             )
-        # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
-        tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
-        if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
-            lines.append("There is a TPU, but neither torch_xla nor torch_tpu: start a fresh session.")
         raise TpukitError("\n".join(lines))
 
 
@@ -167,7 +160,6 @@ def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> 
         outputs=base / "outputs",
         drive=root / "content/drive/MyDrive" if host == "colab" else None,
         inputs=root / "kaggle/input" if host == "kaggle" else None,
-        variables={name: environ[name] for name in KEPT_VARIABLES if name in environ},
     )
 
 
@@ -218,7 +210,8 @@ def _accelerator(environ, root, versions):
         return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or _accelerator_type(root) or "TPU"
     if gpus := nvidia_gpus(environ):
         return "cuda", len(gpus), ", ".join(sorted(set(gpus)))
-    return "cpu", 1, _processor()
+    unused = "; it has a TPU, but neither torch_xla nor torch_tpu: start a fresh session" if chips else ""
+    return "cpu", 1, _processor() + unused
 
 
 def _processor():
