@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.reporting.own import show_own as show_own
     from tpukit.reporting.widgets import explore as explore
     from tpukit.reporting.widgets import live as live
+    from tpukit.runs.checkpoints import Checkpoints as Checkpoints
     from tpukit.runs.run import Run as Run
     from tpukit.tasks.cdeit import CDEIT as CDEIT
     from tpukit.tasks.datasets import find_dataset as find_dataset
@@ -43,6 +44,7 @@ _HOMES = {
     "detect": "host.environment",
     "find_dataset": "tasks.datasets",
     "mount_drive": "host.drive",
+    "Checkpoints": "runs.checkpoints",
     "Run": "runs.run",
     "launch": "launching.launcher",
     "live": "reporting.widgets",

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import recompiles
 from tpukit.devices.optimizers import HostNumbers
+from tpukit.devices.runtime import Runtime
 from tpukit.host.environment import release
 from tpukit.host.tables import GIB
-
-if TYPE_CHECKING:
-    from tpukit.devices.cuda import CUDARuntime
 
 WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
 MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its graph keeps that from all else
@@ -67,9 +65,7 @@ class CapturedStep:
     result: Tensor | None = None
     host: HostNumbers
 
-    def __init__(
-        self, function: Callable, name: str, mutates: tuple[nn.Module, Optimizer], runtime: "CUDARuntime"
-    ):
+    def __init__(self, function: Callable, name: str, mutates: tuple[nn.Module, Optimizer], runtime: Runtime):
         self.function, self.name, self.runtime = function, name, runtime
         self.model, self.optimizer = mutates
         self.parameter_names = tuple(inspect.signature(function).parameters)

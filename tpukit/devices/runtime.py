@@ -72,6 +72,8 @@ class Runtime:
     reduces_on_the_host = False
     step = 0
     watchdog: Watchdog | None = None
+    mesh: Any = None  # of the devices of SPMD
+    last_signatures: dict[str, dict] = {}  # by compiled function: what it was last called with
     # Numbers of the optimizer's parameters without a gradient: on this rank, and on all of them.
     missing_gradients: list[int] = []
     missing_everywhere: list[int] = []
@@ -372,6 +374,10 @@ class Runtime:
         """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of
         memory."""
         self.compile_events = []
+
+    def compilations(self) -> tuple[int, float]:
+        """Return the number of graphs that this process compiled, and the seconds that took."""
+        return 0, 0.0
 
     def counters(self) -> dict[str, Any]:
         """The accelerator's own counters; empty where there are none. See `XLARuntime.counters`."""

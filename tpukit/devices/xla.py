@@ -40,7 +40,6 @@ class XLARuntime(Runtime):
     has_fp16 = False
     generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
-    mesh: xs.Mesh | None = None
 
     def __init__(
         self,
@@ -233,7 +232,7 @@ class XLARuntime(Runtime):
     def reset_statistics(self) -> None:
         super().reset_statistics()
         self._fallbacks_before = xla_counters.counters()["fallbacks"]
-        self.last_signatures: dict[str, dict] = {}  # by function: what it was last called with
+        self.last_signatures = {}
 
     def compilations(self) -> tuple[int, float]:
         return xla_counters.timed("CompileTime")

@@ -17,7 +17,7 @@ and the all-reduce is part of the graph; under SPMD it is the one graph of all c
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch_xla
@@ -29,9 +29,7 @@ from torch.utils._pytree import tree_leaves
 from tpukit.devices import recompiles, xla_private
 from tpukit.devices.optimizers import HostNumbers, state_tensors
 from tpukit.devices.recompiles import UnexpectedRecompilation
-
-if TYPE_CHECKING:
-    from tpukit.devices.xla import XLARuntime
+from tpukit.devices.runtime import Runtime
 
 GUARDED_CALLS = 3
 CHECK_AFTER = 64  # replays of a new graph
@@ -54,7 +52,7 @@ class CompiledFunction:
         function: Callable,
         name: str,
         max_graphs: int,
-        runtime: "XLARuntime",
+        runtime: Runtime,
         mutates: tuple[nn.Module, Optimizer] | None,
     ):
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks import arrays, mnist_data, pictures
 from tpukit.tasks.mnist_data import Digits, read_split
 from tpukit.training.task import Task

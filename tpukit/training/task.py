@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.run import setting, settings_dict
+from tpukit.runs.settings import setting, settings_dict
 from tpukit.training.json_types import has_type
 
 if TYPE_CHECKING:

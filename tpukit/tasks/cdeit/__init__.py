@@ -13,7 +13,7 @@ import numpy as np
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks import arrays
 from tpukit.tasks.cdeit import data as sets
 from tpukit.tasks.cdeit import diffusion

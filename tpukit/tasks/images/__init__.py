@@ -19,7 +19,7 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks import archives, arrays, pictures
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import ImageSet, find_samples, read_image

@@ -14,7 +14,7 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.mshnet.synthetic import infrared_set

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks.splits import SPLITS
 from tpukit.tasks.text import data, hub
 from tpukit.training.task import Task
