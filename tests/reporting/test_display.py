@@ -9,7 +9,7 @@ from PIL import Image
 from tests.conftest import refuses
 from tests.reporting.hostile import evaluated, strange_run, write_run
 from tpukit import MNIST, MSHNet, Run, TpukitError, cli
-from tpukit.reporting import display, findings, own, presenting
+from tpukit.reporting import display, findings, presenting
 from tpukit.training.prediction import predict_test_images
 
 
@@ -110,9 +110,8 @@ def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set(train
 
 
 def test_a_run_without_best_weights_predicts_nothing(tmp_path):
-    for predict in (display.show_predictions, own.show_own):
-        with refuses(tmp_path, "no best weights"):
-            predict(Run(tmp_path), MNIST())
+    with refuses(tmp_path, "no best weights"):
+        display.show_predictions(Run(tmp_path), MNIST())
 
 
 # A run that another process trains

@@ -148,23 +148,6 @@ def report_figure(records: list) -> "Figure | None":
     return figure
 
 
-def threshold_figure(scores: dict, score_names: dict, threshold: float, panels: list[Panel]) -> "Figure":
-    """Panels of an image, and below them the scores over the threshold with a line at the one that the panels
-    show. scores: dict threshold -> dict of scores. score_names: of the task."""
-    values = scores[threshold]
-    names = list(score_names) or [name for name, value in values.items() if isinstance(value, float)]
-    columns = max(len(panels), len(names))
-    figure, axes = subplots(2, columns, (3.2 * columns, 5.6), height_ratios=(3.4, 2.2))
-    draw_panels(axes[0], panels)
-    hide(axes[1, len(names) :])
-    for axis, name in zip(axes[1], names):
-        plot(axis, list(scores), [row[name] for row in scores.values()], BLUE)
-        axis.axvline(threshold, color=RED, lw=1.2)
-        start_at_zero(axis, [row[name] for row in scores.values()])
-        finish(axis, f"{score_names.get(name, name)}: {values[name]:.3g}", "threshold")
-    return figure
-
-
 def runs_figure(series: findings.Series, name: str) -> "Figure":
     """One series of several runs over the epochs. series: dict run -> (epochs, values)."""
     figure, ((axis,),) = subplots(1, 1, (7.2, 3.4))

@@ -1,11 +1,10 @@
-"""What moves in a notebook: a chart redrawn while a training runs, and controls to look at a finished one.
+"""Draw what moves in a notebook: a chart of a running training, and controls to look at a finished one.
 
 Where a page cannot move (papermill, an exported notebook, no ipywidgets), a picture takes the place of the
 controls."""
 
 import contextlib
 import importlib.util
-import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +19,8 @@ from tpukit.reporting.output import as_image, present_figure
 from tpukit.runs.run import Run
 
 if TYPE_CHECKING:
-    from tpukit.training.task import Task
+    pass
 
-THRESHOLDS = tuple(step / 20 for step in range(1, 20))
 MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
 
 
@@ -87,39 +85,11 @@ class LiveChart:
             self._failed = True
 
     def _written_at(self):
-        """When the training last wrote a record, in ns; 0 before the first."""
+        """Return the time of the last record, in ns; 0 before the first."""
         try:
             return (self.run.path / "records.jsonl").stat().st_mtime_ns
         except OSError:
             return 0
-
-
-def explore(run: Run, task: "Task", *, count: int = 32) -> None:
-    """Show scores and predictions of test images at a threshold, with sliders for the threshold and the
-    image.
-
-    The best weights predict `count` test images here, on the CPU; the scores are those of these images.
-    Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
-    a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
-    from tpukit.training.prediction import predict_test_images
-
-    evaluate: Any = task.evaluate
-    panels_of: Any = task.panels
-    if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_of)):
-        raise TpukitError(f"{task.name} has no threshold to explore: use show_predictions")
-    batch, prediction = predict_test_images(run, task, count)
-    scores = {value: evaluate([(prediction, batch)], threshold=value) for value in THRESHOLDS}
-
-    def draw(threshold, image):
-        one = {name: values[image - 1 : image] for name, values in batch.items()}
-        (panels,) = panels_of(one, prediction[image - 1 : image], threshold=threshold)
-        return figures.threshold_figure(scores, task.score_names, threshold, panels)
-
-    show_with_controls(
-        draw,
-        threshold=("SelectionSlider", dict(options=THRESHOLDS, value=0.5)),
-        image=("IntSlider", dict(min=1, max=len(prediction), value=1)),
-    )
 
 
 def show_runs(folder: str | Path) -> None:

@@ -21,8 +21,8 @@ from tpukit import test as score_run
 from tpukit.devices.runtime import Runtime
 from tpukit.reporting import findings
 from tpukit.reporting.display import predictions_figure
-from tpukit.reporting.own import show_own
 from tpukit.runs import weights
+from tpukit.tools.own import show_own
 from tpukit.training.task import to_request
 
 pytest.importorskip("timm")
