@@ -93,8 +93,7 @@ class LiveChart:
 
 
 def show_runs(folder: str | Path) -> None:
-    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score. Of a
-    single run the last values are said in a sentence.
+    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score.
 
     folder: of run directories, such as `env.outputs`. Raises TpukitError where no run has a curve."""
     curves = {}
@@ -106,11 +105,7 @@ def show_runs(folder: str | Path) -> None:
         advice = "train first, or name the folder that holds the run folders"
         raise TpukitError(f"no run below {folder} has a curve yet: {advice}")
     if len(curves) == 1:
-        [(name, series)] = curves.items()
-        values = ", ".join(f"{score} {values[-1]:.4g}" for score, (_, values) in series.items())
-        print(
-            f"one run to compare, {name}: {values}. The next one, in a folder of its own, is drawn beside it"
-        )
+        print(printable(f"one run in {folder}: the next one, in a folder of its own, is drawn beside it"))
         return
     names = sorted({score for series in curves.values() for score in series})
 
