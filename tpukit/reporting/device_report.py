@@ -1,4 +1,4 @@
-"""Report the device's work in any loop: `metrics_report`. It needs no run and no task, and opens no device."""
+"""Report the device's work in any loop: `metrics_report`. Needs no run and no task, and opens no device."""
 
 import collections
 import importlib.util
