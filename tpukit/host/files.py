@@ -1,4 +1,4 @@
-"""Atomic files and folders, locks, and the cache folder."""
+"""Write files and folders atomically; locks; the cache folder."""
 
 import contextlib
 import errno

@@ -118,7 +118,7 @@ class MetricsReport:
         return [table for table in tables if table.rows]
 
     def _operations_on_the_cpu(self):
-        """The fallbacks without the reads of a value, which torch_xla counts with them."""
+        """Return the fallbacks without the reads of a value, which torch_xla counts with them."""
         return {name: count for name, count in self.fallbacks.items() if name != READ_A_VALUE}
 
     def _parts(self) -> list[Any]:
@@ -134,7 +134,7 @@ class MetricsReport:
 
 
 def _open_xla():
-    """The module `xla_counters`; None where this process has opened no XLA device."""
+    """Return the module `xla_counters`; None where this process has opened no XLA device."""
     if "torch_xla" not in sys.modules:
         return None
     from tpukit.devices import xla_counters

@@ -47,8 +47,8 @@ def live(run: Run, *, every_s: float = 5.0) -> Iterator[None]:
 
 
 class LiveChart:
-    """The chart in the output of a cell. It reads the run directory and writes nothing, and no error of it
-    ends a training."""
+    """Chart in the output of a cell. It reads the run directory and writes nothing, and no error of it ends
+    a training."""
 
     def __init__(self, run: Run):
         self.run = run
