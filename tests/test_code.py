@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 
 # the lowest first
-LAYERS = ("host", "runs", "devices", "training", "launching", "tasks", "reporting", "tools", "cli")
+LAYERS = ("host", "runs", "devices", "launching", "training", "tasks", "reporting", "tools", "cli")
 MODULES = sorted(p for p in (ROOT / "tpukit").rglob("*.py"))
 
 
@@ -85,10 +85,16 @@ def test_a_module_imports_from_its_own_layer_and_the_layers_below(path):
             assert parts[1] in below, f"{path.name} imports {name}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tpukit/launching").glob("*.py")), ids=lambda p: p.name)
+def test_a_launch_knows_no_task_and_no_run_not_even_in_annotations(path):
+    names = re.findall(r"^\s*(?:from|import) tpukit\.?(\w*)", path.read_text(), flags=re.M)
+    assert set(names) <= {"host", "devices", "launching"}
+
+
 @pytest.mark.parametrize(
     "package, layers",
     [
-        ("torch_xla", {"devices", "launching"}),
+        ("torch_xla", {"devices"}),
         ("torch_tpu", {"devices"}),
         ("matplotlib", {"reporting"}),
         ("IPython", {"reporting"}),

@@ -19,7 +19,7 @@ from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
 from tpukit import CDEIT, MNIST, ImageClassifier, Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.runs.signals import StopSignal
+from tpukit.host.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.training.checkpoint import differences
 from tpukit.training.loop import Trainer

@@ -10,7 +10,7 @@ from tests.conftest import SMALL, checkpoint, refuses
 from tests.tasks.cdeit.small import TINY
 from tests.training.conftest import train_in
 from tpukit import CDEIT, MNIST, MSHNet, Run
-from tpukit.runs.signals import StopSignal
+from tpukit.host.signals import StopSignal
 from tpukit.training import layers
 from tpukit.training.setup import Trainer
 

@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import best_weights, checkpoint, exact, same
 from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, Run, train
+from tpukit.host.signals import StopSignal
 from tpukit.runs.checkpoints import Checkpoints
-from tpukit.runs.signals import StopSignal
 from tpukit.training import metrics, saver
 from tpukit.training.loop import Trainer
 from tpukit.training.saver import Saver

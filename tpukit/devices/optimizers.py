@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import AdamW, Optimizer
 
-from tpukit.devices.tensors import is_on_xla
-
 OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
 
 
@@ -36,6 +34,8 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Optimizer:
     """AdamW of what trains in a model on the device; weights that are no matrices, as those of norms, and
     biases do not decay."""
+    from tpukit.devices.tensors import is_on_xla
+
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim <= 1]

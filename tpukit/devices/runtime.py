@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,8 +28,10 @@ from tpukit.devices.optimizers import (
     parameters_of,
     parameters_with_gradient,
 )
-from tpukit.devices.watchdog import Watchdog
 from tpukit.host.errors import TpukitError
+
+if TYPE_CHECKING:
+    from tpukit.devices.watchdog import Watchdog
 
 Batch = dict[str, Tensor]
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -327,6 +329,9 @@ class Runtime:
 
     def sync(self) -> None:
         """Wait for all work that was queued on the device."""
+
+    def end_traced_step(self) -> None:
+        """Start, on XLA, what Python has traced since the last call; without waiting for it."""
 
     # Randomness
 

@@ -221,6 +221,9 @@ class XLARuntime(Runtime):
         torch_xla.sync(wait=True)  # until the work is queued; it raises what goes wrong there
         xm.wait_device_ops()
 
+    def end_traced_step(self) -> None:
+        torch_xla.sync()
+
     # Randomness
 
     def seed(self, number: int | tuple[int, ...]) -> None:

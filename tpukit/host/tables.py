@@ -15,7 +15,7 @@ NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'
 
 
 def printable(text: object) -> str:
-    """Return the text with its control characters escaped (\\x1b): a terminal shows them and does not obey."""
+    """Escape a text's control characters (\\x1b), so that a terminal shows them and does not obey them."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 

@@ -44,7 +44,7 @@ COPIED = ("config.json", "log.txt", "records.jsonl")  # to a backup, besides the
 class Run:
     """One training run in one folder. Use `Run.open`."""
 
-    echo = True  # print to the console too; a launched core does not: its launching process shows log.txt
+    echo = True  # print to the console too
     is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
     _writes = True
 
@@ -170,7 +170,7 @@ class Run:
             ) from error
 
     def _has_results(self) -> bool:
-        """Whether the folder holds results of training steps, other than checkpoints."""
+        """Return whether the folder holds results of training steps, other than checkpoints."""
         trained = any(record["kind"] not in ("start", "compile") for record in self.records())
         return trained or (self.path / hashes.BEST).exists()
 
@@ -241,7 +241,7 @@ class Run:
             files.write_atomic(self.path / "progress.json", text, durable=False)
 
     def read_progress(self) -> dict[str, Any]:
-        """What `write_progress` last wrote, or {}."""
+        """Return what `write_progress` last wrote, or {}."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return json.loads((self.path / "progress.json").read_bytes())
         return {}

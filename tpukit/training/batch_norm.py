@@ -43,13 +43,19 @@ MIN_SHARE = 16
 1)."""
 
 
-def wants_one_gpu(task: Shares, gpus: int) -> bool:
-    """Whether each of several GPUs would have fewer than `MIN_SHARE` samples for its batch norms.
+def why_one_gpu(task: Shares, gpus: int) -> str:
+    """Return a reason if each of several GPUs would have fewer than `MIN_SHARE` samples for its batch norms,
+    otherwise "".
 
     Such a share is also too little work for a card: a step is bound by its launches, of which each card does
     all."""
     share = task.batch_size // gpus // task.micro_batches
-    return share < MIN_SHARE and task.batch_norm == "per-core" and _has_statistics_of_the_batch(task.model())
+    if share >= MIN_SHARE or task.batch_norm != "per-core" or not _has_statistics_of_the_batch(task.model()):
+        return ""
+    return (
+        f"on each, batch norm would see {share} of {task.batch_size} samples, too few for its statistics and"
+        " to be faster"
+    )
 
 
 def note(model: nn.Module, task: Shares, runtime: Runtime) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
+from tpukit.runs.run import Run
 from tpukit.runs.settings import setting, settings_dict
 from tpukit.training.json_types import has_type
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tpukit.devices.runtime import Runtime
+    from tpukit.launching.job import Plan
     from tpukit.training.data import Batch
 
     Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
@@ -197,8 +199,8 @@ class Task:
             return
         if type(value) in kinds:
             return
-        is_number = any(np.issubdtype(type(value), kind) for kind in (np.integer, np.floating))  # no bool
-        is_whole = is_number and value % 1 == 0
+        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        is_whole = is_number and (isinstance(value, int) or float(value).is_integer())
         rules = {
             bool: (isinstance(value, bool), "True or False"),
             int: (is_whole, "a whole number"),
@@ -361,6 +363,12 @@ class Task:
     def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
         """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
         raise TpukitError("tpukit has no synthetic data for it")
+
+    def launch_plan(self, *others: Any) -> Plan | None:
+        """Return what `launch(function, task, run)` has to know of the call; None without a run."""
+        from tpukit.training.launch_plan import launch_plan
+
+        return launch_plan(self, *others) if others and isinstance(others[0], Run) else None
 
     def libtpu_args(self, batch_size: int) -> str:
         """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See
