@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
@@ -17,9 +17,6 @@ from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
 from tpukit.reporting.output import as_image, present_figure
 from tpukit.runs.run import Run
-
-if TYPE_CHECKING:
-    pass
 
 MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
 
