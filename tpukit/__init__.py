@@ -18,9 +18,6 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.reporting.display import show_predictions as show_predictions
     from tpukit.reporting.display import show_report as show_report
     from tpukit.reporting.display import show_samples as show_samples
-    from tpukit.reporting.own import save_zip as save_zip
-    from tpukit.reporting.own import show_own as show_own
-    from tpukit.reporting.widgets import explore as explore
     from tpukit.reporting.widgets import live as live
     from tpukit.runs.checkpoints import Checkpoints as Checkpoints
     from tpukit.runs.run import Run as Run
@@ -30,7 +27,10 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.tasks.mnist import MNIST as MNIST
     from tpukit.tasks.mshnet import MSHNet as MSHNet
     from tpukit.tasks.text import LanguageModel as LanguageModel
+    from tpukit.tools.explore import explore as explore
     from tpukit.tools.export import export as export
+    from tpukit.tools.own import save_zip as save_zip
+    from tpukit.tools.own import show_own as show_own
     from tpukit.tools.plan import plan as plan
     from tpukit.tools.predict import predict as predict
     from tpukit.training.evaluation import test as test
@@ -58,11 +58,11 @@ _HOMES = {
     "plan": "tools.plan",
     "predict": "tools.predict",
     "Task": "training.task",
-    "explore": "reporting.widgets",
-    "save_zip": "reporting.own",
+    "explore": "tools.explore",
+    "save_zip": "tools.own",
     "show": "reporting.display",
     "show_labels": "reporting.display",
-    "show_own": "reporting.own",
+    "show_own": "tools.own",
     "show_predictions": "reporting.display",
     "show_report": "reporting.display",
     "show_samples": "reporting.display",

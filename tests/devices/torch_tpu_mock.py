@@ -90,7 +90,6 @@ def machine(cores):
         outputs=Path.cwd(),
         drive=None,
         inputs=Path("inputs"),
-        variables={},
     )
 
 

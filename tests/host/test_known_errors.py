@@ -8,6 +8,7 @@ from tests.conftest import ROOT
 from tpukit import TpukitError, cli
 from tpukit.host import known_errors
 from tpukit.host.known_errors import KNOWN_ERRORS
+from tpukit.tools.doctor import find_known_error
 
 SEEN = tomllib.loads((ROOT / "tests/host/posted_errors.toml").read_text())
 
@@ -18,7 +19,7 @@ ON_PAGE = [(error.title, code) for code, error in KNOWN_ERRORS.items() if error.
 
 @pytest.mark.parametrize("text, code", POSTED + [(f"Error\n{title}\n at 3", code) for title, code in ON_PAGE])
 def test_doctor_prints_the_fix_of_a_text_that_users_posted_or_that_is_on_the_page(text, code, capsys):
-    assert known_errors.find(text) is KNOWN_ERRORS[code]
+    assert find_known_error(text) is KNOWN_ERRORS[code]
     assert (text, code) in POSTED or known_errors.fix_for(text) == KNOWN_ERRORS[code].fix
     assert cli.main(["doctor", "--error", text]) == 0
     assert capsys.readouterr().out.strip() == KNOWN_ERRORS[code].fix
@@ -26,7 +27,7 @@ def test_doctor_prints_the_fix_of_a_text_that_users_posted_or_that_is_on_the_pag
 
 def test_a_symptom_is_found_by_its_text_but_is_no_cause_of_an_error():
     message = "E1121 Could not set metric server port: 8431"
-    assert known_errors.find(message) is KNOWN_ERRORS["metric-port"]
+    assert find_known_error(message) is KNOWN_ERRORS["metric-port"]
     assert known_errors.fix_for(message) is None  # whatever raised it has another cause
 
 
@@ -37,7 +38,7 @@ def test_every_known_error_can_be_recognized_and_names_its_source():
 
 @pytest.mark.parametrize("text", SEEN["described"])
 def test_a_users_own_description_gets_its_entry(text):
-    assert known_errors.find(text) is KNOWN_ERRORS[SEEN["described"][text]]
+    assert find_known_error(text) is KNOWN_ERRORS[SEEN["described"][text]]
 
 
 UNRELATED = [
@@ -50,7 +51,7 @@ UNRELATED = [
 
 @pytest.mark.parametrize("text", UNRELATED)
 def test_an_unrelated_text_is_not_guessed_at_but_sent_to_the_page(text, capsys):
-    assert known_errors.find(text) is None and known_errors.fix_for(text) is None
+    assert find_known_error(text) is None and known_errors.fix_for(text) is None
     assert cli.main(["doctor", "--error", text]) == 1 and "Troubleshooting" in capsys.readouterr().out
 
 

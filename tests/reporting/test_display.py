@@ -1,7 +1,5 @@
 """Showing a task or a run in a notebook or a shell: what is shown, where it is saved, what is predicted."""
 
-import time
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -9,7 +7,7 @@ from PIL import Image
 from tests.conftest import refuses
 from tests.reporting.hostile import evaluated, strange_run, write_run
 from tpukit import MNIST, MSHNet, Run, TpukitError, cli
-from tpukit.reporting import display, findings, own, presenting
+from tpukit.reporting import display, presenting
 from tpukit.training.prediction import predict_test_images
 
 
@@ -22,7 +20,7 @@ def shown(monkeypatch):
     return things
 
 
-def test_a_run_is_shown_by_its_last_scores_and_its_curves_also_with_a_damaged_config(trained, shown):
+def test_a_run_is_shown_by_its_last_scores_and_its_curves(trained, shown):
     _, run = trained
     display.show(str(run.path))
     table, curves = shown
@@ -30,9 +28,6 @@ def test_a_run_is_shown_by_its_last_scores_and_its_curves_also_with_a_damaged_co
     assert "epoch 2" in table.title and ("accuracy", f"{last['accuracy']:.4f}") in table.rows
     assert curves.data.startswith(b"\x89PNG")
     assert (run.path / "pictures/curves.png").read_bytes() == curves.data
-    (run.path / "config.json").write_text("[")
-    display.show(run)
-    assert len(shown) == 4 and shown[-1].data.startswith(b"\x89PNG")
 
 
 def test_the_scores_of_the_kept_weights_stand_below_the_last_ones_where_an_earlier_epoch_was_better(
@@ -57,16 +52,13 @@ def test_a_run_shows_its_roc_and_one_without_a_record_says_so(tmp_path, shown):
     assert [path.name for path in (run.path / "pictures").iterdir()] == ["roc.png"]
 
 
-def test_a_shell_gets_the_names_of_the_pictures_and_a_report_has_words_then_numbers_then_a_picture(
-    tmp_path, capsys
-):
+def test_a_shell_gets_the_names_of_the_pictures_and_a_report_has_words_then_numbers(tmp_path, capsys):
     run = strange_run(tmp_path / "run", "word")
     assert cli.main(["show", str(run.path)]) == cli.main(["report", str(run.path)]) == 0
     output = capsys.readouterr().out
-    parts = ("pictures/curves.png", "It ran on word", "Where a step's time went", "pictures/report.png")
+    parts = ("pictures/curves.png", "It ran on word", "Where a step's time went")
     order = [output.index(part) for part in parts]
     assert order == sorted(order)
-    assert (run.path / "pictures/report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_settings_at_their_defaults_are_folded_and_those_that_differ_are_seen(shown):
@@ -82,7 +74,7 @@ def test_one_show_for_a_run_a_folder_of_runs_and_a_task_and_nothing_else(shown, 
     display.show(tmp_path / "runs/a")
     assert "0.5000" in str(shown[0].rows)
     display.show(str(tmp_path / "runs"))
-    assert "one run to compare, a: accuracy 0.5" in capsys.readouterr().out
+    assert "one run" in capsys.readouterr().out
     display.show(MNIST(lr=0.125))
     assert ("lr", "0.125") in shown[-1].rows
     with pytest.raises(TpukitError, match="no config.json"):
@@ -110,39 +102,5 @@ def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set(train
 
 
 def test_a_run_without_best_weights_predicts_nothing(tmp_path):
-    for predict in (display.show_predictions, own.show_own):
-        with refuses(tmp_path, "no best weights"):
-            predict(Run(tmp_path), MNIST())
-
-
-# A run that another process trains
-
-
-def test_following_shows_each_new_whole_line_once_and_ends_with_the_run(trained, monkeypatch, capsys):
-    _, run = trained
-    log, pauses = run.path / "log.txt", []
-    lines = log.read_text().splitlines(keepends=True)
-    log.unlink()
-
-    def sleep(seconds):
-        pauses.append(seconds)
-        log.write_text("".join(lines) if len(pauses) > 1 else lines[0] + lines[1][:5] + "\x1b[2J")
-
-    last = run.read_progress()
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(Run, "read_progress", lambda _: dict(last, step=(0, 12, 24)[min(len(pauses), 2)]))
-    assert cli.main(["report", str(run.path), "--follow"]) == 0
-    shown = capsys.readouterr().out
-    assert pauses == [display.UPDATE_S] * 2 and len(lines) > 3
-    assert all(shown.count(line) == 1 for line in lines) and "\x1b" not in shown
-    assert all(f"step {step} of 24" in shown for step in (0, 12, 24))
-    assert str(findings.accelerator_tables(run.records())[0]) in shown  # the report comes last
-
-
-def test_a_launch_may_remove_the_progress_while_it_is_read(trained, monkeypatch, capsys):
-    _, run = trained
-    (run.path / "progress.json").unlink()
-    monkeypatch.setattr(time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        display.follow(run)
-    assert "The training starts" in capsys.readouterr().out
+    with refuses(tmp_path, "no best weights"):
+        display.show_predictions(Run(tmp_path), MNIST())

@@ -72,7 +72,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
             data, metadata = formatter.format(thing)
             data.pop("image/png", None)  # hundreds of kilobytes that hold no words
             cell.outputs.append(nbformat.v4.new_output("display_data", data=data, metadata=metadata))
-        assert len(shown) >= 10
+        assert len(shown) >= 9
         whole, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
         return Page(whole)
 
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_has_no_point_and_leaves_the_axis_as_it_is(los
 
 
 def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_from_the_first_moment_on():
-    for given in ([], [None, 3], records_of([])[:1]):
+    for given in ([], records_of([])[:1]):
         axes = axes_of(figures.live_figure(given, LABELS))
         assert list(axes) == ["loss", "IoU", "samples per second"]
         assert all(words(axis) == ["nothing yet"] for axis in axes.values())
@@ -238,8 +238,6 @@ def test_a_confusion_has_no_tile_where_there_is_no_image_and_any_count_that_a_fi
     for counts in ([[3.0, 0.0], [1.0, 2.0]], [[0.0, 0.0], [1.0, -1.0]]):
         [axis] = axes_of(figures.confusion_figure(dict(classes=["a", "b"], counts=counts))).values()
         assert (np.isnan(axis.images[0].get_array().filled(np.nan)) == (np.array(counts) == 0)).all()
-    scores = {0.5: dict(iou=np.inf), 0.75: dict(iou=np.nan)}
-    axes_of(figures.threshold_figure(scores, {}, 0.5, [("", np.eye(4))]))
 
 
 def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
@@ -248,7 +246,7 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
         record["scores"] |= {EVIL: 0.5, "$\\frac{": 0.5, "_": -0.5}
     axes = axes_of(figures.curves_figure(records))
     axes |= axes_of(figures.live_figure(records, findings.NO_LABELS))
-    axes |= axes_of(figures.threshold_figure({0.5: {EVIL: 0.5}}, {}, 0.5, [(EVIL, np.eye(4))]))
+    axes |= axes_of(figures.panels_figure([[(EVIL, np.eye(4))]], EVIL))
     axes |= axes_of(figures.runs_figure({EVIL: ([1.0], [0.5])}, EVIL))
     formula_or_control = r"(?<!\\)\$|[\x00-\x1f\x7f-\x9f\ud800]"
     assert len(axes) > 8 and not [title for title in axes if re.search(formula_or_control, title)]

@@ -1,12 +1,9 @@
 """What a run's report says of the accelerator."""
 
-import json
-
-import numpy as np
 import pytest
 
 from tests.reporting.hostile import SPEED, evaluated, strange_run
-from tpukit import cli, train
+from tpukit import train
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run
 
@@ -23,49 +20,13 @@ def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_t
     assert len(run.records("start")) == 2 and reported() == before
 
 
-FLIPS = {"records.jsonl": 40, "config.json": 10, "progress.json": 20, "checkpoints/checkpoints.json": 20}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FLIPS)
-def test_one_flipped_bit_in_a_file_of_a_run_never_gives_a_traceback(name, tmp_path, monkeypatch, capsys):
-    # What is drawn shows when it is laid out.
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)
-    run, random = strange_run(tmp_path / "run", "word"), np.random.default_rng(0)
-    whole, checkpoints = (run.path / name).read_bytes(), run.checkpoints()
-    for place in random.integers(8 * len(whole), size=FLIPS[name]):
-        bits = bytearray(whole)
-        bits[place // 8] ^= 1 << place % 8
-        (run.path / name).write_bytes(bits)
-        assert cli.main(["report", str(run.path)]) == 0, place
-        assert findings.headline(run.records(), run.read_progress())
-        findings.is_finished(run.read_progress(), checkpoints)
-    assert "Traceback" not in "".join(capsys.readouterr())
-
-
-DAMAGES = [
-    lambda r: r.pop("kind"),
-    lambda r: r.update(step="8"),
-    lambda r: r.pop("speed"),
-    lambda r: r["speed"].update(seconds=None),
-    lambda r: r["speed"].update(seconds=float("inf")),
-    lambda r: r["speed"].update(images_per_s=10**400),
-    lambda r: r["speed"].update(memory=[[1]]),
-    lambda r: r["speed"].pop("counters"),
-    lambda r: r["speed"]["counters"]["fallbacks"].update(a="b"),
-    lambda r: r.update(loss=True),
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_record_is_left_out_and_counted_and_changes_no_chart(damage, tmp_path):
+def test_a_record_that_lacks_a_value_of_its_kind_is_left_out_and_changes_no_chart(tmp_path):
     records = strange_run(tmp_path / "run", "word").records()
     first, second = [r for r in records if r["kind"] == "train"]
-    damage(second)
+    del second["speed"]
     rest = [r for r in records if r is not second]
     assert [i["to"] for i in findings.intervals(records)] == [4]
-    assert findings.describe(records) == ["Damaged records left out: 1.", *findings.describe(rest)]
-    assert findings.valid_records([*records, [], None, "word"]) == rest
+    assert findings.describe(records) == findings.describe(rest)
     progress = dict(step=4, total=9, unit="step")
     assert findings.headline(records, progress) == findings.headline(rest, progress)
     assert findings.curves(records) == findings.curves(rest) and findings.roc(records) is None
@@ -132,7 +93,6 @@ def test_memory_stands_in_the_report_device_by_device_and_compilations_with_thei
         ("12", "step", "20.0", why),
     ]
     assert f"Step 12 compiled again (20.0 s) because {why}." in findings.describe(records)
-    assert len(figures.report_figure(records).axes) == 1
 
 
 def test_after_a_resume_the_report_says_how_long_all_sessions_took_and_which_one_it_is_about():
@@ -198,14 +158,6 @@ def test_an_roc_is_that_of_the_last_evaluation_that_has_one_with_its_thresholds(
     assert findings.roc(records[2:]) is None and findings.roc([]) is None
 
 
-@pytest.mark.parametrize(
-    "damage", [dict(tpr=None), dict(fpr=[1.0]), dict(precision=[1, 2, "3"]), dict.fromkeys(ROC, [0.5])]
-)
-def test_a_damaged_roc_or_one_of_a_single_point_is_passed_over(damage):
-    records = [evaluated(6, 0, dict(roc=ROC)), evaluated(12, 1, dict(roc=ROC | damage))]
-    assert findings.roc(records)["tpr"] == ROC["tpr"] and findings.roc(records[1:]) is None
-
-
 def test_the_headline_says_where_a_training_is_and_what_is_left():
     compiled, predict = compiled_at(1, seconds=90.0), compiled_at(1, "predict", seconds=60.0)
     progress = dict(step=20, total=100, unit="step", epoch="1 of 5")
@@ -221,8 +173,7 @@ def test_the_headline_says_where_a_training_is_and_what_is_left():
     # Of the session that runs now, not of the one before.
     again = findings.headline([*records, started(device="cpu")], progress)
     assert again == "cpu · step 20 of 100 · epoch 1 of 5"
-    damaged = dict(progress, step="1")
-    for few, progress in (([], progress), ([started()], {}), ([started()], damaged)):
+    for few, progress in (([], progress), ([started()], {})):
         assert findings.headline(few, progress).startswith("The training starts")
 
 
@@ -233,10 +184,3 @@ def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a
         ("b", "5", "0.6667", "0.8000"),
         ("c", "3", "", "0.0000"),
     ]
-
-
-def test_a_run_is_over_when_the_checkpoint_of_its_last_step_is_there_and_not_before_its_evaluation(trained):
-    _, run = trained
-    assert findings.is_finished(run.read_progress(), run.checkpoints())
-    (run.path / "checkpoints/checkpoints.json").write_text(json.dumps({"checkpoints/step-00000010.pt": []}))
-    assert not findings.is_finished(run.read_progress(), run.checkpoints())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import refuses
-from tests.host.test_archives import make_archive
+from tests.tasks.test_archives import make_archive
 from tpukit import TpukitError, find_dataset, tasks
 from tpukit.tasks import cdeit
 from tpukit.tasks.datasets import make_synthetic

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import refuses
 from tpukit import MNIST, find_dataset
-from tpukit.host import downloads
+from tpukit.tasks import downloads
 from tpukit.tasks.mnist_data import read_split
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 28, 28), np.uint8)

@@ -118,7 +118,6 @@ BATCH_RUN = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
         (XLA | dict(torch="2.11.0"), 0, {}, "torch_xla", BLOCKS, ["match torch 2.11.0", "torch~=2.9.0"]),
         (XLA, 1, {}, "libtpu", BLOCKS, ["torch_xla[tpu]"]),
         (TPU, 0, {}, "torch_tpu", OK, []),
-        (TPU | dict(torch="2.9.0"), 0, {}, "torch_tpu", BLOCKS, ["2.11 to 2.15", "pip install"]),
         (TPU | XLA, 0, KAGGLE_GPU, "torch_tpu", NOTE, ["not used"]),
         (XLA | TPU, 0, {}, "torch_xla", NOTE, ["torch_tpu"]),
         (XLA | dict(tensorflow="2.19.0"), 0, {}, "tensorflow", WARNING, ["tensorflow-cpu"]),

@@ -25,11 +25,11 @@ def doctor(
             and write hardware.json, a report to send back, into the output folder.
         rehearse: --hardware where there is no accelerator: try the checks themselves, in small.
     """
-    from tpukit.host import known_errors
-    from tpukit.tools.doctor import blocked, examine, table
+    from tpukit.tools.doctor import blocked, examine, find_known_error, table
 
     if error is not None:
-        known = known_errors.find(Path(error).read_text(errors="replace") if os.path.isfile(error) else error)
+        text = Path(error).read_text(errors="replace") if os.path.isfile(error) else error
+        known = find_known_error(text)
         print(known.fix if known else UNKNOWN)
         return 0 if known else 1
     env = tpukit.detect()

@@ -98,7 +98,9 @@ def report(run: RunFolder, follow: bool = False, trace: int = 0, tensorboard: Pa
 
     folder = tpukit.Run.find(run)
     if follow:
-        display.follow(folder)
+        from tpukit.cli.follow import follow as follow_log
+
+        follow_log(folder)
     display.show_report(folder)
     if tensorboard:
         from tpukit.tools.tensorboard import write_events

@@ -1,4 +1,4 @@
-"""Google Drive on Colab: mounted after asking the user, once."""
+"""Mount Google Drive on Colab, after asking the user once."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""Which host this is, and which accelerator it has, from environment variables, PCI folders and package
-metadata.
+"""Detect the host and its accelerator from environment variables, PCI folders and package metadata.
 
 Touches no device and imports no torch, so that it works even where torch is broken.
 """
@@ -22,9 +21,7 @@ PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorf
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" where `require("cpu")` chose the processor over what is here
 ONE_HOST = "tpukit trains on one host: use a machine that has all its chips or GPUs itself, as a v5litepod-8"
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
-GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
-DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")  # a folder for each card
-PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
+GOOGLE_PCI_VENDOR = "0x1ae0"
 # The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids. All
 # other facts of chips are in devices/chips.py, a layer above, which this file cannot import.
 TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
@@ -40,31 +37,12 @@ GPU_MENU = {
     "tpu-vm": "a TPU VM has no GPU",
     "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",
 }
-AUTOCAST = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')"
-# Variable that an old guide may have set -> (what it does today, what to do instead).
-OLD_VARIABLES = {
-    "COLAB_TPU_ADDR": (
-        "it belonged to Colab's TPU Node runtime, which is gone",
-        "tpukit.detect() shows what is here",
-    ),
-    "XRT_TPU_CONFIG": (
-        "it configured torch_xla's XRT runtime, which is gone",
-        "leave it out, nothing replaces it",
-    ),
-    "XLA_USE_BF16": ("it silently turns every float32 tensor into bf16, loss and weights too", AUTOCAST),
-    "XLA_DOWNCAST_BF16": ("it silently turns float32 tensors into bf16 and float64 into float32", AUTOCAST),
-}
-# The versions that torch_tpu 0.2 asks for in its metadata; before 2.11 and after 2.15 it has no code for
-# torch.
-TORCH_TPU_NEEDS = "torch 2.11 to 2.15 and libtpu 0.0.50 or newer"
 ACCELERATOR_TYPES = {"0x0063": "v5litepod", "0x006f": "v6e"}  # by PCI device
-# Only these are kept: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
-KEPT_VARIABLES = ("TPU_ACCELERATOR_TYPE", "COLAB_TPU_1VM", *OLD_VARIABLES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Environment:
-    """What `detect()` found. Printing it is a table."""
+    """The host and accelerator that `detect()` found. Printing it is a table."""
 
     host: str  # colab, kaggle, tpu-vm or local
     accelerator: str  # tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu
@@ -75,30 +53,29 @@ class Environment:
     outputs: Path  # where results go
     drive: Path | None  # MyDrive on Colab, mounted or not; None elsewhere
     inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
-    variables: dict[str, str]  # KEPT_VARIABLES that are set
 
     @property
     def tpu_backend(self) -> str | None:
-        """ "torch_xla" or "torch_tpu", what torch reaches a TPU by here; None where neither is installed."""
-        fits = _torch_tpu_fits(self.versions)
-        if "torch_tpu" in self.versions and ("torch_xla" not in self.versions or fits):  # one, at most, fits
+        """ "torch_xla" or "torch_tpu", through which torch reaches a TPU here; None where neither is here."""
+        if "torch_tpu" in self.versions and not self._torch_xla_fits:
             return "torch_tpu"
         return "torch_xla" if "torch_xla" in self.versions else None
 
     @property
+    def _torch_xla_fits(self) -> bool:
+        torch_xla, torch = self.versions.get("torch_xla"), self.versions.get("torch", "")
+        return torch_xla is not None and release(torch_xla) == release(torch)
+
+    @property
     def uses_torch_tpu(self) -> bool:
-        """Whether this machine has a TPU and torch reaches it by torch_tpu."""
+        """True if this machine has a TPU and torch reaches it through torch_tpu."""
         return self.accelerator == "tpu" and self.tpu_backend == "torch_tpu"
 
     @property
     def misfit(self) -> str:
-        """Why `tpu_backend` does not work with the versions that are installed, or "" where it does."""
-        torch, libtpu = self.versions.get("torch"), self.versions.get("libtpu")
-        if self.tpu_backend == "torch_tpu" and not _torch_tpu_fits(self.versions):
-            has = f"torch_tpu {self.versions['torch_tpu']} with torch {torch} and libtpu {libtpu}"
-            return f"{has}: it needs {TORCH_TPU_NEEDS}"
-        if self.tpu_backend == "torch_xla" and release(self.versions["torch_xla"]) != release(torch or ""):
-            return f"torch_xla {self.versions['torch_xla']} does not match torch {torch}"
+        """The reason why torch_xla does not work with the torch that is installed, or "" where it does."""
+        if self.tpu_backend == "torch_xla" and not self._torch_xla_fits:
+            return f"torch_xla {self.versions['torch_xla']} does not match torch {self.versions.get('torch')}"
         return ""
 
     def run_folder(self, name: str, outputs: str | Path = "") -> Path:
@@ -110,7 +87,7 @@ class Environment:
         return parent / name
 
     def table(self) -> Table:
-        """The environment as a `Table`."""
+        """Return the environment as a `Table`."""
         cores = f"{self.cores} x " if self.accelerator in ("tpu", "cuda") else ""
         backend = f" through {self.tpu_backend}" if self.accelerator == "tpu" else ""
         rows = [
@@ -167,18 +144,11 @@ class Environment:
             lines.append(
                 'Or take what is here: ACCELERATOR = "any" in a notebook\'s Settings, require("any").'
             )
-        # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
-        tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
-        if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
-            lines.append("There is a TPU, but neither torch_xla nor torch_tpu: start a fresh session.")
-        for name, (why, instead) in OLD_VARIABLES.items():
-            if self.variables.get(name):
-                lines.append(f"{name} is set: {why}. Instead: {instead}.")
         raise TpukitError("\n".join(lines))
 
 
 def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> Environment:
-    """Find out where this Python runs, without touching a device.
+    """Detect where this Python runs, without touching a device.
 
     environ: environment variables; by default those of this process. root: the file system's root (for
     tests)."""
@@ -199,7 +169,6 @@ def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> 
         outputs=base / "outputs",
         drive=root / "content/drive/MyDrive" if host == "colab" else None,
         inputs=root / "kaggle/input" if host == "kaggle" else None,
-        variables={name: environ[name] for name in KEPT_VARIABLES if name in environ},
     )
 
 
@@ -212,12 +181,12 @@ def _host(environ):
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process, as one of several."""
+    """Return True if torchrun started this process, as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def rank() -> int:
-    """This process's number among those that torchrun started; 0 elsewhere."""
+    """Return this process's number among those that torchrun started; 0 elsewhere."""
     number = os.environ.get("RANK", "0") if under_torchrun() else "0"
     if not number.isdecimal():
         raise TpukitError(f"RANK={number} is no number: unset RANK and WORLD_SIZE, or use torchrun")
@@ -225,7 +194,7 @@ def rank() -> int:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, or None. Reads metadata, imports nothing."""
+    """Return the installed version of a package, or None. Reads metadata, imports nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -233,18 +202,12 @@ def version_of(package: str) -> str | None:
 
 
 def release(version: str, parts: int = 2) -> tuple[int, ...]:
-    """The first numbers of a version: "2.13.0+cpu" -> (2, 13)."""
+    """Return the first numbers of a version: "2.13.0+cpu" -> (2, 13)."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:parts])
 
 
-def _torch_tpu_fits(versions: Mapping[str, str]) -> bool:
-    """Whether torch and libtpu are as torch_tpu needs them, see TORCH_TPU_NEEDS."""
-    torch, libtpu = release(versions.get("torch", "")), release(versions.get("libtpu", ""), 3)
-    return (2, 11) <= torch <= (2, 15) and libtpu >= (0, 0, 50)
-
-
 def _accelerator(environ, root, versions):
-    """(accelerator, cores, device name)."""
+    """Return (accelerator, cores, device name)."""
     if environ.get(CHOSEN) == "cpu":
         return "cpu", 1, _chosen_processor()
     chosen = environ.get("PJRT_DEVICE", "").upper()
@@ -256,7 +219,8 @@ def _accelerator(environ, root, versions):
         return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or _accelerator_type(root) or "TPU"
     if gpus := nvidia_gpus(environ):
         return "cuda", len(gpus), ", ".join(sorted(set(gpus)))
-    return "cpu", 1, _processor()
+    unused = "; it has a TPU, but neither torch_xla nor torch_tpu: start a fresh session" if chips else ""
+    return "cpu", 1, _processor() + unused
 
 
 def _processor():
@@ -268,7 +232,7 @@ def _chosen_processor():
 
 
 def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:
-    """Number of TPU chips on the PCI bus, or of device files if that is hidden and PJRT_DEVICE=TPU."""
+    """Count the TPU chips on the PCI bus, or their device files if that is hidden and PJRT_DEVICE=TPU."""
     on_bus = len(tpu_chips(root))
     if on_bus or environ.get("PJRT_DEVICE", "").upper() != "TPU":
         return on_bus
@@ -278,23 +242,23 @@ def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:
 
 
 def tpu_chips(root: str | Path = "/") -> list[str]:
-    """The device ids of the TPU chips on the PCI bus, as torch_xla lists them."""
-    ids = [(device / "device").read_text().strip() for device in _pci_devices(root, GOOGLE_PCI_VENDOR)]
+    """Return the device ids of the TPU chips on the PCI bus, as torch_xla lists them."""
+    ids = [(device / "device").read_text().strip() for device in pci_devices(root, GOOGLE_PCI_VENDOR)]
     return [name for name in ids if name in TPU_PCI_DEVICES]
 
 
 def _accelerator_type(root):
-    """The chips on the PCI bus as TPU_ACCELERATOR_TYPE names them, "" for unknown ones."""
+    """Name the chips on the PCI bus as TPU_ACCELERATOR_TYPE does, "" for unknown ones."""
     chips = tpu_chips(root)
     kind = ACCELERATOR_TYPES.get(chips[0]) if chips else None
     return f"{kind}-{len(chips)}" if kind else ""
 
 
 def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
-    """Variables that hold the text of a warning, which libtpu refuses, because the host's look-up failed ->
-    the value of a single host, "" if unknown."""
-    of_one_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
-    return {name: value for name, value in of_one_host.items() if " " in environ.get(name, "").strip()}
+    """Return {variable: value of a single host, "" if unknown} for those that hold the text of a warning,
+    which libtpu refuses, because the host's look-up failed."""
+    single_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
+    return {name: value for name, value in single_host.items() if " " in environ.get(name, "").strip()}
 
 
 def check_one_host(env: Environment) -> None:
@@ -305,65 +269,45 @@ def check_one_host(env: Environment) -> None:
         raise TpukitError(f"this is one of {hosts} hosts: {ONE_HOST}")
 
 
-def has_nvidia_card(root: str | Path = "/") -> bool:
-    """Whether an NVIDIA GPU is on the PCI bus, with a driver or without."""
-    cards = _pci_devices(root, NVIDIA_PCI_VENDOR)
-    return any((card / "class").read_text().startswith(PCI_DISPLAY) for card in cards)
-
-
-def _pci_devices(root, vendor):
+def pci_devices(root: str | Path, vendor: str) -> list[Path]:
+    """Return the folders of a vendor's devices on the PCI bus."""
     files = Path(root).glob("sys/bus/pci/devices/*/vendor")
     return [file.parent for file in files if file.read_text().strip() == vendor]
 
 
-def nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
-    """The output of nvidia-smi, or "" if it is missing or finds no driver."""
+def nvidia_smi(environ: Mapping[str, str]) -> str:
+    """Return the list of `nvidia-smi -L`, or "" if it is missing or finds no driver."""
+    command, quiet = ["nvidia-smi", "-L"], subprocess.DEVNULL
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", *arguments]
-        found = subprocess.check_output(command, env=dict(environ), stderr=subprocess.DEVNULL, timeout=30)
-        return found.decode(errors="replace")
+        listed = subprocess.check_output(command, env=dict(environ), stderr=quiet, timeout=30)
+        return listed.decode(errors="replace")
     return ""
 
 
 def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
+    """Return the names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
 
-    CUDA_VISIBLE_DEVICES is read as CUDA does, up to the first part that names no single GPU. A MIG instance
-    counts only if it is named there. nvidia-smi numbers the cards by their bus, CUDA the fastest first: where
-    they differ, the count is right, a name may not be."""
-    listed = nvidia_smi(environ, "-L") or _listed_by_driver()
-    cards = re.findall(r"^GPU \d+: (.+) \(UUID: (\S+)\)", listed, re.M)
-    instances = re.findall(r"^\s+(MIG \S+)\s+Device\s+\d+: \(UUID: (\S+)\)", listed, re.M)
+    CUDA_VISIBLE_DEVICES is read up to the first number that no card has. The count is right; a name may be
+    that of another card of this machine where a UUID is given, or CUDA numbers the cards otherwise."""
+    names = re.findall(r"^GPU \d+: (.+) \(UUID: ", nvidia_smi(environ), re.M)
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return [name for name, _ in cards]
-    chosen = []
+        return names
+    shown = []
     for part in map(str.strip, visible.split(",")):
-        named = [name for name, uuid in cards + instances if len(part) > 3 and uuid.startswith(part)]
-        if part.isdecimal():
-            named = [name for name, _ in cards[int(part) : int(part) + 1]]
-        if len(named) != 1:
+        is_uuid = part.startswith(("GPU-", "MIG-"))
+        number = len(shown) if is_uuid else int(part) if part.isdecimal() else len(names)
+        if number >= len(names):
             break
-        chosen += named
-    return chosen
-
-
-def _listed_by_driver() -> str:
-    """As `nvidia-smi -L`, from the driver itself, for containers that have it without nvidia-smi."""
-    lines = ""
-    for path in sorted(DRIVER_CARDS.glob("*/information")):
-        facts = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", path.read_text(errors="replace"), re.M))
-        lines += f"GPU 0: {facts.get('Model', 'NVIDIA GPU')} (UUID: {facts.get('GPU UUID', '-')})\n"
-    return lines
+        shown.append(names[number])
+    return shown
 
 
 def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
-    """Whether a GPU can run a torch with these architectures (NVIDIA, CUDA C++ Programming Guide, 6.1).
+    """Return True if a GPU can run a torch that was built for these architectures (NVIDIA, CUDA C++
+    Programming Guide, 6.1).
 
-    Args:
-        capability: of the GPU, (major, minor).
-        built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0 and newer 8.x, "compute_90"
-            compiled by the driver for 9.0 and newer.
-    """
+    capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code
+    for 8.0 and newer 8.x; "compute_90" the driver compiles for 9.0 and newer."""
     architectures = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
     return not architectures or any(
         capability >= (int(major), int(minor)) and (kind == "compute" or capability[0] == int(major))
@@ -372,7 +316,7 @@ def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
 
 
 def is_interactive_notebook() -> bool:
-    """Whether this is a notebook on a page, whose user can answer; not papermill, not a shell."""
+    """Return True in a notebook on a page, whose user can answer; not papermill, not a shell."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     # As the page set it when it sent the cell.
     return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)

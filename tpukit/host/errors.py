@@ -1,4 +1,4 @@
-"""The one kind of error that is meant for the user."""
+"""Errors meant for the user."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class Damaged(TpukitError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """Return the first line of an error's message, or its type where it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 

@@ -1,10 +1,9 @@
-"""Atomic files and folders, locks, and the cache folder."""
+"""Write files and folders atomically; locks; the cache folder."""
 
 import contextlib
 import errno
 import getpass
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -16,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
@@ -68,7 +67,7 @@ def remove_partials(folder: Path) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process of this host is alive."""
+    """Return True if a process of this host is alive."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -186,7 +185,7 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
+    """Return the hexadecimal SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -196,8 +195,9 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Context manager: a lock that one process of this user on this host holds at a time. Without a usable
-    cache folder there is no lock; what is written is still atomic."""
+    """Context manager: wait for a lock per user and host. It lies in the cache folder, because `path` may be
+    on a disk that cannot be written; without a cache folder there is none, and what is written is still
+    atomic."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             make_private(cache_folder())
@@ -209,44 +209,38 @@ def file_lock(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
-    """Context manager: take the lock file `path` for this process alone, and write its host and pid into it.
+    """Context manager: take the lock file `path` for this process alone, and write its pid and host into it.
 
-    Raises TpukitError with the host and pid of the process that has it. A lock ends with its process, killed
+    Raises TpukitError with the pid and host of the process that has it. A lock ends with its process, killed
     or not. Another host's is not seen through some shared disks (Drive): it counts as long as this file or
     one of `signs` changed lately."""
     with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
-        holder, here = _holder(file.read()), socket.gethostname()
+        holder, here = file.read().decode(errors="replace"), f" on {socket.gethostname()}"
+        is_free = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = True
-        except OSError as error:
-            is_free = not isinstance(error, BlockingIOError)  # a disk without locks
-        if holder and holder["host"] != here:  # whose clock may be ahead
+        except BlockingIOError:
+            is_free = False
+        except OSError:  # a disk without locks
+            pass
+        if holder and not holder.endswith(here):  # of another host, whose clock may be ahead
             changed = [sign.stat().st_mtime for sign in (path, *signs) if sign.exists()]
             is_free &= all(abs(time.time() - then) >= ALIVE_S for then in changed)
         if not is_free:
-            who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
             raise TpukitError(
-                f"{who} is at work in {path.parent} (it trains, restores or sends): end it, or choose another"
-                f" folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
+                f"{holder or 'another process'} is at work in {path.parent} (it trains or restores): end it,"
+                f" or choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
         try:
             with explain_unwritable(path, only=DISK_FULL):
-                _overwrite(file, json.dumps(dict(host=here, pid=os.getpid())).encode())
+                _overwrite(file, f"process {os.getpid()}{here}".encode())
             yield
         finally:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
                 _overwrite(file, b"")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
-
-
-def _holder(text: bytes) -> dict[str, Any] | None:
-    """dict(host, pid) of the last holder of a lock file; None if nobody, or not written yet."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        holder = json.loads(text)
-        return dict(host=str(holder["host"]), pid=int(holder["pid"]))
 
 
 def _open_lock(path: Path) -> BinaryIO:
@@ -264,7 +258,8 @@ def _overwrite(file: BinaryIO, data: bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder for what later sessions reuse: TPUKIT_CACHE, or one of this user in the temporary folder."""
+    """Return the folder that later sessions reuse: TPUKIT_CACHE, or one of this user in the temporary
+    folder."""
     if chosen := os.environ.get("TPUKIT_CACHE"):
         return Path(chosen).resolve()
     try:

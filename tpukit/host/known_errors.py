@@ -31,29 +31,15 @@ KNOWN_ERRORS = {code: KnownError(**entry) for code, entry in _ENTRIES.items()}
 
 
 def match(message: str) -> KnownError | None:
-    """The first known error whose pattern matches an error message."""
+    """Return the first known error whose pattern matches an error message."""
     for known in KNOWN_ERRORS.values():
         if known.pattern and re.search(known.pattern, message, re.IGNORECASE | re.DOTALL):
             return known
     return None
 
 
-def find(text: str) -> KnownError | None:
-    """The known error of a text that a user saw or wrote, also of a symptom that is not an error message."""
-    if known := match(text):
-        return known
-    text = text.lower()
-    # A long text, such as a traceback, has many words that are not about the error.
-    is_described = len(text) < 100
-    for known in KNOWN_ERRORS.values():
-        says_so = is_described and known.phrases and re.search(known.phrases, text)
-        if says_so or known.title.lower() in text:
-            return known
-    return None
-
-
 def fix_for(message: str) -> str | None:
-    """How to fix an error of an accelerator's runtime, or None for an unknown message."""
+    """Return the fix for an error of an accelerator's runtime, or None for an unknown message."""
     known = match(message)
     return known.fix if known else None
 

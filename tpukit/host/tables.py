@@ -1,5 +1,4 @@
-"""Tables and lists of sentences for shell and notebook, durations in words, and text that is safe to
-print."""
+"""Format tables, lists of sentences and durations for shell and notebook, and make text safe to print."""
 
 import html
 import io
@@ -16,8 +15,7 @@ NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'
 
 
 def printable(text: object) -> str:
-    """The text with its control characters escaped (\\x1b), so that a terminal shows them and does not obey
-    them."""
+    """Escape a text's control characters (\\x1b), so that a terminal shows them and does not obey them."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
@@ -102,7 +100,7 @@ class Notice(Sentences):
 
 
 def format_duration(seconds: float | None) -> str:
-    """A duration in words: 90 s, 2.5 min, 30.0 h, 3.0 days. Empty for None; 0 s for a negative one."""
+    """Format a duration: 90 s, 2.5 min, 30.0 h, 3.0 days. Empty for None; 0 s for a negative one."""
     if seconds is None:
         return ""
     for size, name in ((86400, "days"), (3600, "h"), (60, "min")):

@@ -1,4 +1,4 @@
-"""`metrics_report`: what the device did, in any loop. It needs no run and no task, and opens no device."""
+"""Report the device's work in any loop: `metrics_report`. Needs no run and no task, and opens no device."""
 
 import collections
 import importlib.util
@@ -13,7 +13,7 @@ READ_A_VALUE = "aten::_local_scalar_dense"  # what `.item()` calls
 
 
 class MetricsReport:
-    """What the device did since the process began; after a `with` block, what it did in the block.
+    """The device's work since the process began; after a `with` block, in the block.
 
     counters: dict, see `xla_counters.counters`; empty without an open XLA device. compilations: their number.
     causes: likely cause -> how many of them. fallbacks: operation that the CPU ran instead -> count.
@@ -56,7 +56,7 @@ class MetricsReport:
             self.device, self.memory = xla.device_name(), xla.memory()
 
     def problems(self) -> list[str]:
-        """Return what is wrong, each with what to do."""
+        """Return the problems, each with its fix."""
         executions, problems = self.counters.get("executions", 0), []
         if _is_often(self.compilations, executions):
             [(cause, count)] = self.causes.most_common(1)
@@ -81,7 +81,7 @@ class MetricsReport:
         return problems
 
     def facts(self) -> list[str]:
-        """Return what else is worth knowing."""
+        """Return facts that are no problems."""
         if self.counters:
             compiled, executed = self.compilations, self.counters["executions"]
             sentences = [f"{self.device}, {self.where}: {compiled} graphs compiled, {executed} executed."]
@@ -118,7 +118,7 @@ class MetricsReport:
         return [table for table in tables if table.rows]
 
     def _operations_on_the_cpu(self):
-        """The fallbacks without the reads of a value, which torch_xla counts with them."""
+        """Return the fallbacks without the reads of a value, which torch_xla counts with them."""
         return {name: count for name, count in self.fallbacks.items() if name != READ_A_VALUE}
 
     def _parts(self) -> list[Any]:
@@ -134,7 +134,7 @@ class MetricsReport:
 
 
 def _open_xla():
-    """The module `xla_counters`; None where this process has opened no XLA device."""
+    """Return the module `xla_counters`; None where this process has opened no XLA device."""
     if "torch_xla" not in sys.modules:
         return None
     from tpukit.devices import xla_counters
@@ -159,7 +159,7 @@ def _is_often(count: int, executions: int) -> bool:
 
 
 def metrics_report() -> MetricsReport:
-    """Report what the device did since this process began, or what it did in a block:
+    """Report the device's work since this process began, or in a block:
 
         print(tpukit.metrics_report())
 

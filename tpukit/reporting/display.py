@@ -1,7 +1,6 @@
-"""Showing a task, a run or a plan, in a notebook or a shell: `show` and the other display functions."""
+"""Show a task, a run or a plan, in a notebook or a shell."""
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -19,8 +18,6 @@ from tpukit.training.task import RIGHT, WRONG, Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-UPDATE_S = 2.0  # between two looks at a run that is followed
 
 
 @runtime_checkable
@@ -64,10 +61,7 @@ def _show_run(run: Run) -> None:
     """Show the scores and curves of a run, and save the pictures in its folder."""
     records = run.records()
     pictures = run.path / "pictures"
-    try:
-        labels = findings.labels_of(run.config)
-    except TpukitError:  # a damaged config.json: the curves are worth showing without their names
-        labels = findings.NO_LABELS
+    labels = findings.labels_of(run.config)
     for table in findings.last_and_kept_tables(records):
         present(table)
     present_figure(figures.curves_figure(records, labels), pictures / "curves.png")
@@ -81,35 +75,15 @@ def _show_run(run: Run) -> None:
 
 
 def show_report(run: Run | str | Path) -> None:
-    """Show what the accelerator did in the last session of a run: in sentences, then numbers, then a picture.
+    """Show the accelerator's work in the last session of a run: in sentences, then numbers.
 
     Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or its
-    path. The picture is also saved as pictures/report.png in its folder."""
+    path."""
     run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
     present(Sentences(findings.describe(records)))
     for table in findings.accelerator_tables(records):
         present(table)
-    present_figure(figures.report_figure(records), run.path / "pictures" / "report.png")
-
-
-def follow(run: Run) -> None:
-    """Print the log's new lines of a run that another process trains, and how far it is, until the checkpoint
-    of its last step is there."""
-    log, shown, before = run.path / "log.txt", 0, ""
-    while True:
-        is_finished = findings.is_finished(run.read_progress(), run.checkpoints())  # before the log is read
-        whole = log.read_bytes().rpartition(b"\n")[0] if log.exists() else b""
-        if new := whole[shown:].strip(b"\n"):
-            print(printable(new.decode(errors="replace")), flush=True)
-        shown = len(whole)
-        now = findings.headline(run.records(), run.read_progress())
-        if now != before:
-            print(printable(now), flush=True)
-        before = now
-        if is_finished:
-            return
-        time.sleep(UPDATE_S)
 
 
 def _show_task(task: Task) -> None:
@@ -135,8 +109,8 @@ def show_samples(task: Task, *, count: int = 4) -> None:
 
 
 def show_labels(task: Task, *, count: int = 4) -> None:
-    """Show what is worth knowing about the labels of the training set before training on them, with the
-    samples concerned."""
+    """Show the facts and problems of the training set's labels before training on them, with the samples
+    concerned."""
     data, _ = task.datasets()
     notices: list[str] = [*getattr(data, "notices", ())]
     if task.dataset_dir and is_synthetic(task.dataset_dir):
@@ -162,7 +136,7 @@ def _steps_sentence(task, count):
 
 
 def show_predictions(run: Run, task: Task, *, count: int = 4) -> None:
-    """Show what the run's best weights predict for test images, next to the truth.
+    """Show the predictions of the run's best weights for test images, next to the truth.
 
     The predictions are those that `test` saved, if the task saves them; otherwise they are made here, on the
     CPU. Also saved as pictures/predictions.png in the run's folder."""
@@ -170,7 +144,7 @@ def show_predictions(run: Run, task: Task, *, count: int = 4) -> None:
 
 
 def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
-    """The figure of `show_predictions`."""
+    """Draw the figure of `show_predictions`."""
     from tpukit.training.prediction import predict_test_images
 
     best, folder = run.path / "best.safetensors", run.path / "predictions"
@@ -193,5 +167,5 @@ def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
 
 
 def _evenly_spaced(size, count):
-    """Up to `count` indices of `size`."""
+    """Return up to `count` indices of `size`."""
     return np.linspace(0, size - 1, min(count, size)).astype(int)

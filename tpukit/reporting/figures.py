@@ -1,4 +1,4 @@
-"""Figures from records and panels. The only importer of matplotlib; nothing here displays or saves."""
+"""Draw figures from records and panels. The only importer of matplotlib; displays and saves nothing."""
 
 import io
 import itertools
@@ -26,14 +26,14 @@ TEXT_LINES = 18  # of a panel
 
 
 def as_png(figure: "Figure") -> bytes:
-    """The bytes of a figure as a PNG file, without a background."""
+    """Return a figure as the bytes of a PNG file, without a background."""
     png = io.BytesIO()
     figure.savefig(png, dpi=110, format="png", transparent=True)
     return png.getvalue()
 
 
 def curves_figure(records: list, labels: findings.Labels = findings.NO_LABELS) -> "Figure | None":
-    """Loss, gradient norm, learning rate and scores over the epochs of a run; None without any."""
+    """Draw loss, gradient norm, learning rate and scores over the epochs of a run; None without any."""
     shown = findings.NO_SCORES + tuple(labels.names)
     series = findings.curves(records)
     series = {name: points for name, points in series.items() if name in shown or not labels.names}
@@ -51,7 +51,7 @@ def curves_figure(records: list, labels: findings.Labels = findings.NO_LABELS) -
 
 
 def plot_curve(axis, name, epochs, values, labels):
-    """One series of a run over the epochs, with what its task says of it: unit, best value, the paper's."""
+    """Plot one series of a run over the epochs, with its unit, best value and the paper's."""
     is_score, title = name not in findings.NO_SCORES, labels.names.get(name, name)
     plot(axis, epochs, values, RED if is_score else BLUE)
     if name == labels.score and values:
@@ -67,8 +67,8 @@ def plot_curve(axis, name, epochs, values, labels):
 
 
 def live_figure(records: list, labels: findings.Labels) -> "Figure":
-    """A training as it stands: loss, the score that decides, and speed with the compilations of the step,
-    over the epochs. How far it is, the progress bar says, which is redrawn more often."""
+    """Draw a training as it stands: loss, the score that decides, and speed with the compilations of the
+    step, over the epochs. The progress bar, which is redrawn more often, says how far it is."""
     figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
     scores = [name for name in series if name not in findings.NO_SCORES]
@@ -85,14 +85,14 @@ def live_figure(records: list, labels: findings.Labels) -> "Figure":
 
 
 def mark_compilations(axis, positions):
-    """A dotted line where the training step was compiled. positions: on the x axis."""
+    """Draw a dotted line where the training step was compiled. positions: on the x axis."""
     for number, x in enumerate(positions):
         axis.axvline(x, color=RED, ls=":", lw=1.4, label=None if number else "step compiled")
 
 
 def roc_figure(roc: dict) -> "Figure":
-    """Recall over the false pixels per pixel, and precision over recall, with the points of three thresholds.
-    roc: of `findings.roc`."""
+    """Draw recall over the false pixels per pixel, and precision over recall, with the points of three
+    thresholds. roc: of `findings.roc`."""
     figure, ((left, right),) = subplots(1, 2, (9.6, 3.2))
     least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2  # 0 has no logarithm
     points = list(zip(roc["threshold"], roc["tpr"], [max(rate, least) for rate in roc["fpr"]]))
@@ -112,7 +112,7 @@ def roc_figure(roc: dict) -> "Figure":
 
 
 def confusion_figure(confusion: dict) -> "Figure":
-    """Test images by their class (a row each) and the predicted one. confusion: of `findings.confusion`."""
+    """Draw test images by their class (a row each) and the predicted one. confusion: see `findings`."""
     names, counts = [label(name, 20) for name in confusion["classes"]], confusion["counts"]
     side = 2.2 + 0.32 * len(names)  # inches
     figure, ((axis,),) = subplots(1, 1, (side + 0.6, side))
@@ -130,43 +130,8 @@ def confusion_figure(confusion: dict) -> "Figure":
     return figure
 
 
-def report_figure(records: list) -> "Figure | None":
-    """Where a step's time went over the last session; None without any interval."""
-    spans = findings.intervals(records)
-    if not spans:
-        return None
-    figure, ((axis,),) = subplots(1, 1, (8.4, 3.2))
-    steps = [span["to"] for span in spans]
-    largest = max(span["step"] for span in spans)
-    for name, (colour, marker) in zip(findings.TIMES, SERIES):
-        times = [span[name] for span in spans]
-        if max(times) > largest / 50:  # flat lines at zero say nothing
-            axis.plot(steps, times, color=colour, marker=marker, lw=1.5, ms=3, label=name)
-    mark_compilations(axis, findings.compiled_steps(records))
-    axis.set_ylim(0, None)
-    finish(axis, "where a step's time went", "step", "ms per step")
-    return figure
-
-
-def threshold_figure(scores: dict, score_names: dict, threshold: float, panels: list[Panel]) -> "Figure":
-    """Panels of an image, and below them the scores over the threshold with a line at the one that the panels
-    show. scores: dict threshold -> dict of scores. score_names: of the task."""
-    values = scores[threshold]
-    names = list(score_names) or [name for name, value in values.items() if isinstance(value, float)]
-    columns = max(len(panels), len(names))
-    figure, axes = subplots(2, columns, (3.2 * columns, 5.6), height_ratios=(3.4, 2.2))
-    draw_panels(axes[0], panels)
-    hide(axes[1, len(names) :])
-    for axis, name in zip(axes[1], names):
-        plot(axis, list(scores), [row[name] for row in scores.values()], BLUE)
-        axis.axvline(threshold, color=RED, lw=1.2)
-        start_at_zero(axis, [row[name] for row in scores.values()])
-        finish(axis, f"{score_names.get(name, name)}: {values[name]:.3g}", "threshold")
-    return figure
-
-
 def runs_figure(series: findings.Series, name: str) -> "Figure":
-    """One series of several runs over the epochs. series: dict run -> (epochs, values)."""
+    """Draw one series of several runs over the epochs. series: dict run -> (epochs, values)."""
     figure, ((axis,),) = subplots(1, 1, (7.2, 3.4))
     looks = itertools.cycle(itertools.product(("-", "--", ":"), SERIES))
     for (run, (epochs, values)), (dashes, (colour, marker)) in zip(series.items(), looks):
@@ -181,8 +146,8 @@ def runs_figure(series: findings.Series, name: str) -> "Figure":
 
 
 def panels_figure(rows: list[list[Panel]], title: str, names: Iterable[str] = ()) -> "Figure":
-    """Rows of panels, several samples in a line where there is space. names: of the samples, written below
-    the titles of their first panels; of a long one the end, where files differ."""
+    """Draw rows of panels, several samples in a line where there is space. names: of the samples, written
+    below the titles of their first panels; of a long one the end, where files differ."""
     named = [name if len(name) <= MAX_NAME else f"…{name[1 - MAX_NAME :]}" for name in map(printable, names)]
     if named:
         rows = [[(f"{row[0][0]}\n{name}", row[0][1]), *row[1:]] for row, name in zip(rows, named)]
@@ -198,8 +163,7 @@ def panels_figure(rows: list[list[Panel]], title: str, names: Iterable[str] = ()
 
 
 def draw_panels(axes, panels):
-    """Each panel as a picture, or a text, with its title, which may have two lines; axes without one are
-    hidden."""
+    """Draw each panel as a picture, or a text, with its title of one or two lines; hide axes without one."""
     hide(axes[len(panels) :])
     for axis, (title, array) in zip(axes, panels):
         colour = MARKS.get(title[:1], GREY)  # an edge for a white image, too
@@ -224,7 +188,7 @@ def draw_panels(axes, panels):
 
 
 def subplots(lines: int, columns: int, size: tuple[float, float], **grid) -> tuple["Figure", Any]:
-    """(figure, array (lines, columns) of axes). size: in inches."""
+    """Return (figure, array (lines, columns) of axes). size: in inches."""
     from matplotlib.figure import Figure  # without pyplot: nothing global, no window, no leak
 
     figure = Figure(figsize=size, layout="constrained")
@@ -232,14 +196,14 @@ def subplots(lines: int, columns: int, size: tuple[float, float], **grid) -> tup
 
 
 def plot(axis, x, y, colour):
-    """A curve, with a dot at each point where there are few."""
+    """Plot a curve, with a dot at each point where there are few."""
     axis.plot(x, y, color=colour, lw=1.6, marker="o", ms=3 if len(y) < 60 else 0)
     if not y:
         write_in_empty(axis, "nothing yet")
 
 
 def start_at_zero(axis, scores):
-    """The range of an axis of scores, if none is below 0: a share ends at 1."""
+    """Set the range of an axis of scores, if none is below 0: a share ends at 1."""
     largest = max(scores, default=0)
     top = 1 if 0.8 < largest <= 1 else 1.25 * largest or 1
     if min(scores, default=0) >= 0 and math.isfinite(top):
@@ -247,7 +211,7 @@ def start_at_zero(axis, scores):
 
 
 def finish(axis, title, x, y=""):
-    """Title, names of the axes, look, and a legend if a curve has a label. Ticks of epochs are whole."""
+    """Set title, names, look, and a legend if a curve has a label. Ticks of epochs are whole."""
     axis.set_title(label(title), loc="left", fontsize=10, color=GREY)
     axis.set_xlabel(x, fontsize=9, color=GREY)
     axis.set_ylabel(y, fontsize=9, color=GREY)
@@ -283,7 +247,7 @@ def write_in_empty(axis, text):
 
 
 def label(text: str, limit: int = MAX_LABEL) -> str:
-    """Text for a figure: on one line, not longer than the limit, and without formulas for matplotlib."""
+    """Fit a text for a figure: on one line, within the limit, and without formulas for matplotlib."""
     words = " ".join(printable(text).split())
     if len(words) > limit:
         words = f"{words[: limit - 1]}…"

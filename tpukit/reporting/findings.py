@@ -1,39 +1,24 @@
-"""Records of a run in, sentences and tables out. Pure functions: no files, no device, no drawing."""
+"""Turn the records of a run into sentences and tables. Pure functions: no files, no device, no drawing."""
 
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpukit.devices import LONG_COMPILE_S, words
-from tpukit.host.json_types import has_type
 from tpukit.host.tables import Table, format_duration
 from tpukit.tasks import TASKS, find
 
 Record = dict[str, Any]
 Series = dict[str, tuple[list[float], list[float]]]  # name -> (x, y)
 
-# Fields read from a record, by kind.
-SPEED = dict(
-    seconds=float,
-    images_per_s=float,
-    wait_s=float,
-    to_device_s=float | None,
-    from_device_s=float | None,
-    memory=list[tuple[float, float]],
-    rates=dict[str, float] | None,
-    counters=dict(fallbacks=dict[str, int] | None),  # {} where nothing compiles
+# Values that are read of a record, by kind
+READ = dict(
+    start=("device", "max_graphs", "batch_size", "steps_per_epoch"),
+    train=("loss", "grad_norm", "speed"),
+    evaluation=("epoch", "kept", "scores", "speed"),
+    compile=("seconds", "what", "why", "refused", "programs"),
 )
-SCORES = dict(beside=dict[str, dict] | None)
-FIELDS = dict(
-    start=dict(device=str, max_graphs=int, batch_size=int, steps_per_epoch=int),
-    train=dict(loss=float | None, grad_norm=float | None, lr=float | None, speed=SPEED),
-    stopped=dict(epoch=int, patience=int),
-    evaluation=dict(epoch=int, kept=bool, scores=SCORES, speed=dict(seconds=float)),
-    compile=dict(seconds=float, what=str, why=list[str], refused=bool, programs=int),
-)
-PROGRESS = dict(step=int, total=int, unit=str)
-ROC = dict.fromkeys(("tpr", "fpr", "precision"), list[float])
-CONFUSION = dict(classes=list[str], counts=list[list[float]])
+MAX_DRAWN = 2.0**63  # in size; more breaks the axes of a figure
 # Times of an interval by their names in the report -> field of the record's `speed`.
 TIMES = {
     "step": "seconds",
@@ -44,10 +29,9 @@ TIMES = {
 NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the curves that show no score
 
 
-def valid_records(records: list[Any]) -> list[Record]:
-    """The records without the damaged ones: after a flipped bit JSON may lack a name or a value."""
-    named = [record for record in records if has_type(record, dict(kind=str, step=int))]
-    return [record for record in named if has_type(record, FIELDS.get(record["kind"], {}))]
+def readable(records: list[Record]) -> list[Record]:
+    """Return the records without those that lack a value of their kind, which another program wrote."""
+    return [record for record in records if all(name in record for name in READ.get(record["kind"], ()))]
 
 
 def _of_kind(records, kind):
@@ -55,9 +39,9 @@ def _of_kind(records, kind):
 
 
 def _sessions(records):
-    """Lists of valid records, each beginning with that of a start."""
+    """Return lists of readable records, each beginning with that of a start."""
     sessions = []
-    for record in valid_records(records):
+    for record in readable(records):
         if record["kind"] == "start":
             sessions.append([])
         if sessions:
@@ -66,13 +50,13 @@ def _sessions(records):
 
 
 def _last_session(records):
-    """The valid records of the last session that trained or compiled, which a finished run that is started
+    """Return the records of the last session that trained or compiled, which a finished run that is started
     again does not; else of the last session."""
     return (_worked(records) or _sessions(records) or [[]])[-1]
 
 
 def _worked(records):
-    """The sessions that trained or compiled."""
+    """Return the sessions that trained or compiled."""
     return [s for s in _sessions(records) if _of_kind(s, "train") or _of_kind(s, "compile")]
 
 
@@ -80,7 +64,7 @@ def _worked(records):
 
 
 def scores_table(scores: dict, title: str = "Scores") -> Table:
-    """The scores of an evaluation. `beside` holds a dict of the same scores for each further column."""
+    """Return the scores of an evaluation. `beside` holds the same scores for each further column."""
     beside = scores.get("beside") or {}
     rows = []
     for name, value in scores.items():
@@ -97,8 +81,8 @@ def _format_number(value):
 
 
 def last_and_kept_tables(records: list) -> list[Table]:
-    """The scores of the last evaluation, and of the one whose weights are kept where that is another."""
-    evaluations = _of_kind(valid_records(records), "evaluation")
+    """Return the scores of the last evaluation, and of the one whose weights are kept, if another."""
+    evaluations = _of_kind(readable(records), "evaluation")
     kept = [record for record in evaluations if record["kept"]][-1:]
     tables = []
     for record in evaluations[-1:] + [record for record in kept if record is not evaluations[-1]]:
@@ -108,16 +92,16 @@ def last_and_kept_tables(records: list) -> list[Table]:
 
 
 def curves(records: list) -> Series:
-    """Loss, gradient norm, learning rate if it changes, and every evaluation score, over the epochs."""
+    """Return loss, gradient norm, learning rate if it changes, and every score, over the epochs."""
     series, per_epoch = {}, steps_per_epoch(records)
-    for record in valid_records(records):
+    for record in readable(records):
         values = {}
         if record["kind"] == "train":
             values = dict(zip(NO_SCORES, map(record.get, ("loss", "grad_norm", "lr"))))
         elif record["kind"] == "evaluation":
-            values = {name: value for name, value in record["scores"].items() if isinstance(value, float)}
+            values = record["scores"]
         for name, value in values.items():
-            if has_type(value, float):
+            if isinstance(value, float) and abs(value) < MAX_DRAWN:
                 epochs, points = series.setdefault(name, ([], []))
                 epochs.append(record["step"] / per_epoch)
                 points.append(value)
@@ -127,13 +111,13 @@ def curves(records: list) -> Series:
 
 
 def steps_per_epoch(records: list) -> int:
-    """Steps of an epoch of the last session; 1 where nothing tells."""
-    starts = _of_kind(valid_records(records), "start")
+    """Return the steps of an epoch of the last session; 1 where nothing tells."""
+    starts = _of_kind(readable(records), "start")
     return max(starts[-1]["steps_per_epoch"], 1) if starts else 1
 
 
 class Labels(NamedTuple):
-    """What a task says of its scores. Empty for a task that tpukit does not know.
+    """A task's names of its scores. Empty for a task that tpukit does not know.
 
     score: the one that decides which weights are best. names: the scores worth a curve, with unit; all where
     there are none. published: the paper's scores, where the run's dataset is the paper's."""
@@ -147,41 +131,36 @@ NO_LABELS = Labels(None, {}, {})
 
 
 def labels_of(config: dict) -> Labels:
-    """The `Labels` of a run. config: `Run.config`."""
-    if config["task"] not in list(TASKS):  # a list, because a damaged config may hold what has no hash
+    """Return the `Labels` of a run. config: `Run.config`."""
+    if config["task"] not in TASKS:
         return NO_LABELS
     kind = find(config["task"])
     folders = Path(str(config["settings"].get("dataset_dir")).lower()).parts
     return Labels(kind.score, kind.score_names, kind.published if kind.dataset.lower() in folders else {})
 
 
-def _last_evaluated(records, name, expected):
-    """The values of a name in the scores of evaluations, of this type, the last one first."""
-    evaluations = _of_kind(valid_records(records), "evaluation")
-    values = [record["scores"].get(name) for record in reversed(evaluations)]
-    return [value for value in values if has_type(value, expected)]
+def _last_evaluated(records, name):
+    """Return a value in the scores of the last evaluation that has it, or None."""
+    evaluations = reversed(_of_kind(readable(records), "evaluation"))
+    return next((record["scores"][name] for record in evaluations if record["scores"].get(name)), None)
 
 
 def roc(records: list) -> dict | None:
-    """dict of lists tpr, fpr, precision, threshold of the last evaluation that has them, or None."""
-    for rates in _last_evaluated(records, "roc", ROC):
-        count = len(rates["tpr"])
-        if count > 1 and len(rates["fpr"]) == len(rates["precision"]) == count:
-            return dict(rates, threshold=[index / (count - 1) for index in range(count)])
-    return None
+    """Return a dict of lists tpr, fpr, precision, threshold of the last evaluation that has them, or None."""
+    rates = _last_evaluated(records, "roc")
+    if rates is None:
+        return None
+    last = max(len(rates["tpr"]) - 1, 1)
+    return dict(rates, threshold=[index / last for index in range(len(rates["tpr"]))])
 
 
 def confusion(records: list) -> dict | None:
-    """dict of classes (K names) and counts (K, K) of the last evaluation that has them, or None."""
-    for matrix in _last_evaluated(records, "confusion", CONFUSION):
-        sizes = {len(matrix["counts"]), *map(len, matrix["counts"])}
-        if sizes == {len(matrix["classes"])} and len(matrix["classes"]) > 1:
-            return matrix
-    return None
+    """Return classes (K names) and counts (K, K) of the last evaluation that has them, or None."""
+    return _last_evaluated(records, "confusion")
 
 
 def per_class_table(confusion: dict) -> Table:
-    """A table of the classes of `confusion`: number of test images, precision, recall."""
+    """Return a table of the classes of `confusion`: number of test images, precision, recall."""
     rows = []
     for name, row, column in zip(confusion["classes"], confusion["counts"], zip(*confusion["counts"])):
         correct = row[len(rows)]
@@ -194,16 +173,14 @@ def per_class_table(confusion: dict) -> Table:
 
 
 def describe(records: list) -> list[str]:
-    """What the accelerator did in the last session of a run, in sentences, the most important first, and how
-    long all sessions took."""
+    """Describe the accelerator's work in the last session of a run, in sentences, the most important first,
+    and how long all sessions took."""
     session = _last_session(records)
-    damaged = len(records) - len(valid_records(records))
-    sentences = [f"Damaged records left out: {damaged}."] if damaged else []
     if not session:
-        return sentences or ["This run has not started yet."]
+        return ["This run has not started yet."]
     worked = _worked(records)
     which = f"The last of {len(worked)} sessions" if len(worked) > 1 else "It"
-    sentences.append(f"{which} ran on {session[0]['device']}.")
+    sentences = [f"{which} ran on {session[0]['device']}."]
     for record in _of_kind(session, "diverged")[-1:]:
         sentences.append(f"It stopped at step {record['step']}: loss or gradient was not a finite number.")
     for record in _of_kind(session, "stopped")[-1:]:
@@ -214,7 +191,7 @@ def describe(records: list) -> list[str]:
 
 
 def _describe_graphs(session, speeds):
-    """What was compiled or captured, and what ran on the CPU instead."""
+    """Describe what was compiled or captured, and what ran on the CPU instead."""
     is_xla = not speeds or bool(speeds[-1]["counters"])
     if not is_xla and session[0].get("accelerator") == "tpu":
         return ["torch_tpu compiled the model and the predictions; it does not report when."]
@@ -247,7 +224,7 @@ def _describe_graphs(session, speeds):
 
 
 def _of_step(session):
-    """The records of compilations of the training step."""
+    """Return the records of compilations of the training step."""
     return [record for record in _of_kind(session, "compile") if record["what"] == "step"]
 
 
@@ -256,8 +233,8 @@ def _made_graphs(compilation):
 
 
 def _step_compilations(session):
-    """(expected, unexpected) compilations of the training step: records, expected as many as the training
-    allowed. The last may be one that was refused."""
+    """Return the (expected, unexpected) compilations of the training step: records, expected as many as the
+    training allowed. The last may be one that was refused."""
     done = [record for record in _of_step(session) if _made_graphs(record)]
     slow = [record for record in done if record["seconds"] >= LONG_COMPILE_S] or done[:1]
     allowed = session[0]["max_graphs"] if session else 0
@@ -266,13 +243,13 @@ def _step_compilations(session):
 
 
 def _why(compilation, before=""):
-    """The causes of a compilation, with a text before them; nothing where it has none."""
+    """Join the causes of a compilation, with a text before them; nothing where it has none."""
     causes = "; ".join(compilation["why"])
     return f"{before}{causes}" if causes else ""
 
 
 def _describe_time(speeds, worked):
-    """speeds: of the intervals of the last session. worked: the sessions."""
+    """Describe speed and durations. speeds: of the last session's intervals. worked: the sessions."""
     if not speeds:
         return ["No interval of training was recorded yet."]
     seconds = sum(speed["seconds"] for speed in speeds)
@@ -294,7 +271,7 @@ def _describe_time(speeds, worked):
 
 
 def accelerator_tables(records: list) -> list[Table]:
-    """Tables of the last session: compilations with their causes, the time of a step, memory."""
+    """Return tables of the last session: compilations with their causes, the time of a step, memory."""
     session = _last_session(records)
     compilations, seen = [], set()
     for record in _of_kind(session, "compile"):
@@ -319,9 +296,9 @@ def accelerator_tables(records: list) -> list[Table]:
 
 
 def intervals(records: list) -> list[dict]:
-    """The intervals between two metric syncs of the last session, in milliseconds per step.
+    """Return the intervals between two metric syncs of the last session, in milliseconds per step.
 
-    A list of dict(from, to, images_per_s, and the names of `TIMES`). The host waits for data; sending and
+    Each is dict(from, to, images_per_s, and the names of `TIMES`). The host waits for data; sending and
     reading overlap with the device's work."""
     session = _last_session(records)
     spans = []
@@ -335,7 +312,7 @@ def intervals(records: list) -> list[dict]:
 
 
 def compiled_steps(records: list) -> list[int]:
-    """Steps of the last session at which the training step was compiled."""
+    """Return the steps of the last session at which the training step was compiled."""
     expected, unexpected = _step_compilations(_last_session(records))
     return [record["step"] for record in expected + unexpected]
 
@@ -344,10 +321,10 @@ def compiled_steps(records: list) -> list[int]:
 
 
 def headline(records: list, progress: dict | None = None) -> str:
-    """A training in one line: device, compilations of the step; with `progress` (`Run.read_progress`) also
-    how far it is: step, epoch, time left."""
+    """Describe a training in one line: device, compilations; with `progress` (`Run.read_progress`) also how
+    far it is: step, epoch, time left."""
     sessions = _sessions(records)
-    if not sessions or not (progress is None or has_type(progress, PROGRESS)):
+    if not sessions or progress == {}:
         return "The training starts: the first step is compiled or prepared"
     session = sessions[-1]
     parts = [session[0]["device"], *_how_far(session, progress or {})]
@@ -358,7 +335,7 @@ def headline(records: list, progress: dict | None = None) -> str:
 
 
 def _how_far(session, progress):
-    """Step, epoch, time left; nothing without progress."""
+    """Return step, epoch, time left; nothing without progress."""
     if not progress:
         return []
     step, total = progress["step"], progress["total"]
@@ -371,12 +348,3 @@ def _how_far(session, progress):
         left_s = (total - step) * (session[0]["batch_size"]) / rate
         parts.append(f"about {format_duration(left_s)} left")
     return parts
-
-
-def is_finished(progress: dict, checkpoints: list) -> bool:
-    """Whether nothing will follow: a training evaluates after its last step, and the checkpoint of that step
-    comes last."""
-    if not has_type(progress, PROGRESS) or progress["step"] < progress["total"]:
-        return False
-    steps = [entry["step"] for entry in checkpoints]
-    return progress["unit"] != "step" or progress["total"] <= max(steps, default=-1)

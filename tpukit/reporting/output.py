@@ -1,5 +1,6 @@
 """Put a figure where the reader is: into a notebook, or into a file that a shell names."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,23 @@ def present_figure(figure: "Figure | None", path: Path | None = None) -> None:
 
 
 def as_image(figure: "Figure") -> "Image":
-    """A figure as a PNG image that a notebook shows."""
+    """Return a figure as a PNG image that a notebook shows."""
     from IPython.display import Image
 
     return Image(figures.as_png(figure))
+
+
+def offer_download(path: Path) -> None:
+    """Let the page download a file: Colab by itself, others by a link."""
+    try:
+        from google.colab import files as colab
+    except ImportError:
+        from IPython.display import FileLink, display
+
+        display(FileLink(os.path.relpath(path)))  # which the page resolves from the notebook's folder
+        return
+    try:
+        colab.download(str(path))
+    except Exception as error:  # the browser refused, or the page was closed
+        reason = first_line(error)
+        print(printable(f"the download did not start ({reason}): find it in the folder view at the left"))

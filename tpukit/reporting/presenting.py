@@ -1,4 +1,4 @@
-"""Where something is shown: in a notebook or a shell."""
+"""Present something in a notebook or a shell."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def present(thing: Any) -> None:
 
 
 def in_notebook() -> bool:
-    """Whether this is a kernel: what is displayed becomes part of a notebook."""
+    """Return True in a kernel, where all that is displayed becomes part of a notebook."""
     try:
         from IPython import get_ipython
     except ImportError:

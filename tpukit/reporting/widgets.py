@@ -1,16 +1,15 @@
-"""What moves in a notebook: a chart redrawn while a training runs, and controls to look at a finished one.
+"""Draw what moves in a notebook: a chart of a running training, and controls to look at a finished one.
 
 Where a page cannot move (papermill, an exported notebook, no ipywidgets), a picture takes the place of the
 controls."""
 
 import contextlib
 import importlib.util
-import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
@@ -19,10 +18,6 @@ from tpukit.reporting import figures, findings
 from tpukit.reporting.output import as_image, present_figure
 from tpukit.runs.run import Run
 
-if TYPE_CHECKING:
-    from tpukit.training.task import Task
-
-THRESHOLDS = tuple(step / 20 for step in range(1, 20))
 MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
 
 
@@ -49,8 +44,8 @@ def live(run: Run, *, every_s: float = 5.0) -> Iterator[None]:
 
 
 class LiveChart:
-    """The chart in the output of a cell. It reads the run directory and writes nothing, and no error of it
-    ends a training."""
+    """Chart in the output of a cell. It reads the run directory and writes nothing, and no error of it ends
+    a training."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -87,44 +82,15 @@ class LiveChart:
             self._failed = True
 
     def _written_at(self):
-        """When the training last wrote a record, in ns; 0 before the first."""
+        """Return the time of the last record, in ns; 0 before the first."""
         try:
             return (self.run.path / "records.jsonl").stat().st_mtime_ns
         except OSError:
             return 0
 
 
-def explore(run: Run, task: "Task", *, count: int = 32) -> None:
-    """Show scores and predictions of test images at a threshold, with sliders for the threshold and the
-    image.
-
-    The best weights predict `count` test images here, on the CPU; the scores are those of these images.
-    Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
-    a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
-    from tpukit.training.prediction import predict_test_images
-
-    evaluate: Any = task.evaluate
-    panels_of: Any = task.panels
-    if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_of)):
-        raise TpukitError(f"{task.name} has no threshold to explore: use show_predictions")
-    batch, prediction = predict_test_images(run, task, count)
-    scores = {value: evaluate([(prediction, batch)], threshold=value) for value in THRESHOLDS}
-
-    def draw(threshold, image):
-        one = {name: values[image - 1 : image] for name, values in batch.items()}
-        (panels,) = panels_of(one, prediction[image - 1 : image], threshold=threshold)
-        return figures.threshold_figure(scores, task.score_names, threshold, panels)
-
-    show_with_controls(
-        draw,
-        threshold=("SelectionSlider", dict(options=THRESHOLDS, value=0.5)),
-        image=("IntSlider", dict(min=1, max=len(prediction), value=1)),
-    )
-
-
 def show_runs(folder: str | Path) -> None:
-    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score. Of a
-    single run the last values are said in a sentence.
+    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score.
 
     folder: of run directories, such as `env.outputs`. Raises TpukitError where no run has a curve."""
     curves = {}
@@ -136,11 +102,7 @@ def show_runs(folder: str | Path) -> None:
         advice = "train first, or name the folder that holds the run folders"
         raise TpukitError(f"no run below {folder} has a curve yet: {advice}")
     if len(curves) == 1:
-        [(name, series)] = curves.items()
-        values = ", ".join(f"{score} {values[-1]:.4g}" for score, (_, values) in series.items())
-        print(
-            f"one run to compare, {name}: {values}. The next one, in a folder of its own, is drawn beside it"
-        )
+        print(printable(f"one run in {folder}: the next one, in a folder of its own, is drawn beside it"))
         return
     names = sorted({score for series in curves.values() for score in series})
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.host import archives, arrays, drive, environment, files
+from tpukit.host import drive, environment, files
 from tpukit.host.environment import NAMES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs.backup import is_run
-from tpukit.tasks import TASKS, find
+from tpukit.tasks import TASKS, archives, arrays, find
 
 if TYPE_CHECKING:
     from tpukit.host.environment import Environment

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.host import arrays, downloads
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
-from tpukit.tasks import pictures
+from tpukit.tasks import arrays, downloads, pictures
 
 if TYPE_CHECKING:
     from torch import Tensor

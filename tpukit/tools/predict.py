@@ -44,8 +44,8 @@ def predict(
     that cannot be read. Raises TpukitError if none can, or the run has no weights."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
-    from tpukit.reporting import own
     from tpukit.tasks.trained import find_trained
+    from tpukit.tools import own
     from tpukit.training import prediction
 
     if batch_size < 1:

@@ -9,7 +9,7 @@ from typing import Any
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
-from tpukit.reporting.findings import Record, valid_records
+from tpukit.reporting.findings import Record, readable
 from tpukit.runs.run import Run
 
 
@@ -22,7 +22,7 @@ def write_events(run: Run, folder: Path) -> Path:
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
         raise TpukitError(f"event files need tensorboard ({error}): pip install tensorboard") from error
-    records = valid_records(run.records())
+    records = readable(run.records())
     first = records[0]["time"] if records else 0.0
     content = io.BytesIO()
     writer = RecordWriter(content)

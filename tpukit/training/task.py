@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.json_types import has_type
 from tpukit.runs.run import Run
 from tpukit.runs.settings import setting, settings_dict
+from tpukit.training.json_types import has_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

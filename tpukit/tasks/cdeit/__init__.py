@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from tpukit.host import arrays, files
+from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
+from tpukit.tasks import arrays
 from tpukit.tasks.cdeit import data as sets
 from tpukit.tasks.cdeit import diffusion
 from tpukit.tasks.cdeit.simulator import disk, simulate

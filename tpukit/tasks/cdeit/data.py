@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
+from tpukit.tasks import arrays
 from tpukit.tasks.cdeit.diffusion import STEPS
 
 ELECTRODES = 16

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from tpukit.host import archives, arrays, files
+from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
-from tpukit.tasks import pictures
+from tpukit.tasks import archives, arrays, pictures
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set

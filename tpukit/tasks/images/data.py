@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import GIB
-from tpukit.tasks import pictures, splits
+from tpukit.tasks import arrays, pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
 from tpukit.tasks.images.lists import IMAGE_ENDINGS, Sample, read_lists
 from tpukit.tasks.splits import SPLITS

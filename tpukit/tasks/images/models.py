@@ -7,9 +7,10 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tpukit.host import downloads, files
+from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
+from tpukit.tasks import downloads
 
 if TYPE_CHECKING:
     from torch.nn import Module

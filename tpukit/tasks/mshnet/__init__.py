@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from tpukit.host import arrays
-from tpukit.host.arrays import Arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
-from tpukit.tasks import pictures
+from tpukit.tasks import arrays, pictures
+from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.mshnet.synthetic import infrared_set
 from tpukit.training.task import Task
 

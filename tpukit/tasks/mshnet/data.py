@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
-from tpukit.tasks import pictures
+from tpukit.tasks import arrays, pictures
 from tpukit.tasks.mshnet import augment
 from tpukit.tasks.splits import hold_out
 

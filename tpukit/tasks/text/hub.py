@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from tpukit.host import downloads
 from tpukit.host.errors import TpukitError, explained
+from tpukit.tasks import downloads
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text")  # by the `model_type` of a config
 SHAPES = Path(__file__).with_name("shapes")  # of published models, and all but the weights of TINY

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tpukit.host import environment
 from tpukit.host.environment import Environment, release
-from tpukit.host.known_errors import fix_for
+from tpukit.host.known_errors import KNOWN_ERRORS, KnownError, fix_for, match
 from tpukit.host.tables import GIB, Table
 from tpukit.tools.child import last_line, run_python
 
@@ -29,6 +29,22 @@ IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must sta
 SEVERAL = ("chip", "variable")
 FRESH = "start a fresh session and install nothing over the image's versions"
 IMPORT_TIMEOUT_S = 120
+NVIDIA_PCI_VENDOR = "0x10de"
+PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
+AUTOCAST = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')"
+# Variable that an old guide may have set -> (what it does today, what to do instead).
+OLD_VARIABLES = {
+    "COLAB_TPU_ADDR": (
+        "it belonged to Colab's TPU Node runtime, which is gone",
+        "tpukit.detect() shows what is here",
+    ),
+    "XRT_TPU_CONFIG": (
+        "it configured torch_xla's XRT runtime, which is gone",
+        "leave it out, nothing replaces it",
+    ),
+    "XLA_USE_BF16": ("it silently turns every float32 tensor into bf16, loss and weights too", AUTOCAST),
+    "XLA_DOWNCAST_BF16": ("it silently turns float32 tensors into bf16 and float64 into float32", AUTOCAST),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +166,10 @@ def _gpu(machine: Machine) -> Rows:
     """Check that torch can use the GPUs; if not, say why."""
     env, cuda, torch = machine.env, machine.cuda, f"torch {machine.version('torch')}"
     if env.accelerator == "cpu":
-        no_driver = not environment.nvidia_smi(machine.environ, "-L")
+        no_driver = not environment.nvidia_smi(machine.environ)
         found = "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it"
         fix = machine.repair(f"install NVIDIA's driver. {environment.GPU_MENU['local']}")
-        return [(no_driver and environment.has_nvidia_card(machine.root), WARNING, found, fix)]
+        return [(no_driver and _has_nvidia_card(machine.root), WARNING, found, fix)]
     if env.accelerator != "cuda" or cuda is None:
         return []
     without = f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}"
@@ -169,6 +185,12 @@ def _gpu(machine: Machine) -> Rows:
         (not cuda["usable"], BLOCKS, cannot, machine.repair(fix_for(cuda["reason"]) or update)),
         (cards, BLOCKS, f"{strange}; {torch} was built for {', '.join(built_for)}", other),
     ]
+
+
+def _has_nvidia_card(root: Path) -> bool:
+    """Return True if an NVIDIA GPU is on the PCI bus, with a driver or without."""
+    cards = environment.pci_devices(root, NVIDIA_PCI_VENDOR)
+    return any((card / "class").read_text().startswith(PCI_DISPLAY) for card in cards)
 
 
 def _torch_xla(machine: Machine) -> Rows:
@@ -207,12 +229,10 @@ def _torch_tpu(machine: Machine) -> Rows:
         return []
     torch_tpu, torch, libtpu = map(machine.version, ("torch_tpu", "torch", "libtpu"))
     found = f"{torch_tpu} with torch {torch} and libtpu {libtpu}"
-    unused = f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}"
+    unused = f"{found} is not used: torch_xla fits this torch"
     uninstall = "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-    misfit = machine.env.misfit
     return [
         (machine.env.tpu_backend == "torch_xla", NOTE, unused, uninstall),
-        (misfit, BLOCKS, misfit, machine.repair("pip install 'torch>=2.11,<=2.15' 'libtpu>=0.0.50'")),
         (True, OK, found, ""),
     ]
 
@@ -266,7 +286,7 @@ def _chip(machine: Machine) -> Rows:
 def _variable(machine: Machine) -> Rows:
     environ = machine.environ
     rows: Rows = []
-    for name, (why, instead) in environment.OLD_VARIABLES.items():
+    for name, (why, instead) in OLD_VARIABLES.items():
         level = WARNING if name.endswith("BF16") else NOTE  # these are still read
         found = f"{name}={environ.get(name)}: {why}"
         rows.append((environ.get(name), level, found, f"unset it. Instead: {instead}"))
@@ -309,3 +329,17 @@ def _read(path):
 _OF_PACKAGES = (_python, _packages, _torch, _gpu, _torch_xla, _libtpu, _torch_tpu, _tensorflow)
 _OF_MACHINE = (_accelerator, _chip, _variable, _disk, _memory, _drive)
 CHECKS = {check.__name__.removeprefix("_"): check for check in (*_OF_PACKAGES, *_OF_MACHINE)}
+
+
+def find_known_error(text: str) -> KnownError | None:
+    """Find the known error of a text that a user saw or wrote, also of a symptom that is no error message."""
+    if known := match(text):
+        return known
+    text = text.lower()
+    # A long text, such as a traceback, has many words that are not about the error.
+    is_described = len(text) < 100
+    for known in KNOWN_ERRORS.values():
+        is_named = is_described and known.phrases and re.search(known.phrases, text)
+        if is_named or known.title.lower() in text:
+            return known
+    return None

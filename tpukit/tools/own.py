@@ -1,11 +1,10 @@
-"""What a run predicts for a user's own files, saved and shown, and the run as one file to take along."""
+"""Predict a user's own files, save and show the results; pack a run as a zip."""
 
 import csv
 import dataclasses
 import io
 import itertools
 import json
-import os
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,11 +14,11 @@ import numpy as np
 from PIL import Image
 
 from tpukit.host import environment, files
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
 from tpukit.reporting.display import predictions_figure
-from tpukit.reporting.output import present_figure
+from tpukit.reporting.output import offer_download, present_figure
 from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
 
@@ -60,14 +59,14 @@ def save_predictions(
 
 
 def result_of(task: "Task", sample: "Sample") -> dict:
-    """dict(name, ...) of a sample: what the task gives of it, or `error`."""
+    """Return dict(name, ...) of a sample: the task's results, or `error`."""
     if sample.batch is None:
         return dict(name=sample.name, error=sample.error)
     return dict(name=sample.name, **task.results(sample.batch, sample.prediction)[0])
 
 
 def _six_digits(value):
-    """A float with as many digits as a float32 can have right; anything else as it is."""
+    """Round a float to the digits that a float32 can have right; leave anything else as it is."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -85,8 +84,8 @@ def _save_array(folder, key, name, value):
 
 
 def _free_name(name, taken):
-    """The name for a sample's files, which leaves room for endings in the 255 bytes that a disk takes. It has
-    a number where an earlier sample has the name: night.png is that of night, too.
+    """Return a name for a sample's files, which leaves room for endings in the 255 bytes that a disk takes.
+    It has a number where an earlier sample has the name: night.png is that of night, too.
 
     taken: the names so far, to which this one is added."""
     name = name.encode()[:MAX_NAME].decode(errors="ignore")
@@ -97,7 +96,7 @@ def _free_name(name, taken):
 
 
 def _as_png(name):
-    """The name of a file with the ending .png; a.png and a.jpg stay apart."""
+    """Return the name of a file with the ending .png; a.png and a.jpg stay apart."""
     return name if name.lower().endswith(".png") else f"{name}.png"
 
 
@@ -108,7 +107,7 @@ def _save(path, content):
 
 
 def _as_csv(entries):
-    """A line for each result, or for each dict in its lists (of boxes, for instance)."""
+    """Return a line for each result, or for each dict in its lists (of boxes, for instance)."""
     lines = []
     for entry in entries:
         parts = [part for value in entry.values() if isinstance(value, list) for part in value]
@@ -143,7 +142,7 @@ def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
 
 
 def _predict_and_save(run, task, paths):
-    """The figure of the predictions, after saving them. Raises TpukitError for a file that cannot be read:
+    """Save the predictions, and return their figure. Raises TpukitError for a file that cannot be read:
     nothing is saved."""
     from tpukit.training import prediction
 
@@ -175,7 +174,7 @@ def save_zip(run: Run) -> Path:
     path, members = _pack(run)
     print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(members)} files"))
     if environment.is_interactive_notebook():
-        _offer(path)
+        offer_download(path)
     return path
 
 
@@ -199,26 +198,10 @@ def _pack(run):
 
 
 def _is_zip_of(run, path):
-    """Whether a file is a zip of this run, not of an earlier one in a folder of the same name."""
+    """Return True if a file is a zip of this run, not of an earlier one in a folder of the same name."""
     try:
         with zipfile.ZipFile(path) as archive:
             config = json.loads(archive.read(f"{run.path.resolve().name}/config.json"))
         return config["id"] == run.config["id"]
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, TpukitError):
         return False
-
-
-def _offer(path):
-    """Let the page download a file."""
-    try:
-        from google.colab import files as colab
-    except ImportError:
-        from IPython.display import FileLink, display
-
-        display(FileLink(os.path.relpath(path)))  # which the page resolves from the notebook's folder
-        return
-    try:
-        colab.download(str(path))
-    except Exception as error:  # the browser refused, or the page was closed
-        reason = first_line(error)
-        print(printable(f"the download did not start ({reason}): find it in the folder view at the left"))

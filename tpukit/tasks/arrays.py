@@ -1,4 +1,4 @@
-"""Arrays that all processes of a host share, and that later sessions find again. Imports no torch."""
+"""Arrays cached on disk and memory-mapped by all processes of a host. Imports no torch."""
 
 import concurrent.futures
 import contextlib
@@ -15,12 +15,12 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
 Arrays = dict[str, np.ndarray]
-WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the fingerprint of every array
+WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the bytes of every file
 
 
 def load(path: Path) -> Any:
-    """An `NpzFile` or an array, by `numpy.load`. Raises ValueError for pickled objects and for what has no
-    such format, without numpy's advice to unpickle it: a pickle can run code."""
+    """Read an `NpzFile` or an array by `numpy.load`. Raises ValueError for pickled objects and for what has
+    no such format, without numpy's advice to unpickle it: a pickle can run code."""
     try:
         return np.load(path, allow_pickle=False)
     except ValueError:
@@ -28,12 +28,12 @@ def load(path: Path) -> Any:
 
 
 def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
-    """Arrays that are made once and memory-mapped from files, shared by all processes of a host and by later
-    sessions.
+    """Make arrays once, and return them memory-mapped from files, read-only, for all processes of a host and
+    later sessions.
 
     key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files.
-    make: () -> dict of numpy arrays. Returns a dict of read-only arrays. Files that are missing or damaged
-    are made again; where they cannot be written each process keeps its own copy."""
+    make: () -> dict of numpy arrays. Files that are missing or cut short are made again; where they cannot be
+    written each process keeps its own copy."""
     folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
     arrays = None
     try:
@@ -46,7 +46,7 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
                 for part, value in arrays.items():
                     with files.atomic_file(folder / f"{part}.npy") as file:
                         np.save(file, value, allow_pickle=False)
-                parts = {part: _fingerprint(folder / f"{part}.npy") for part in arrays}
+                parts = {part: (folder / f"{part}.npy").stat().st_size for part in arrays}
                 files.write_atomic(folder / WHOLE, json.dumps(parts))
         return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
     except (OSError, TpukitError) as error:
@@ -56,25 +56,19 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
         return make() if arrays is None else arrays
 
 
-def _whole_parts(folder: Path) -> dict[str, Any] | None:
-    """The fingerprints of the arrays that `mapped` wrote to a folder; None if one is missing or damaged."""
+def _whole_parts(folder: Path) -> dict[str, int] | None:
+    """Return {array: bytes of its file} as `mapped` wrote them; None if one is missing or cut short."""
     try:
         parts = json.loads((folder / WHOLE).read_bytes())
-        same = all(_fingerprint(folder / f"{part}.npy") == expected for part, expected in parts.items())
+        whole = all((folder / f"{part}.npy").stat().st_size == size for part, size in parts.items())
     except (OSError, ValueError, AttributeError):
         return None
-    return parts if same else None
-
-
-def _fingerprint(path: Path) -> list[Any]:
-    """[size, SHA-256 of the first MiB] of a file: labels are whole in there, images would take long."""
-    with open(path, "rb") as file:
-        return [path.stat().st_size, hashlib.sha256(file.read(2**20)).hexdigest()]
+    return parts if whole else None
 
 
 def content_key(*folders: Path, like: Sequence[str] = ("*",)) -> str:
-    """SHA-256 over the names and contents of the files in some folders, as a key for `mapped`: copies share
-    their arrays.
+    """Return a SHA-256 over the names and contents of the files in some folders, as a key for `mapped`:
+    copies share their arrays.
 
     like: patterns of the names. The files are read once; the digest is cached until a path, a size or a time
     changes. Raises TpukitError for a file that cannot be read."""
@@ -104,5 +98,5 @@ def _sha256(path):
 
 
 def digest(values: Any) -> str:
-    """SHA-256 over lists, dicts, numbers and texts, as 64 characters."""
+    """Return a SHA-256 over lists, dicts, numbers and texts, as 64 characters."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

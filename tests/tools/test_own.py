@@ -17,7 +17,7 @@ from tests.tasks.cdeit.small import task_of
 from tpukit import Run
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
-from tpukit.reporting import own
+from tpukit.tools import own
 from tpukit.training import prediction
 
 

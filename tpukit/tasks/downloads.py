@@ -1,5 +1,5 @@
-"""Downloads that do not hang: a server is asked first, and one that stalls is given up. Nothing else here
-uses the internet."""
+"""Download without hanging: ask a server first, and give up one that stalls. Nothing else here uses the
+internet."""
 
 import contextlib
 import functools
@@ -52,7 +52,7 @@ def stall_timeout() -> Iterator[None]:
 
 
 def from_hub(name: str, *patterns: str) -> Path:
-    """The folder of a model's files in the cache of the Hugging Face hub, downloaded if there is an internet.
+    """Return the folder of a model's files in the cache of the Hugging Face hub, downloaded if needed.
     patterns: of the files that are needed; those in folders of the model are left out. Raises TpukitError
     where neither has it."""
     try:

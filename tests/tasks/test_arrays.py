@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import refuses
-from tpukit.host import arrays, files
+from tpukit.host import files
+from tpukit.tasks import arrays
 
 
 def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
@@ -66,14 +67,8 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:140])
 
 
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
-    "damage", [cut, flip_a_bit, Path.unlink, lambda path: path.with_name(arrays.WHOLE).write_text("[1")]
+    "damage", [cut, Path.unlink, lambda path: path.with_name(arrays.WHOLE).write_text("[1")]
 )
 def test_mapped_arrays_that_are_damaged_are_made_again(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))

@@ -1,11 +1,12 @@
-"""Whether a value that came from JSON has the type that an annotation names."""
+"""Check a JSON value against a type annotation."""
 
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 
 def has_type(value: Any, expected: Any) -> bool:
-    """expected: a type as in annotations, or a dict of the types of some values of an object.
+    """Return True if a value is of the expected type: one as in annotations, or a dict of the types of some
+    values of an object.
 
     A value that may be None may also be missing. A number is finite and below 2**63 in size."""
     if isinstance(expected, dict):

@@ -1,0 +1,3 @@
+"""The open page of a notebook, for tools that show something there."""
+
+from tests.reporting.conftest import page as page
