@@ -101,6 +101,14 @@ class Environment:
             return f"torch_xla {self.versions['torch_xla']} does not match torch {torch}"
         return ""
 
+    def run_folder(self, name: str, outputs: str | Path = "") -> Path:
+        """Return the folder of a run in `outputs`, by default this machine's. Raises TpukitError for a name
+        that leads elsewhere."""
+        parent = Path(outputs or self.outputs)
+        if Path(name).name != name or not name.strip("."):
+            raise TpukitError(f"RUN_NAME={name!r}: give the name of a folder, to be made in {parent}")
+        return parent / name
+
     def table(self) -> Table:
         """The environment as a `Table`."""
         cores = f"{self.cores} x " if self.accelerator in ("tpu", "cuda") else ""

@@ -1,4 +1,4 @@
-"""What every process of a launch is given: `Job`, and in it the `Plan` of the call."""
+"""`Job`, which every process of a launch is given, and in it the `Plan` of the call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a launch knows of the call that it makes; the defaults are those of a plain function.
+    """Properties of the call that a launch makes; the defaults are those of a plain function.
 
     Args:
         arguments: returns the call's (arguments, keywords) on a core.
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What every process of a launch is given."""
+    """The launch, as every process of it sees it."""
 
     start_timeout_s: ClassVar[float] = 600.0  # to import torch_xla and open the chips; eight were never timed
 

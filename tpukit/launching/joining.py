@@ -1,4 +1,4 @@
-"""What every core of a launch does: join the others, open its device, call the function, and write how that
+"""The life of a core in a launch: join the others, open its device, call the function, and write how that
 ended."""
 
 import contextlib

@@ -100,7 +100,7 @@ def plan_of(args: tuple) -> Plan:
 
 
 def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
-    """How many cores a launch uses."""
+    """Return how many cores a launch uses."""
     if cores is not None and cores < 1:
         raise TpukitError(f"cores={cores}: give 1 or more, or leave it out to use all")
     if parallel == "spmd" and (env.uses_torch_tpu or env.accelerator not in ("tpu", "xla")):

@@ -143,12 +143,12 @@ class Supervisor:
     # Reading what the cores left
 
     def _read(self, index, name):
-        """What a core wrote to one of its files; nothing where it is not there yet."""
+        """Return what a core wrote to one of its files; nothing if it is not there yet."""
         path = self.job.file(index, name)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def _ends(self, outcome):
-        """What the cores that ended in this way left, see `joining.run_core`."""
+        """Return the endings of the cores that ended in this way, see `joining.run_core`."""
         ends = [self._read(index, "end") for index in range(self.job.processes)]
         return [end for end in map(json.loads, filter(None, ends)) if end["outcome"] == outcome]
 

@@ -185,5 +185,5 @@ def find_in_inputs(env: Environment, name: str) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run of tpukit."""
+    """Return whether a folder holds a run of tpukit."""
     return (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()

@@ -170,7 +170,7 @@ class Run:
             ) from error
 
     def _has_results(self) -> bool:
-        """Whether the folder holds results of training steps, other than checkpoints."""
+        """Return whether the folder holds results of training steps, other than checkpoints."""
         trained = any(record["kind"] not in ("start", "compile") for record in self.records())
         return trained or (self.path / hashes.BEST).exists()
 
@@ -241,7 +241,7 @@ class Run:
             files.write_atomic(self.path / "progress.json", text, durable=False)
 
     def read_progress(self) -> dict[str, Any]:
-        """What `write_progress` last wrote, or {}."""
+        """Return what `write_progress` last wrote, or {}."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return json.loads((self.path / "progress.json").read_bytes())
         return {}

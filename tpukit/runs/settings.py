@@ -10,7 +10,7 @@ from tpukit.host.errors import TpukitError
 
 
 class Described(Protocol):
-    """What a run needs of a task: a frozen dataclass of settings, with a name."""
+    """A task as a run sees it: a frozen dataclass of settings, with a name."""
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]

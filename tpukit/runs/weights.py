@@ -79,7 +79,7 @@ def load(model: "torch.nn.Module", path: str | Path) -> None:
 
 
 def differences(loaded: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]") -> str:
-    """How weights differ from those of a model, in words; "" if neither names nor shapes do."""
+    """Describe how weights differ from those of a model; "" if neither names nor shapes do."""
     # Counters of batch norm do not change what a model computes; old files lack them.
     missing = [n for n in expected if n not in loaded and not n.endswith("num_batches_tracked")]
     unknown = [n for n in loaded if n not in expected]

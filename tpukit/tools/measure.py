@@ -56,7 +56,7 @@ class Measurement:
 
     @property
     def subject(self) -> str:
-        """What was measured. Only measurements of one subject can be compared."""
+        """One measurement. Only measurements of one subject can be compared."""
         return f"{self.task}, {self.sample}, {self.parameters / 1e6:.3g} M parameters"
 
     @property

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tpukit.devices.runtime import check_batch
 from tpukit.host import files
@@ -11,10 +11,17 @@ from tpukit.launching.core import Core
 from tpukit.launching.job import Plan
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm
-from tpukit.training.task import Task
 
 
-def launch_plan(task: Task, run: Run, *others: Any) -> Plan:
+class Launched(batch_norm.Shares, Protocol):
+    """What a launch asks of a task."""
+
+    @property
+    def precision(self) -> str: ...
+    def libtpu_args(self, batch_size: int) -> str: ...
+
+
+def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
     """Return the plan of `launch(train, task, run)`, or of another function of a task and a run.
 
     It gets this core's `runtime`, and on ranks other than 0 a run that writes nothing. The cores leave their

@@ -187,7 +187,7 @@ class CDEIT(Task):
         )
 
     def _carried_statistics(self) -> sets.Statistics | None:
-        """What `weights` was trained with, or None if it does not say."""
+        """Return what `weights` was trained with, or None if it does not say."""
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if not carried:
             return None

@@ -349,7 +349,7 @@ class ImageClassifier(Task):
 
 
 def _verdict(name, result):
-    """What is written over an image: the class that was predicted, beside its own where that is known."""
+    """Return the title of an image: the class that was predicted, beside its own where that is known."""
     predicted = f"{result['class']} {result['probability']:.0%}"
     return marked(f"{name}, predicted {predicted}", name == result["class"]) if name else predicted
 

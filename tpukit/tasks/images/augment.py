@@ -17,7 +17,7 @@ NUM_UNIFORMS = 7  # uniform numbers for each sample
 
 
 class Settings(Protocol):
-    """Those of an `ImageClassifier`."""
+    """Settings of an `ImageClassifier`."""
 
     @property
     def crop(self) -> float: ...
