@@ -2,16 +2,18 @@
 docs/executed are run by tests/release/test_executed.py, hardware_comparison by tests/cli/test_compare.py."""
 
 import json
+import re
 import shutil
 import zipfile
 
 import nbformat
 import papermill
 import pytest
+import torch
 from PIL import Image
 
 from tests.conftest import ROOT
-from tpukit import MSHNet, Run
+from tpukit import Checkpoints, MSHNet, Run
 
 # What no machine changes: notebook -> cell -> text.
 OUTPUTS = json.loads((ROOT / "tests/notebook_outputs.json").read_text())
@@ -312,6 +314,52 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
     assert len(outputs(notebook, "image/png")) == 8
     settings = json.loads((tmp_path / "outputs/run/config.json").read_text())["settings"]
     assert settings["warm_epoch"] == -1 and settings["weights"] == small["WEIGHTS"]
+
+
+@pytest.mark.parametrize("name", ["your_own_loop.ipynb", "zh-CN/your_own_loop.ipynb"])
+def test_the_notebook_of_ones_own_loop_is_short_and_uses_the_four_parts_and_no_task(name):
+    cells = nbformat.read(ROOT / "notebooks" / name, 4).cells
+    _, *code = [cell.source for cell in cells if cell.cell_type == "code"]  # the first imports tpukit
+    lines = [line for line in "\n".join(code).splitlines() if line.strip() and not line.startswith("#")]
+    texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    assert len(lines) <= 60 and sum(len(text.split()) for text in texts) <= 700
+    used = set(re.findall(r"tpukit\.(\w+)", "\n".join(code)))
+    parts = {"detect", "mount_drive", "find_dataset", "launch", "core", "Checkpoints", "metrics_report"}
+    assert used == parts | {"tasks"}  # of which it takes the reader of MNIST's files
+
+
+def run_own_loop(folder, digits, **parameters):
+    """Execute it on digits that it finds. Returns what it says, and its last checkpoint."""
+    (folder / "datasets").mkdir(parents=True)
+    (folder / "datasets/mnist").symlink_to(digits)
+    notebook = run_notebook("your_own_loop.ipynb", folder, BATCH_SIZE=8, **parameters)
+    return text(notebook), Checkpoints(folder / "outputs/your-own-loop").restore()
+
+
+@pytest.fixture(scope="module")
+def on_one_core(digits, tmp_path_factory):
+    return run_own_loop(tmp_path_factory.mktemp("one") / "run", digits, ACCELERATOR="cpu", CORES=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, cores", [("xla", 2), ("cpu", 8)])
+def test_ones_own_loop_on_several_cores_stopped_resumed_and_then_on_one_learns_what_one_core_does(
+    kind, cores, digits, on_one_core, tmp_path, monkeypatch
+):
+    if kind == "xla":
+        pytest.importorskip("torch_xla")
+    else:
+        monkeypatch.delenv("PJRT_DEVICE")
+    output, state = run_own_loop(tmp_path / "run", digits, CORES=cores, SAVE_TO_DRIVE=True)
+    assert "only Colab can mount it" in output and "found in ./datasets" in output
+    epochs = re.findall(r"^epoch (\d): loss \S+, cores: (\d)$", output, flags=re.M)
+    assert epochs == [("1", f"{cores}"), ("2", f"{cores}"), ("3", "1")]
+    assert output.count(f"all {cores} cores started") == 2
+    assert ("25 executed" in output) == (kind == "xla")
+    expected = on_one_core[1]
+    assert state["epoch"] == expected["epoch"] == 3
+    for name, values in expected["model"].items():
+        torch.testing.assert_close(state["model"][name], values, atol=1e-3, rtol=0)
 
 
 @pytest.mark.slow

@@ -130,12 +130,12 @@ def test_the_demo_is_a_synthetic_set_and_a_folder_of_that_name_is_that_folder(he
     from tpukit import TpukitError, find_dataset
     from tpukit.tasks.datasets import is_synthetic
 
-    drawn = find_dataset(here, "my-images", "demo", size=12)
+    drawn = find_dataset("my-images", "demo", size=12, env=here)
     assert drawn.name == "my-images-synthetic-12" and is_synthetic(drawn)
     with pytest.raises(TpukitError, match="--dataset-dir demo"):
-        find_dataset(here, "my-images", demo=False)
+        find_dataset("my-images", demo=False, env=here)
     (tmp_path / "demo").mkdir()
-    assert find_dataset(here, "my-images", "demo").resolve() == tmp_path / "demo"
+    assert find_dataset("my-images", "demo", env=here).resolve() == tmp_path / "demo"
     assert not is_synthetic(tmp_path / "demo")
 
 

@@ -39,7 +39,7 @@ def page(colab, tmp_path, monkeypatch):
 def test_a_dataset_on_a_drive_that_is_not_mounted_is_found_by_asking_the_user_once(is_given, page):
     path = page.env.drive / "datasets/IRSTD-1k"
     for _ in range(2):
-        assert find_dataset(page.env, "IRSTD-1k", path if is_given else None) == path
+        assert find_dataset("IRSTD-1k", path if is_given else None, env=page.env) == path
         assert len(page.asked) == 1
 
 
@@ -49,7 +49,7 @@ def test_a_user_who_refuses_drive_is_not_asked_again_for_data(is_asked_for_resul
     if is_asked_for_results_first:
         assert mount_drive(page.env) is None
     for _ in range(2):
-        assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name and len(page.asked) == 1
+        assert "synthetic" in find_dataset("IRSTD-1k", size=4, env=page.env).name and len(page.asked) == 1
     printed = capsys.readouterr().out
     assert "credential propagation" in printed and "Drive is not mounted" in printed
     assert mount_drive(page.env) is None and len(page.asked) == 2  # who asks for it is asked again
@@ -57,16 +57,16 @@ def test_a_user_who_refuses_drive_is_not_asked_again_for_data(is_asked_for_resul
 
 def test_nobody_is_asked_for_drive_where_data_is_at_hand_or_nobody_could_answer(page, capsys):
     given = touch(page.env.outputs / "given")
-    assert find_dataset(page.env, "IRSTD-1k", given) == given
-    assert find_dataset(page.env, "eit", fallback=str(given)) == given
+    assert find_dataset("IRSTD-1k", given, env=page.env) == given
+    assert find_dataset("eit", fallback=str(given), env=page.env) == given
     page.answers = False  # papermill's kernel
-    assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name
+    assert "synthetic" in find_dataset("IRSTD-1k", size=4, env=page.env).name
     del sys.modules["IPython"]  # a shell's `tpukit train`
-    assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name
+    assert "synthetic" in find_dataset("IRSTD-1k", size=4, env=page.env).name
     assert "Drive is not mounted" in capsys.readouterr().out
     touch(Path("datasets/IRSTD-1k"))
     page.answers = True
-    assert find_dataset(page.env, "IRSTD-1k") == Path("datasets/IRSTD-1k") and len(page.asked) == 0
+    assert find_dataset("IRSTD-1k", env=page.env) == Path("datasets/IRSTD-1k") and len(page.asked) == 0
 
 
 def test_drive_is_mounted_on_colab_and_elsewhere_it_is_a_clear_no_op(page, here, capsys):

@@ -247,3 +247,30 @@ def test_a_tpu_that_no_variable_names_is_known_by_its_pci_id(pci_id, name, tmp_p
     for device in tmp_path.glob("sys/bus/pci/devices/0000:00:*/device"):
         device.write_text(pci_id)
     assert detect({}, tmp_path).device_name == name
+
+
+PARTS = {  # what is used alone -> the words that it prints
+    'tpukit.detect().require("any")': "",
+    "assert tpukit.mount_drive() is None": "only Colab can mount it",
+    'tpukit.find_dataset("IRSTD-1k")': "found in ./datasets",
+    'tpukit.find_dataset("mine", "datasets/IRSTD-1k")': "the given path",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_the_host_loads_1000_lines_of_tpukit_at_most_and_no_torch(part, tmp_path):
+    (tmp_path / "datasets/IRSTD-1k").mkdir(parents=True)
+    program = f"""
+import sys, tpukit
+{part}
+assert "torch" not in sys.modules
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "tpukit"]
+print("lines:", sum(len(open(module.__file__).readlines()) for module in ours))
+"""
+    variables = {name: value for name, value in os.environ.items() if name != "COLAB_RELEASE_TAG"}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=variables | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert PARTS[part] in ran.stdout, ran.stderr
+    assert int(ran.stdout.partition("lines: ")[2]) <= 1_000

@@ -47,7 +47,7 @@ def test_every_notebook_with_an_accelerator_is_run_on_the_cpu_and_shortly(path):
     notebook = nbformat.read(path, 4)
     found = twins.settings(notebook, path.stem)
     source = "".join(cell.source for cell in notebook.cells)
-    assert ("env.require(" in source) == (found.get("ACCELERATOR") == "cpu")
+    assert ("require(ACCELERATOR" in source) == (found.get("ACCELERATOR") == "cpu")
     assert found.get("EPOCHS", 2) <= 3
 
 

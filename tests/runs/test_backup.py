@@ -254,7 +254,7 @@ def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_of_a_name_are
     assert find_in_inputs(kaggle, "mine") is None and find_in_inputs(kaggle, "") is None
     make("notebook/outputs/mnist", "checkpoints")  # a run has the name of its dataset here
     assert find_in_inputs(kaggle, "mnist") == kaggle.inputs / "notebook/outputs/mnist"
-    assert "synthetic" in find_dataset(kaggle, "mnist", size=12).name
+    assert "synthetic" in find_dataset("mnist", size=12, env=kaggle).name
     for owner in ("a", "b"):
         make(f"datasets/{owner}/set/mine", "checkpoints")
     with refuses(*kaggle.inputs.glob("datasets/*/set/mine")):

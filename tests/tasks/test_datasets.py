@@ -23,33 +23,33 @@ def touch(folder):
 def test_a_given_path_is_taken_and_a_missing_one_is_an_error(here, tmp_path, capsys):
     mine, missing = touch(tmp_path / "mine"), tmp_path / "mispelt"
     touch(tmp_path / "datasets/IRSTD-1k")
-    assert find_dataset(here, "IRSTD-1k", mine) == mine and str(mine) in capsys.readouterr().out
+    assert find_dataset("IRSTD-1k", mine, env=here) == mine and str(mine) in capsys.readouterr().out
     with refuses(missing):
-        find_dataset(here, "IRSTD-1k", missing)
+        find_dataset("IRSTD-1k", missing, env=here)
 
 
 def test_the_places_come_in_order_drive_then_folder_then_synthetic(colab, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "synthetic" in find_dataset(colab, "IRSTD-1k", size=4).name
+    assert "synthetic" in find_dataset("IRSTD-1k", size=4, env=colab).name
     assert "synthetic" in capsys.readouterr().out
     folder = touch(tmp_path / "datasets/IRSTD-1k")
-    assert find_dataset(colab, "IRSTD-1k").resolve() == folder
+    assert find_dataset("IRSTD-1k", env=colab).resolve() == folder
     drive = touch(colab.drive / "datasets/IRSTD-1k")
-    assert find_dataset(colab, "IRSTD-1k") == drive
+    assert find_dataset("IRSTD-1k", env=colab) == drive
     assert "on Drive" in capsys.readouterr().out
 
 
 def test_a_name_of_the_users_own_is_fine_if_there_is_data(here, tmp_path):
     mine = touch(tmp_path / "anywhere")
-    assert find_dataset(here, "cifar10", mine) == mine
+    assert find_dataset("cifar10", mine, env=here) == mine
     there = touch(tmp_path / "datasets/cifar10")
-    assert find_dataset(here, "cifar10").resolve() == there
+    assert find_dataset("cifar10", env=here).resolve() == there
 
 
 @pytest.mark.parametrize("place", ["irstd-1k", "someone-set/IRSTD-1k", "datasets/someone/irstd-1k"])
 def test_kaggle_inputs_are_searched_whatever_their_nesting_and_case(kaggle, place, capsys):
     wanted = touch(kaggle.inputs / place)
-    assert find_dataset(kaggle, "IRSTD-1k") == wanted
+    assert find_dataset("IRSTD-1k", env=kaggle) == wanted
     assert "Kaggle inputs" in capsys.readouterr().out
 
 
@@ -60,29 +60,29 @@ def test_an_archive_is_found_and_unpacked_once_with_or_without_a_top_folder(
     (tmp_path / "datasets").mkdir()
     content = {f"{top}trainval.txt": "a", f"{top}images/a.png": "x"}
     make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", content)
-    found = find_dataset(here, "IRSTD-1k")
+    found = find_dataset("IRSTD-1k", env=here)
     assert (found / "trainval.txt").read_text() == "a" and (found / "images/a.png").exists()
     assert found.name.startswith("IRSTD-1k-") and "unpacking" in capsys.readouterr().out
-    assert find_dataset(here, "IRSTD-1k") == found and "unpacking" not in capsys.readouterr().out
+    assert find_dataset("IRSTD-1k", env=here) == found and "unpacking" not in capsys.readouterr().out
     make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", {"trainval.txt": "another"})
-    newer = find_dataset(here, "IRSTD-1k")
+    newer = find_dataset("IRSTD-1k", env=here)
     assert [(folder / "trainval.txt").read_text() for folder in (found, newer)] == ["a", "another"]
     assert {path.name for path in found.parent.glob("[!.]*")} == {found.name, newer.name}
 
 
 def test_a_tasks_own_fallback_folder_is_taken_but_not_for_a_missing_path(here):
     Path("data").mkdir()
-    assert find_dataset(here, "eit") == Path("data")
-    assert find_dataset(here, "mine", fallback="data") == Path("data")
+    assert find_dataset("eit", env=here) == Path("data")
+    assert find_dataset("mine", fallback="data", env=here) == Path("data")
     with refuses("gone"):
-        find_dataset(here, "eit", "gone")
+        find_dataset("eit", "gone", env=here)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "IRSTD1k", "NUDT-SIRST", ""])
 def test_a_name_that_no_task_knows_is_an_error_that_lists_the_names(here, tmp_path, name):
     known = {tasks.find(task).dataset for task in tasks.TASKS}
     assert len(known) == 5
-    for ask in (lambda: find_dataset(here, name), lambda: make_synthetic(name, tmp_path / "made")):
+    for ask in (lambda: find_dataset(name, env=here), lambda: make_synthetic(name, tmp_path / "made")):
         with pytest.raises(TpukitError) as error:
             ask()
         assert all(other in str(error.value) for other in known)
@@ -108,7 +108,7 @@ def test_an_accelerator_gets_a_larger_synthetic_set_and_the_number_is_printed(
     assert (task.synthetic_size, task.synthetic_size_accelerator) == (40, 400)
     monkeypatch.setattr(task, "synthetic_size", 6)
     monkeypatch.setattr(task, "synthetic_size_accelerator", 9)
-    found = find_dataset(dataclasses.replace(here, accelerator=accelerator), "IRSTD-1k")
+    found = find_dataset("IRSTD-1k", env=dataclasses.replace(here, accelerator=accelerator))
     assert found.name == f"IRSTD-1k-synthetic-{size}" and len(list((found / "images").iterdir())) == size
     printed = capsys.readouterr().out
     assert f"{size} synthetic samples, the default on a {name};" in printed and "RuiZhang97/ISNet" in printed

@@ -96,7 +96,7 @@ def server(tmp_path, monkeypatch):
 
 
 def test_the_real_set_is_downloaded_once_and_read(server, here, capsys):
-    found = find_dataset(here, "mnist")
+    found = find_dataset("mnist", env=here)
     printed = capsys.readouterr()
     assert found == here.outputs / "datasets/mnist-downloaded" and printed.err == ""
     assert "downloading" in printed.out and "checksums verified" in printed.out
@@ -105,7 +105,7 @@ def test_the_real_set_is_downloaded_once_and_read(server, here, capsys):
         assert np.array_equal(batch["image"][:, 0], IMAGES) and np.array_equal(batch["label"], LABELS)
     assert not list(found.rglob("*.gz"))
     server.asked.clear()
-    assert find_dataset(here, "mnist") == found and not server.asked
+    assert find_dataset("mnist", env=here) == found and not server.asked
     assert "downloading" not in capsys.readouterr().out
 
 
@@ -128,7 +128,7 @@ def test_a_download_that_fails_leaves_nothing_and_a_synthetic_set_takes_its_plac
     server, here, spoil, reason, monkeypatch, capsys
 ):
     spoil(server.folder / "t10k-labels-idx1-ubyte.gz", monkeypatch)
-    assert find_dataset(here, "mnist", size=12).name == "mnist-synthetic-12"
+    assert find_dataset("mnist", size=12, env=here).name == "mnist-synthetic-12"
     _, _, said = capsys.readouterr().out.partition("no download: ")
     assert reason in said
     assert [path.name for path in (here.outputs / "datasets").iterdir()] == ["mnist-synthetic-12"]

@@ -1,4 +1,7 @@
-"""The dataset of a task: found on this host, downloaded or synthetic. Touches no accelerator."""
+"""A dataset, of a task or any other: found on this host, downloaded or synthetic. Touches no accelerator.
+
+What only an archive, a download or a synthetic set needs is imported there: a folder that is here is found
+without it."""
 
 from __future__ import annotations
 
@@ -9,12 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.host import drive, environment, files
+from tpukit.host import drive, environment
 from tpukit.host.environment import NAMES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
-from tpukit.runs.backup import is_run
-from tpukit.tasks import TASKS, archives, arrays, find
+from tpukit.tasks import TASKS, find
 
 if TYPE_CHECKING:
     from tpukit.host.environment import Environment
@@ -25,13 +27,13 @@ DEMO = "demo"  # in place of a folder: the synthetic set
 
 
 def find_dataset(
-    env: Environment,
     name: str,
     path: Path | str | None = None,
     *,
     fallback: Path | str | None = None,
     size: int | None = None,
     demo: bool = True,
+    env: Environment | None = None,
 ) -> Path:
     """Find a dataset's folder and print which one was taken and why; download it or make a synthetic set if
     there is none.
@@ -41,14 +43,15 @@ def find_dataset(
     not mounted yet, for which the user is asked once; a download, if the task has one and its server answers;
     a synthetic set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo`
     False. The path "demo" is that set, too. Archives (.zip, .tar.gz) at these places are unpacked below
-    `env.outputs`. Of the processes that torchrun started, rank 0 prints.
+    `env.outputs`; env is what `detect()` returns, if it is not given. Of the processes that torchrun started,
+    rank 0 prints.
 
     Raises TpukitError for a given `path` that does not exist, and for a name that no task has, if no place
     holds it."""
-    task = _task_of(name)
+    env = env or environment.detect()
     if str(path) == DEMO and not Path(DEMO).exists():
         return _synthetic(env, name, size, _require_task(name), "as the path `demo` says")
-    places = _places(env, name, fallback or getattr(task, "fallback", None))
+    places = _places(env, name, fallback)
     if path:
         given = Path(path).expanduser()
         if env.drive and env.drive.parent in given.parents:
@@ -56,10 +59,9 @@ def find_dataset(
         places = [(given, "the given path")]
     for place, why in places:
         if place.exists():
-            if place.is_file() and archives.stem(place):
+            if _is_archive(place):
                 why = f"{why}, unpacked from {place.name}"
-                folder = env.outputs / "datasets" / name
-                place = _unpacked(folder, place, task.dataset_parts if task else ())
+                place = _unpacked(env.outputs / "datasets" / name, place, _task_of(name))
             _say(f"dataset {name}: {place} ({why})")
             return place
     if path:
@@ -88,7 +90,7 @@ def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo:
     """Return the task with the folder of its dataset: the given one, one that is found here, or a synthetic
     set of `size` samples, for a task that needs the user's own data only with `demo`."""
     demo = demo or not task.needs_own_data
-    found = find_dataset(env, task.dataset, task.dataset_dir, size=size, demo=demo)
+    found = find_dataset(task.dataset, task.dataset_dir, size=size, demo=demo, env=env)
     return dataclasses.replace(task, dataset_dir=found)
 
 
@@ -121,31 +123,60 @@ def _say(text):
 def _places(env, name, fallback):
     """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at
     the end."""
-    names = [f"{name}{ending}" for ending in ("", *archives.ENDINGS)]
-    on_drive = [(env.drive / "datasets" / each, "found on Drive") for each in names] if env.drive else []
-    yield from on_drive
+    on_drive = env.drive / "datasets" if env.drive else None
+    if on_drive:
+        yield from _named(on_drive, name, "found on Drive")
     if env.host == "kaggle":
-        for depth in range(1, 5):  # Kaggle nests a dataset below its owner and lower-cases names
-            for place in sorted(env.inputs.glob("/".join("*" * depth))):
-                # The output of an earlier version may hold a run of this name, as `tpukit train` makes.
-                if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
-                    yield place, "found in the Kaggle inputs"
-    for each in names:
-        yield Path("datasets") / each, "found in ./datasets"
+        yield from _kaggle_inputs(env.inputs, name)
+    yield from _named(Path("datasets"), name, "found in ./datasets")
+    fallback = fallback or getattr(_task_of(name), "fallback", None)
     if fallback and Path(fallback).is_dir():
         yield Path(fallback), f"found at ./{fallback}"
     if on_drive and drive.ask_for_drive(env):
-        yield from on_drive
+        yield from _named(on_drive, name, "found on Drive")
 
 
-def _unpacked(folder, archive, parts):
+def _named(folder, name, why):
+    """Yield (path, why) of what has this name in a folder, archives last."""
+    yield folder / name, why
+    from tpukit.tasks import archives
+
+    for ending in archives.ENDINGS:
+        yield folder / f"{name}{ending}", why
+
+
+def _kaggle_inputs(inputs, name):
+    """Yield (path, why) of the inputs of this name."""
+    from tpukit.runs.backup import is_run
+    from tpukit.tasks import archives
+
+    for depth in range(1, 5):  # Kaggle nests a dataset below its owner and lower-cases names
+        for place in sorted(inputs.glob("/".join("*" * depth))):
+            # The output of an earlier version may hold a run of this name, as `tpukit train` makes.
+            if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
+                yield place, "found in the Kaggle inputs"
+
+
+def _is_archive(path):
+    """Return whether this is a file of which `archives.unpack` makes a folder."""
+    if not path.is_file():
+        return False
+    from tpukit.tasks import archives
+
+    return bool(archives.stem(path))
+
+
+def _unpacked(folder, archive, task):
     """Return the folder with the unpacked content of an archive; its name tells one content from another."""
+    from tpukit.host import files
+    from tpukit.tasks import archives, arrays
+
     content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
     folder = folder.with_name(f"{folder.name}-{content[:8]}")
     with files.file_lock(folder):
         if not folder.exists():
             _say(f"unpacking {archive}")
-            archives.unpack(archive, folder, parts=parts)
+            archives.unpack(archive, folder, parts=task.dataset_parts if task else ())
     return folder
 
 
@@ -163,6 +194,8 @@ def _synthetic(env, name, size, task, why):
 
 def _made(folder, make):
     """Return a folder that `make` fills, whole or not at all; kept if already there."""
+    from tpukit.host import files
+
     with files.file_lock(folder):
         if not folder.exists():
             with files.atomic_folder(folder) as work:

@@ -239,7 +239,7 @@ class Task:
         """Raise TpukitError if a dataset is needed and none was given."""
         if self.dataset and self.dataset_dir is None:
             raise TpukitError(
-                f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one"
+                f"{type(self).__name__} needs a dataset_dir: find_dataset({self.dataset!r}) finds one"
             )
 
     def data_signature(self, data: Any) -> dict[str, str | list[str]]:

@@ -297,7 +297,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(finished, tmp_path):
 
 
 def test_the_demo_is_pythons_own_documentation(here, tmp_path):
-    folder = find_dataset(here, "my-text", "demo", size=20)
+    folder = find_dataset("my-text", "demo", size=20, env=here)
     import pydoc_data.topics
 
     texts = {path.stem: path.read_text() for path in folder.glob("*/*.txt")}

@@ -315,7 +315,7 @@ def _memory(machine: Machine) -> Rows:
 
 def _drive(machine: Machine) -> Rows:
     drive = machine.env.drive
-    fix = "results are lost with this session; tpukit.mount_drive(env) keeps a copy on Drive"
+    fix = "results are lost with this session; tpukit.mount_drive() keeps a copy on Drive"
     return [(drive and drive.is_dir(), OK, f"mounted at {drive}", ""), (drive, NOTE, "not mounted", fix)]
 
 
