@@ -144,8 +144,7 @@ class Evaluator:
         state.evaluations_without_best += 1
         if is_best:
             state.best, state.evaluations_without_best = score, 0
-            self.saver.save_best(
-                done.weights,
+            values = dict(
                 task=task.name,
                 step=done.step,
                 epoch=done.epoch,
@@ -153,6 +152,7 @@ class Evaluator:
                 **{task.score: score},
                 **task.metadata(self.train_data),
             )
+            self.saver.best = (done.weights, values)
 
     def record_epoch(self, state: TrainState, step: int, epoch: int, loss: float, shown: dict) -> None:
         """Record and print an epoch that is over. shown: scores to print, if it was evaluated."""

@@ -43,6 +43,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
             trainer.finish_saving()
     except metrics.Diverged:
         trainer.evaluator.collect(state, wait=True)  # its weights may be the best
+        trainer.saver.save_best()
         raise
     except (KeyboardInterrupt, SystemExit) as reason:
         trainer.save_before_leaving(reason)

@@ -190,7 +190,7 @@ class Trainer:
     def finish_saving(self) -> None:
         """Wait until all is written, in the backup too."""
         self.saver.wait()
-        if self.saver.last is None:  # no step was left, but the last session may have ended before its backup
+        if self.saver.pending is None:  # no step was left, but the last session may have ended before its backup
             self.run.update_backup()
 
     def predict_test_set(self, epoch: int, loss: float) -> None:
