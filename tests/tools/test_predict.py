@@ -17,9 +17,9 @@ from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, MSHNet, Run, cli, predict
 from tpukit.host import environment
 from tpukit.runs import weights
+from tpukit.runs.settings import model_settings
 from tpukit.tasks.mshnet import windows
 from tpukit.training import prediction
-from tpukit.training.task import model_settings
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (100, 300), (1, 1), (32, 32), (70, 16)], ids=str)

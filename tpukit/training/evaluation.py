@@ -18,11 +18,12 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
 from tpukit.runs import weights
 from tpukit.runs.run import Run
+from tpukit.runs.settings import model_settings
 from tpukit.training.checkpoint import TrainState
 from tpukit.training.data import BatchLoader
 from tpukit.training.prediction import predict_set
 from tpukit.training.saver import Saver
-from tpukit.training.task import Task, model_settings
+from tpukit.training.task import Task
 
 
 def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:

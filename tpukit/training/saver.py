@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import time
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class Saver:
         self.run, self.save_every_s = run, save_every_s
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save")
         self.pending: concurrent.futures.Future | None = None
-        self.best: tuple[dict[str, Tensor], dict[str, object]] | None = None
+        self.best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self.due_at = time.monotonic() + save_every_s
 
     def is_due(self) -> bool:

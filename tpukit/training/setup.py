@@ -190,8 +190,8 @@ class Trainer:
     def finish_saving(self) -> None:
         """Wait until all is written, in the backup too."""
         self.saver.wait()
-        if self.saver.pending is None:  # no step was left, but the last session may have ended before its backup
-            self.run.update_backup()
+        if self.saver.pending is None:  # no step was left
+            self.run.update_backup()  # the last session may have ended before it
 
     def predict_test_set(self, epoch: int, loss: float) -> None:
         """Predict the test set with the weights of an epoch, or their average once there is one, and start
