@@ -1,4 +1,4 @@
-"""The state of a training: put together for a checkpoint, and restored from one. Both are collective."""
+"""Save and restore the state of a training. Both are collective."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
 
 @dataclasses.dataclass
 class TrainState:
-    """Where a run stands. All of it goes into a checkpoint."""
+    """The position of a run. All of it goes into a checkpoint."""
 
     step: int = 0
     epoch_loss: float = 0.0
@@ -37,7 +37,7 @@ class TrainState:
 
 
 class Origin(NamedTuple):
-    """What a run was started with, and must be resumed with; test_signature may change."""
+    """Data and optimizer that a run was started with, and must be resumed with; test_signature may change."""
 
     train_size: int
     data_signature: dict

@@ -67,8 +67,8 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
 
 
 def scores_of(task: Task, predictions: list) -> dict:
-    """What `task.evaluate` returns, with plain numbers in place of numpy's and torch's. Raises TpukitError
-    if that cannot be recorded, or has no score that decides which weights are best."""
+    """Return the scores of `task.evaluate`, with plain numbers in place of numpy's and torch's. Raises
+    TpukitError if that cannot be recorded, or has no score that decides which weights are best."""
     scores = task.evaluate(predictions)
     try:
         plain = json.loads(json.dumps(scores, default=lambda value: value.tolist()))

@@ -1,4 +1,4 @@
-"""What a launch has to know of a training: `launch_plan`."""
+"""The plan of launching a training: `launch_plan`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tpukit.training import batch_norm
 
 
 class Launched(batch_norm.Shares, Protocol):
-    """What a launch asks of a task."""
+    """A task as a launch sees it."""
 
     @property
     def precision(self) -> str: ...

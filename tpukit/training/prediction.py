@@ -30,8 +30,8 @@ BATCH_SIZE = 16  # of what is predicted outside of a training
 
 
 def open_predictor(task: Task, best: Path, runtime: Runtime) -> Callable[[Batch], object]:
-    """A function batch of tensors on the runtime's device -> predictions there, with the weights of the file
-    `best`."""
+    """Return a function batch of tensors on the runtime's device -> predictions there, with the weights of
+    the file `best`."""
     model = task.model().eval()
     weights.load(model, best)
     model = runtime.to_device(model, channels_last=task.channels_last)
@@ -165,7 +165,7 @@ def predict_files(
 
 
 def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
-    """The `Sample` of each of a user's files, by the run's best weights, on the CPU.
+    """Return the `Sample` of each of a user's files, by the run's best weights, on the CPU.
 
     Raises TpukitError for a file that cannot be read, or for more than `limit` samples."""
     best = run.best()
@@ -192,8 +192,8 @@ def split(batch: dict[str, np.ndarray]) -> tuple[list[dict[str, np.ndarray]], Ca
 
 
 def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    """The files that were named, those of a folder or a pattern (`*.png`) sorted by name, without hidden
-    ones.
+    """Return the files that were named, those of a folder or a pattern (`*.png`) sorted by name, without
+    hidden ones.
 
     Raises TpukitError where there is none, or two of one name, which could not be told apart in the results.
     """

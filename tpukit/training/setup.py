@@ -1,4 +1,4 @@
-"""What a training consists of, set up on the device: `Trainer`, which the loop drives."""
+"""`Trainer`: model, optimizer, data and state of one training, ready on the device for the loop."""
 
 import itertools
 from collections.abc import Generator
@@ -108,7 +108,7 @@ class Trainer:
         self.runtime.heartbeat(number)
 
     def lr_factor(self, steps_back: int = 0) -> float | None:
-        """What multiplies the learning rates in the next step, or in one before; None for 1."""
+        """Return the factor of the learning rates in the next step, or in one before; None for 1."""
         return schedule.lr_factor(self.task, self.state.step - steps_back, self.steps_per_epoch)
 
     def lr(self) -> float:
@@ -120,8 +120,8 @@ class Trainer:
         return self.state.step % self.steps_per_epoch == 0
 
     def sync(self) -> metrics.Interval:
-        """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged,
-        and what made a save fail."""
+        """Return the `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises
+        Diverged, and what made a save fail."""
         self.saver.check()
         interval = metrics.sync(
             self.step.sums,
@@ -145,8 +145,8 @@ class Trainer:
             self.stop.check()
 
     def patience_exhausted(self, extra: int = 0) -> bool:
-        """Whether the evaluations so far, and `extra` ones without a better score, end the training. Rank 0
-        knows."""
+        """Return True if the evaluations so far, and `extra` ones without a better score, end the training.
+        Rank 0 knows."""
         patience = self.task.patience
         return patience is not None and self.state.evaluations_without_best + extra >= patience
 
@@ -166,9 +166,9 @@ class Trainer:
         )
 
     def save_is_due(self) -> bool:
-        """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved,
-        because a resumed run could not repeat the evaluation: that waits for the scores, at most until the
-        end of the next epoch."""
+        """Return True if a checkpoint is due after this step. A state whose last epoch is not scored yet
+        waits for its scores, at most until the end of the next epoch: a resumed run could not repeat the
+        evaluation."""
         return self.saver.is_due() and (self.evaluator.pending is None or self.ends_epoch())
 
     def save(self) -> None:
@@ -208,7 +208,8 @@ class Trainer:
         self.saver.close()
 
     def last_scores(self) -> dict | None:
-        """Those of the last evaluation, on rank 0; of an earlier session if nothing was left to do."""
+        """Return the scores of the last evaluation, on rank 0; of an earlier session if nothing was left to
+        do."""
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:
             return self.evaluator.scores
         epochs = self.state.step // self.steps_per_epoch

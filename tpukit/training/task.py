@@ -1,4 +1,4 @@
-"""What a training task must implement: `Task`; and tasks on their way to another process."""
+"""`Task`: the settings of a training, and the methods that it must implement or may override."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Task:
     Fields declared with `setting(free=True)` may change when a run is resumed."""
 
     name: ClassVar[str]
-    """What the command line calls it."""
+    """Its name on the command line."""
     score: ClassVar[str]
     """The evaluation score that decides which weights are best; larger is better."""
 
@@ -51,11 +51,11 @@ class Task:
         raise self._missing("datasets")
 
     def model(self) -> nn.Module:
-        """The torch.nn.Module, on the CPU."""
+        """Make the torch.nn.Module, on the CPU."""
         raise self._missing("model")
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer of a model that already lies on the device."""
+        """Make the optimizer of a model that already lies on the device."""
         raise self._missing("optimizer")
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
@@ -67,8 +67,8 @@ class Task:
         raise self._missing("loss")
 
     def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Any:
-        """What `evaluate` needs from the model for a batch: one tensor or a pytree of them. One compiled
-        graph on XLA. On one GPU a batch may have more samples than `batch_size`.
+        """Predict a batch, for `evaluate`: return one tensor or a pytree of them. It is one compiled graph
+        on XLA. On one GPU a batch may have more samples than `batch_size`.
 
         epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for
         finished weights."""
@@ -96,8 +96,7 @@ class Task:
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`, the ones that are read
     back from the device; None for all."""
     needs_own_data: ClassVar[bool] = False
-    """Whether the command line stops where the data are missing, and takes a synthetic set only where it was
-    asked to."""
+    """If True, the command line stops where the data are missing, unless a synthetic set is requested."""
     dataset_parts: ClassVar[tuple[str, ...]] = ()
     """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int] = 0
@@ -199,7 +198,7 @@ class Task:
     # What it may override
 
     def test_set(self) -> Any:
-        """The test set alone, for which the training set need not be there."""
+        """Return the test set alone, for which the training set need not be there."""
         return self.datasets()[1]
 
     def check_dataset_dir(self) -> None:
@@ -223,8 +222,8 @@ class Task:
         return {}
 
     def example(self, count: int) -> Arrays:
-        """A batch to try the model with, dict of arrays; by default the first samples of the training set. A
-        task that makes one up can be planned and tried without data."""
+        """Make a batch to try the model with, dict of arrays; by default the first samples of the training
+        set. A task that makes one up can be planned and tried without data."""
         if self.dataset_dir is None:
             raise self._missing("example")
         data, _ = self.datasets()
@@ -240,18 +239,18 @@ class Task:
     def predictor(
         self, model: nn.Module, runtime: Runtime, epoch: int | None = None
     ) -> Callable[[Batch], object]:
-        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps
-        overrides it."""
+        """Return a function batch -> prediction on the device, for `evaluate`; a task that predicts in
+        several steps overrides it."""
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
 
     def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """What else to record of the speed of a training, by names for the report, from its samples a
-        second, over all cores."""
+        """Return more figures of a training's speed, by names for the report, from its samples a second, over
+        all cores."""
         return {}
 
     def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, Any]]]:
-        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3), or
-        (title, text).
+        """Return what to show of a batch: for each sample a list of (title, array), the array (H, W) or (H,
+        W, 3), or (title, text).
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
         data alone. A title that begins with ✓ or ✗ gets a green or a red frame. By default `image`, titled by
@@ -279,8 +278,8 @@ class Task:
     # For a user's own files
 
     def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
-        """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays that a
-        user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
+        """Read a user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays
+        that a user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
 
         best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
         such a batch. Raises TpukitError naming a file that cannot be read.
@@ -289,9 +288,9 @@ class Task:
         raise self._missing("read_files")
 
     def results(self, batch: Arrays, predictions: Any) -> list[dict]:
-        """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings,
-        lists of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as
-        a mask.
+        """Return a user's results for files of their own: a dict for each sample, of numbers, strings, lists
+        of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a
+        mask.
 
         batch, predictions: arrays (N, ...), as `panels` gets them."""
         values = np.asarray(predictions)
