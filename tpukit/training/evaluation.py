@@ -21,6 +21,7 @@ from tpukit.runs.run import Run
 from tpukit.runs.settings import model_settings
 from tpukit.training.checkpoint import TrainState
 from tpukit.training.data import BatchLoader
+from tpukit.training.notes import log_notes
 from tpukit.training.prediction import predict_set
 from tpukit.training.saver import Saver
 from tpukit.training.task import Task
@@ -166,12 +167,3 @@ class Evaluator:
 def _timed_scores(task: Task, predicted: list) -> tuple[dict, float]:
     started = time.monotonic()
     return scores_of(task, predicted), time.monotonic() - started
-
-
-def log_notes(run: Run, *sources: object) -> None:
-    """Print the `notes` and `notices` of datasets and runtimes."""
-    found = [
-        note for source in sources for note in (getattr(source, "notes", ""), *getattr(source, "notices", ()))
-    ]
-    for note in filter(None, dict.fromkeys(found)):
-        run.print(note)

@@ -14,7 +14,7 @@ from tpukit.training import batch_norm
 
 
 class Launched(batch_norm.Shares, Protocol):
-    """A task as a launch sees it."""
+    """What a launch asks of a task."""
 
     @property
     def precision(self) -> str: ...

@@ -6,7 +6,7 @@ from collections.abc import Generator
 import torch
 from tqdm.auto import tqdm
 
-from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime, trial
+from tpukit.devices import check_micro_batches, open_runtime, trial
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
@@ -15,7 +15,8 @@ from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
 from tpukit.training.data import Batch, BatchLoader, training_index_batches
-from tpukit.training.evaluation import Evaluator, log_notes
+from tpukit.training.evaluation import Evaluator
+from tpukit.training.notes import log_compilations, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
 from tpukit.training.task import Task
@@ -103,7 +104,7 @@ class Trainer:
             if self.step.ema:
                 self.step.ema.step(number)
         finally:
-            self._log_compilations(number)
+            log_compilations(self.run, self.runtime, number)
         self.state.step = number
         self.runtime.heartbeat(number)
 
@@ -200,7 +201,7 @@ class Trainer:
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
         self.evaluator.evaluate(model, self.state.step, epoch, loss, self.stop)
-        self._log_compilations(self.state.step)
+        log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
 
     def close(self) -> None:
@@ -265,16 +266,3 @@ class Trainer:
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(step - self.bar.n)
         self.run.write_progress(name=self.task.name, unit="step", step=step, total=self.total, **shown)
-
-    def _log_compilations(self, step: int) -> None:
-        """Record what was compiled since the last call, and print what took long."""
-        for event in self.runtime.pop_compile_events():
-            self.run.log("compile", step, **event)
-            what, why = event["what"], event["why"]
-            if event["refused"]:
-                continue
-            if not event["programs"]:
-                self.run.print(f"step {step}: `{what}` is not captured as a CUDA graph, because {why[0]}")
-            elif what == "step" or event["seconds"] >= LONG_COMPILE_S:
-                because = f", because {why[0]}" if why else ""
-                self.run.print(f"step {step}: compiled `{what}` in {event['seconds']:.1f} s{because}")

@@ -284,7 +284,7 @@ class Task:
         best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
         such a batch. Raises TpukitError naming a file that cannot be read.
 
-        A task that takes samples of any size has a method `split` besides, see `prediction.split`."""
+        A task that takes samples of any size has a method `split` besides, see `own_files.split`."""
         raise self._missing("read_files")
 
     def results(self, batch: Arrays, predictions: Any) -> list[dict]:
