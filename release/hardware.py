@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError
+from tpukit.runs.json_types import has_type
 from tpukit.tools.doctor.hardware import CHECKS, FAIL, FORMAT, PASS
-from tpukit.training.json_types import has_type
 
 KINDS = dict(format=Literal[FORMAT], rehearsal=Literal[False], versions=dict[str, str], checks=list[dict])
 # What a training tries by itself where it is not in seen.json (`devices/trial.py`): the checks that show it

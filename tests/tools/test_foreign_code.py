@@ -6,7 +6,7 @@ import sys
 
 from tests.conftest import ROOT
 from tpukit.tools import child
-from tpukit.training.task import from_request, to_request
+from tpukit.tools.child import from_request, to_request
 
 MINE = "from tpukit import MNIST\n\nclass Mine(MNIST):\n    name = 'mine'\n"
 

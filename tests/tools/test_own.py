@@ -17,13 +17,13 @@ from tests.tasks.cdeit.small import task_of
 from tpukit import Run
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
-from tpukit.tools import own
+from tpukit.tools import own, own_files
 from tpukit.training import prediction
 
 
 def predict_one(run, task, path):
     """(batch, prediction, name) of a file."""
-    [sample] = prediction.predict_own(run, task, path, limit=1)
+    [sample] = own_files.predict_own(run, task, path, limit=1)
     return sample.batch, sample.prediction, sample.name
 
 
@@ -92,7 +92,7 @@ def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_e
         Image.fromarray(np.full(size, 200, np.uint8)).save(tmp_path / name, format="PNG")
     files = [tmp_path / name for name in ("night", "night.png", "Night.PNG")]
     task = dataclasses.replace(task, weights=run.best())
-    samples = prediction.predict_files(task, run.best(), files, Runtime("cpu"))
+    samples = own_files.predict_files(task, run.best(), files, Runtime("cpu"))
     own.save_predictions(task, samples, run.path / "own")
     listed = json.loads((run.path / "own/predictions.json").read_text())
     for kind in ("mask", "picture"):

@@ -17,9 +17,10 @@ from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, MSHNet, Run, cli, predict
 from tpukit.host import environment
 from tpukit.runs import weights
+from tpukit.runs.settings import model_settings
 from tpukit.tasks.mshnet import windows
+from tpukit.tools import own_files
 from tpukit.training import prediction
-from tpukit.training.task import model_settings
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (100, 300), (1, 1), (32, 32), (70, 16)], ids=str)
@@ -102,9 +103,9 @@ def test_on_xla_images_of_many_sizes_share_one_compiled_graph_and_equal_the_cpu(
         predictor = opened(*arguments)
         return lambda batch: (shapes.append(tuple(batch["image"].shape)), predictor(batch))[1]
 
-    monkeypatch.setattr(prediction, "open_predictor", recording)
-    with prediction.as_files(images) as paths:
-        on_xla = list(prediction.predict_files(task, run.best(), paths, xla, batch_size=4))
+    monkeypatch.setattr(own_files, "open_predictor", recording)
+    with own_files.as_files(images) as paths:
+        on_xla = list(own_files.predict_files(task, run.best(), paths, xla, batch_size=4))
     assert len(set(shapes)) == 1 and len(shapes) > 1
     on_cpu = predict(run, images, task=task, progress=False)
     for sample, expected in zip(on_xla, on_cpu, strict=True):
@@ -218,12 +219,12 @@ def test_patterns_folders_and_files_are_taken_but_hidden_ones_nothing_and_two_of
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     for paths in ([tmp_path / "*.png", str(tmp_path / "c.txt")], str(tmp_path)):
-        assert [path.name for path in prediction.list_files(paths)] == ["a.png", "b.png", "c.txt"]
+        assert [path.name for path in own_files.list_files(paths)] == ["a.png", "b.png", "c.txt"]
     for nothing in (tmp_path / "empty", [], tmp_path / "*.gif"):
         with refuses():
-            prediction.list_files(nothing)
+            own_files.list_files(nothing)
     with refuses("2 files", "a.png"):
-        prediction.list_files([tmp_path, tmp_path / "other"])
+        own_files.list_files([tmp_path, tmp_path / "other"])
 
 
 # Weights alone

@@ -127,13 +127,14 @@ def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_a
     kept = Saver(Run.open(tmp_path, MNIST()), 60.0)
     kept.save({}, 1, cost_s=0.0)
     for epoch in (1, 2, 3):
-        kept.save_best({}, epoch=epoch)
-    kept.save({}, 2, cost_s=0.0)
+        kept.best = ({}, dict(epoch=epoch))
     assert order == []
     release.set()
+    kept.save({}, 2, cost_s=0.0)
+    kept.save({}, 3, cost_s=0.0)
     kept.wait()
     kept.close()
-    assert order == ["step 1", "best of 3", "step 2"]
+    assert order == ["step 1", "best of 3", "step 2", "step 3"]
 
 
 def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(

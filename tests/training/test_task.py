@@ -12,7 +12,8 @@ import pytest
 
 from tests.conftest import refuses
 from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Task, TpukitError
-from tpukit.training.task import from_settings, to_request
+from tpukit.runs.settings import from_settings
+from tpukit.tools.child import to_request
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from tpukit.reporting.presenting import present
 from tpukit.runs.run import Run
 from tpukit.runs.settings import settings_dict
 from tpukit.tasks.datasets import is_synthetic
-from tpukit.training.task import RIGHT, WRONG, Task
+from tpukit.training.panels import RIGHT, WRONG
+from tpukit.training.task import Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

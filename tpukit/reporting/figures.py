@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.host.tables import printable
 from tpukit.reporting import findings
-from tpukit.training.task import RIGHT, WRONG
+from tpukit.training.panels import RIGHT, WRONG
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

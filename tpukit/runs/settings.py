@@ -4,9 +4,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from tpukit.host.errors import TpukitError
+from tpukit.runs.json_types import has_type
 
 
 class Described(Protocol):
@@ -19,10 +22,39 @@ class Described(Protocol):
     def weights(self) -> Path | None: ...
 
 
+Kind = TypeVar("Kind", bound=Described)
+
+
 def setting(default: Any, *, free: bool = False) -> Any:
     """A dataclass field of a task. free=True: a resumed run may change it, because it does not change the
     result."""
     return dataclasses.field(default=default, metadata={"free": free})
+
+
+def as_declared(name: str, value: Any, declared: Any) -> Any:
+    """Return the value of a setting, a whole float as an int where one is declared. Raises TpukitError for a
+    value of another type than declared. name: of the setting."""
+    kinds = {declared, *get_args(declared)}
+    if get_origin(declared) is Literal:
+        if value not in get_args(declared):
+            raise TpukitError(f"{name}={value!r}: choose one of {', '.join(get_args(declared))}")
+        return value
+    if type(value) in kinds:
+        return value
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    is_whole = is_number and (isinstance(value, int) or float(value).is_integer())
+    rules = {
+        bool: (isinstance(value, bool), "True or False"),
+        int: (is_whole, "a whole number"),
+        float: (is_number, "a number"),
+    }
+    for kind in kinds & rules.keys():
+        is_right, wanted = rules[kind]
+        if not is_right:
+            raise TpukitError(f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}")
+    if int in kinds and not isinstance(value, int):
+        return int(value)  # of papermill, or of NumPy
+    return value
 
 
 def settings_dict(task: Described) -> dict[str, Any]:
@@ -45,3 +77,31 @@ def check_settings(folder: Path, config: Mapping[str, Any], task: Described) -> 
     lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
     advice = "Set them back to resume it, or choose another run folder."
     raise TpukitError("\n".join([f"{folder} holds a run with other settings:", *lines, advice]))
+
+
+def model_settings(task: Described) -> dict[str, Any]:
+    """Return the settings that a result depends on, without paths, for JSON, to keep with the weights."""
+    fixed = [f.name for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name != "weights"]
+    return {name: value for name, value in settings_dict(task).items() if name in fixed}
+
+
+def from_settings(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
+    """Return a task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does
+    not have, come back.
+
+    What is given for no field of the class is left out. Raises TypeError for a value of another type, as
+    damaged files have."""
+    types, fields = get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: _from_json(types[name], given[name]) for name in fields & given.keys()})
+
+
+def _from_json(declared: Any, value: Any) -> Any:
+    kinds = {declared, *get_args(declared)}
+    if isinstance(value, list) and (tuples := [kind for kind in kinds if get_origin(kind) is tuple]):
+        return tuple(_from_json(tuples[0], item) for item in value)
+    if isinstance(value, str) and Path in kinds:
+        return Path(value)
+    is_plain = all(isinstance(kind, type) for kind in get_args(declared) or [declared])
+    if is_plain and not has_type(value, declared):
+        raise TypeError(f"{value!r} is not of type {getattr(declared, '__name__', declared)}")
+    return value

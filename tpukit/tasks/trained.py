@@ -8,7 +8,8 @@ from tpukit import tasks
 from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.runs.run import Run
-from tpukit.training.task import Task, from_settings
+from tpukit.runs.settings import from_settings
+from tpukit.training.task import Task
 
 
 def task_of(config: dict) -> Task:

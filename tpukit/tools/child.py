@@ -14,6 +14,7 @@ from typing import Any
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
+from tpukit.runs.settings import Described, from_settings, settings_dict
 
 ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 
@@ -88,3 +89,31 @@ def answer_call() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+# A task on its way to another process
+
+
+def to_request(task: Described) -> dict:
+    """Return what a fresh process needs to import the class of a task and give it the same settings, for
+    JSON: read by `from_request`.
+
+    Raises TpukitError for the class of a notebook cell."""
+    kind = type(task)
+    if kind.__module__ == "__main__":
+        raise TpukitError(
+            f"{kind.__name__} is defined in a notebook cell, from which another process cannot import it:"
+            " move it to a module"
+        )
+    module = sys.modules[kind.__module__]
+    depth = module.__name__.count(".") + hasattr(module, "__path__")
+    folder = str(Path(str(module.__file__)).resolve().parents[depth])
+    return dict(module=module.__name__, folder=folder, kind=kind.__qualname__, settings=settings_dict(task))
+
+
+def from_request(request: dict) -> Any:
+    """In the fresh process: return the task of a request of `to_request`."""
+    # last, so that files next to the class cannot shadow installed packages
+    sys.path.append(request["folder"])
+    kind = getattr(importlib.import_module(request["module"]), request["kind"])
+    return from_settings(kind, request["settings"])

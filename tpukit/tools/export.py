@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,8 +15,11 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from tpukit.runs.run import Run
-    from tpukit.training.task import Task
+    from tpukit.training.data import Batch
+    from tpukit.training.task import Arrays, Task
 
 Tensor = TypeVar("Tensor")  # of ONNX
 LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller
@@ -23,6 +27,29 @@ FOLDERS = ("peft", "transformers")  # by a task's own `export_folder`
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # that ONNX needs
 BATCH = 3  # samples that the graph is traced with; any number works later
 COMPARED = 16  # samples
+
+
+class Exportable(Protocol):
+    """The part of a task that only an export to ONNX asks for; what a task does not have is as here."""
+
+    export_output: ClassVar[str] = "the prediction"
+    """The result of the graph, in words, for those who use the file."""
+    export_preprocessing: str = ""
+    """The way from an image to an input of the graph, in words, where the graph does not go it."""
+    export_multiple: ClassVar[int] = 0
+    """Height and width of the inputs are any multiples of it; 0: they are fixed."""
+
+    def predict(self, model: nn.Module, batch: Batch) -> Any: ...
+
+    def export_inputs(self, batch: Arrays) -> Arrays:
+        """Return the inputs of the graph, dict of arrays (B, ...), from a batch of the dataset or of
+        `Task.example`."""
+        return dict(image=batch["image"])
+
+    def exported(self, model: nn.Module, inputs: Batch) -> Any:
+        """Compute the output of the graph, a float32 tensor (B, ...), from raw inputs: normalisation belongs
+        in here. inputs: dict of tensors, as of `export_inputs`."""
+        return self.predict(model, inputs).float()
 
 
 @dataclasses.dataclass
@@ -83,18 +110,26 @@ def export(
     return Exported(path, difference)
 
 
+def _asked(task: Task, name: str) -> Any:
+    """Return an attribute or a method of `Exportable`: the task's own or the default."""
+    if hasattr(task, name):
+        return getattr(task, name)
+    default = getattr(Exportable, name)
+    return functools.partial(default, task) if callable(default) else default
+
+
 def _export_onnx(task, model, path, metadata):
     import onnxruntime
     import torch
 
-    batch = task.example(COMPARED)
-    inputs = {name: np.ascontiguousarray(values) for name, values in task.export_inputs(batch).items()}
+    given = _asked(task, "export_inputs")(task.example(COMPARED))
+    inputs = {name: np.ascontiguousarray(values) for name, values in given.items()}
     tensors = {name: torch.as_tensor(values) for name, values in inputs.items()}
     with torch.no_grad():
-        expected = task.exported(model, tensors).numpy()
-    metadata |= dict(task=task.name, output=task.export_output)
-    if task.export_preprocessing:
-        metadata["preprocessing"] = task.export_preprocessing
+        expected = _asked(task, "exported")(model, tensors).numpy()
+    metadata |= dict(task=task.name, output=_asked(task, "export_output"))
+    if preprocessing := _asked(task, "export_preprocessing"):
+        metadata["preprocessing"] = preprocessing
     exported = _to_onnx(_trace(task, model, tensors), list(inputs))
     assert exported is not None  # as always with dynamo
     exported.model.metadata_props.update({name: str(value) for name, value in metadata.items()})
@@ -119,10 +154,10 @@ def _trace(task, model, inputs):
             self.model = model
 
         def forward(self, inputs):
-            return task.exported(self.model, inputs)
+            return _asked(task, "exported")(self.model, inputs)
 
     shape = {0: Dim("batch", min=1, max=65536)}
-    if multiple := getattr(task, "export_multiple", 0):
+    if multiple := _asked(task, "export_multiple"):
         shape |= {2: multiple * Dim("rows", min=2, max=512), 3: multiple * Dim("columns", min=2, max=512)}
     few = {name: values[:BATCH] for name, values in inputs.items()}
     shapes = (dict.fromkeys(inputs, shape),)

@@ -25,7 +25,8 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.runs.run import Run
 from tpukit.tools import child
-from tpukit.training.task import Task, from_request, to_request
+from tpukit.tools.child import from_request, to_request
+from tpukit.training.task import Task
 
 if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime

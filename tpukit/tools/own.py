@@ -23,7 +23,7 @@ from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
 
 if TYPE_CHECKING:
-    from tpukit.training.prediction import Sample
+    from tpukit.tools.own_files import Sample
     from tpukit.training.task import Task
 
 MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
@@ -37,7 +37,7 @@ def save_predictions(
 ) -> list[dict]:
     """Save what was predicted for a user's own files, one after the other, and return it: a list of dicts.
 
-    samples: of `prediction.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the
+    samples: of `own_files.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the
     folder: predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png,
     images/NAME.npy), and, with pictures, pictures/NAME.png."""
     results, listed, taken = [], [], set()
@@ -144,9 +144,9 @@ def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
 def _predict_and_save(run, task, paths):
     """Save the predictions, and return their figure. Raises TpukitError for a file that cannot be read:
     nothing is saved."""
-    from tpukit.training import prediction
+    from tpukit.tools import own_files
 
-    samples = prediction.predict_own(run, task, paths, limit=MAX_SHOWN)
+    samples = own_files.predict_own(run, task, paths, limit=MAX_SHOWN)
     task = dataclasses.replace(task, weights=run.best())
     save_predictions(task, samples, run.path / "own", pictures=False)
     rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]

@@ -45,13 +45,12 @@ def predict(
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.tasks.trained import find_trained
-    from tpukit.tools import own
-    from tpukit.training import prediction
+    from tpukit.tools import own, own_files
 
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
     task, best = find_trained(run, task)
-    with known_errors.explain_known_errors(), prediction.as_files(files) as paths:
+    with known_errors.explain_known_errors(), own_files.as_files(files) as paths:
         if out is not None:
             out = Path(out)
             with explain_unwritable(out):
@@ -65,7 +64,7 @@ def predict(
             flags = task.libtpu_args(batch_size)
             runtime = open_runtime(environment.detect(), task.precision, libtpu_args=flags)
         paths = tqdm(paths, desc=f"predicting {task.name}", unit="file", disable=not progress)
-        samples = prediction.predict_files(task, best, paths, runtime, batch_size=batch_size)
+        samples = own_files.predict_files(task, best, paths, runtime, batch_size=batch_size)
         if out is None:
             results = [own.result_of(task, sample) for sample in samples]
         else:

@@ -25,7 +25,7 @@ class Shares(Protocol):
 
 
 def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:
-    """The model with its batch norms made "per-core", "synced" or "frozen", see `Task.batch_norm`."""
+    """Return the model with its batch norms made "per-core", "synced" or "frozen", see `Task.batch_norm`."""
     if variant == "frozen":
         freeze(model)
     elif variant == "synced" and runtime.device.type == "cuda":
@@ -59,7 +59,7 @@ def why_one_gpu(task: Shares, gpus: int) -> str:
 
 
 def note(model: nn.Module, task: Shares, runtime: Runtime) -> str:
-    """A sentence on batch norms that see only a part of each batch, or ""."""
+    """Return a sentence on batch norms that see only a part of each batch, or ""."""
     if runtime.world.size == 1 or not _has_statistics_of_the_batch(model):
         return ""
     share = task.batch_size // runtime.cores // task.micro_batches

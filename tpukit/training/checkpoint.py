@@ -1,7 +1,6 @@
-"""The state of a training: put together for a checkpoint, and restored from one. Both are collective."""
+"""Save and restore the state of a training. Both are collective."""
 
 import dataclasses
-import itertools
 import time
 from typing import NamedTuple
 
@@ -18,13 +17,13 @@ from tpukit.training import metrics
 from tpukit.training.saver import Saver
 from tpukit.training.task import Task
 
-FORMAT = 4  # of a checkpoint's state
+FORMAT = 5  # of a checkpoint's state
 TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
 
 
 @dataclasses.dataclass
 class TrainState:
-    """Where a run stands. All of it goes into a checkpoint."""
+    """The position of a run. All of it goes into a checkpoint."""
 
     step: int = 0
     epoch_loss: float = 0.0
@@ -38,7 +37,7 @@ class TrainState:
 
 
 class Origin(NamedTuple):
-    """What a run was started with, and must be resumed with; test_signature may change."""
+    """Data and optimizer that a run was started with, and must be resumed with; test_signature may change."""
 
     train_size: int
     data_signature: dict
@@ -87,12 +86,12 @@ def restore(
     state = TrainState(**saved["state"])
     if not has_whole_best:
         state.best = None
-    if what := differences(saved["test_signature"], origin.test_signature):
+    if changed := differences(saved["test_signature"], origin.test_signature):
         state.best = None  # which no score on these samples can be compared with
         run.print(
-            f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other {what}:"
-            " the scores so far are those of the old one. `tpukit test` scores the weights that were kept on"
-            f" the new one; or {TRAIN_ANEW}"
+            f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other"
+            f" {' and '.join(changed)}: the scores so far are those of the old one. `tpukit test` scores the"
+            f" weights that were kept on the new one; or {TRAIN_ANEW}"
         )
     if len(saved["random"]) == runtime.world.size:
         runtime.set_random_state(saved["random"][runtime.world.rank])
@@ -113,14 +112,12 @@ def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn
     data, code = f"other data than {task.dataset_dir} holds now", type(task).__name__
     if saved["train_size"] != origin.train_size:
         raise _changed(run, f"on {data}: {saved['train_size']} samples, not {origin.train_size}")
-    if what := differences(saved["data_signature"], origin.data_signature):
-        raise _changed(run, f"on {data}, with other {what}")
+    if changed := differences(saved["data_signature"], origin.data_signature):
+        raise _changed(run, f"on {data}, with other {' and '.join(changed)}")
     if what := weights.differences(saved["model"], model.state_dict()):
         raise _changed(run, f"with another model than {code}.model() makes now: {what}")
     old, new = saved["optimizer_signature"], origin.optimizer_signature
-    # Another version of torch may have more settings.
-    changed = [name for name in old if name in new and old[name] != new[name]]
-    if what := ", ".join(f"{name} was {old[name]}, is {new[name]}" for name in changed[:3]):
+    if what := ", ".join(f"{name} was {old[name]}, is {new[name]}" for name in differences(old, new)[:3]):
         raise _changed(run, f"with another optimizer than {code}.optimizer() makes now: {what}")
 
 
@@ -128,18 +125,10 @@ def _changed(run: Run, what: str) -> TpukitError:
     return TpukitError(f"{run.path} was trained {what}. Undo the change, or {TRAIN_ANEW}")
 
 
-def differences(saved: dict, expected: dict) -> str:
-    """What differs between two of `Task.data_signature`, in words; "" if nothing does."""
-    found = []
-    for name, old in saved.items():
-        new = expected.get(name, old)
-        if isinstance(old, list) and isinstance(new, list) and old != new:
-            pairs = enumerate(itertools.zip_longest(old, new, fillvalue="none"), 1)
-            number, (old_item, new_item) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-            found.append(f"{name} (number {number} was {old_item}, is {new_item})")
-        elif old != new:
-            found.append(name)
-    return " and ".join(found)
+def differences(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """Return the names of the values that differ between two signatures. What only one of them has is left
+    out: another version of torch may have more settings."""
+    return [name for name in saved if name in expected and saved[name] != expected[name]]
 
 
 def _load_optimizer(optimizer: Optimizer, saved: dict) -> None:

@@ -1,4 +1,4 @@
-"""Which samples a step gets, in which order, and how they reach the device: stored there, or streamed."""
+"""Choose the samples of each step, and bring them to the device: stored there, or streamed."""
 
 import collections
 import concurrent.futures
@@ -14,7 +14,7 @@ MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory
 
 
 class BatchSpec(NamedTuple):
-    """What the host decides about a global batch of B samples."""
+    """The choices of the host for a global batch of B samples."""
 
     indices: np.ndarray
     """(B,) samples of the dataset"""
@@ -24,7 +24,7 @@ class BatchSpec(NamedTuple):
     """(B,) bool, False for padding; None in training"""
 
     def of_rank(self, rank: int, world_size: int) -> Self:
-        """This rank's share: samples rank * B / W to (rank + 1) * B / W."""
+        """Return this rank's share: samples rank * B / W to (rank + 1) * B / W."""
         share = len(self.indices) // world_size
         part = slice(rank * share, (rank + 1) * share)
         return self._make(None if one is None else one[part] for one in self)
@@ -116,7 +116,7 @@ class BatchLoader:
         return batch if valid is None else {**batch, "valid": valid}
 
     def compose(self, batch: Batch) -> Batch:
-        """The task's batch from what `batches` put on the device. To be called in a compiled function."""
+        """Complete a batch that `batches` put on the device. Call it in a compiled function."""
         if self.resident is None:
             return batch
         rows = self.runtime.take(self.resident, batch["index"])
@@ -126,5 +126,5 @@ class BatchLoader:
 
 
 def identity(batch: Batch) -> Batch:
-    """In place of `BatchLoader.compose`, for a batch that is complete."""
+    """Return a batch as it is, in place of `BatchLoader.compose`."""
     return batch

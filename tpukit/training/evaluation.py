@@ -18,11 +18,13 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
 from tpukit.runs import weights
 from tpukit.runs.run import Run
+from tpukit.runs.settings import model_settings
 from tpukit.training.checkpoint import TrainState
 from tpukit.training.data import BatchLoader
+from tpukit.training.notes import log_notes
 from tpukit.training.prediction import predict_set
 from tpukit.training.saver import Saver
-from tpukit.training.task import Task, model_settings
+from tpukit.training.task import Task
 
 
 def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
@@ -66,8 +68,8 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
 
 
 def scores_of(task: Task, predictions: list) -> dict:
-    """What `task.evaluate` returns, with plain numbers in place of numpy's and torch's. Raises TpukitError
-    if that cannot be recorded, or has no score that decides which weights are best."""
+    """Return the scores of `task.evaluate`, with plain numbers in place of numpy's and torch's. Raises
+    TpukitError if that cannot be recorded, or has no score that decides which weights are best."""
     scores = task.evaluate(predictions)
     try:
         plain = json.loads(json.dumps(scores, default=lambda value: value.tolist()))
@@ -144,8 +146,7 @@ class Evaluator:
         state.evaluations_without_best += 1
         if is_best:
             state.best, state.evaluations_without_best = score, 0
-            self.saver.save_best(
-                done.weights,
+            values = dict(
                 task=task.name,
                 step=done.step,
                 epoch=done.epoch,
@@ -153,6 +154,7 @@ class Evaluator:
                 **{task.score: score},
                 **task.metadata(self.train_data),
             )
+            self.saver.best = (done.weights, values)
 
     def record_epoch(self, state: TrainState, step: int, epoch: int, loss: float, shown: dict) -> None:
         """Record and print an epoch that is over. shown: scores to print, if it was evaluated."""
@@ -165,12 +167,3 @@ class Evaluator:
 def _timed_scores(task: Task, predicted: list) -> tuple[dict, float]:
     started = time.monotonic()
     return scores_of(task, predicted), time.monotonic() - started
-
-
-def log_notes(run: Run, *sources: object) -> None:
-    """Print the `notes` and `notices` of datasets and runtimes."""
-    found = [
-        note for source in sources for note in (getattr(source, "notes", ""), *getattr(source, "notices", ()))
-    ]
-    for note in filter(None, dict.fromkeys(found)):
-        run.print(note)

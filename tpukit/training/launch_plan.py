@@ -1,4 +1,4 @@
-"""What a launch has to know of a training: `launch_plan`."""
+"""The plan of launching a training: `launch_plan`."""
 
 import contextlib
 from collections.abc import Iterator

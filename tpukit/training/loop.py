@@ -20,8 +20,7 @@ def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: boo
     """Train `task` in the run directory `run`, from where it stands, to `task.epochs`. Returns the last
     scores, on every rank.
 
-    runtime: this core's, among others; `launch` gives it. On its own, train opens the one device of this
-    process.
+    runtime: this core's, as `launch` gives it; None: train opens the one device of this process.
 
     A checkpoint is written every `task.save_every_s` seconds, at the end, and before leaving on an interrupt
     or SIGTERM; a resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels.
@@ -43,6 +42,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
             trainer.finish_saving()
     except metrics.Diverged:
         trainer.evaluator.collect(state, wait=True)  # its weights may be the best
+        trainer.saver.save_best()
         raise
     except (KeyboardInterrupt, SystemExit) as reason:
         trainer.save_before_leaving(reason)
@@ -53,8 +53,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
 
 
 def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
-    """Train to the end of the epoch, from the step at which the run stands. batches: those of this and later
-    epochs."""
+    """Train from the step at which the run stands to the end of its epoch. batches: of it and later ones."""
     state = trainer.state
     epoch, first = divmod(state.step, trainer.steps_per_epoch)
     trainer.model.train()

@@ -18,9 +18,9 @@ from tpukit.training.task import Task
 # Of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9.
 MIN_LOSS_SCALE = 2.0**-14
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, grad_norm=0.0)
-"""What the steps of an interval add up on the device, and the values it starts with. bad_step: the first step
-whose loss was not finite, counted from 0 at the start of the interval, -1 for none. grad_norm: the last
-step's, where gradients are clipped; elsewhere `sync` computes the norm of the last gradient."""
+"""Metrics summed on the device over an interval, with their initial values. bad_step: the first step whose
+loss was not finite, counted from 0 at the start of the interval, -1 for none. grad_norm: the last step's,
+where gradients are clipped; elsewhere `sync` computes the norm of the last gradient."""
 
 
 def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
@@ -99,7 +99,7 @@ class Throughput:
         self.counters = self.runtime.counters()
 
     def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches, one for each step, counted and timed."""
+        """Yield the same batches, one for each step, counted and timed."""
         while True:
             asked = time.monotonic()
             batch = next(batches, None)

@@ -1,26 +1,21 @@
-"""Predicting: a test set, test images to show, a user's own files.
+"""Predict a test set, or test images to show.
 
 All of it is `predict_batches`: batches of one size in, predictions on the CPU out, in their order."""
 
 import collections
 import contextlib
 import dataclasses
-import glob
-import itertools
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.training.data import Batch, BatchLoader, evaluation_index_batches
@@ -30,8 +25,8 @@ BATCH_SIZE = 16  # of what is predicted outside of a training
 
 
 def open_predictor(task: Task, best: Path, runtime: Runtime) -> Callable[[Batch], object]:
-    """A function batch of tensors on the runtime's device -> predictions there, with the weights of the file
-    `best`."""
+    """Return a function batch of tensors on the runtime's device -> predictions there, with the weights of
+    the file `best`."""
     model = task.model().eval()
     weights.load(model, best)
     model = runtime.to_device(model, channels_last=task.channels_last)
@@ -101,152 +96,3 @@ def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, Any]:
     batches = (runtime.put_batch(data.batch(part) | dict(valid=np.ones(len(part), bool))) for part in parts)
     predictions, batches = zip(*predict_batches(open_predictor(task, best, runtime), batches, runtime))
     return tuple(tree_map(lambda *values: torch.cat(values), *parts) for parts in (batches, predictions))
-
-
-# A user's own files
-
-
-@dataclasses.dataclass
-class Sample:
-    """A sample of a user's files: what the task read of it, and what was predicted. For a file that cannot be
-    read, `error`."""
-
-    name: str
-    batch: dict[str, np.ndarray] | None = None
-    """arrays (1, ...)"""
-    prediction: Any = None
-    """as the task's predictor makes it, of numpy arrays (1, ...)"""
-    error: str | None = None
-
-
-def predict_files(
-    task: Task, best: Path, paths: Iterable[Path], runtime: Runtime, *, batch_size: int = BATCH_SIZE
-) -> Iterator[Sample]:
-    """Yield a `Sample` for each sample of the files, in order: those of a batch when it is predicted.
-
-    best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
-    with `error`; the others are still predicted."""
-    predictor = open_predictor(task, best, runtime)
-    waiting = collections.deque()  # (sample, function that joins its rows' predictions, number of rows)
-
-    def rows():
-        for path in paths:
-            try:
-                batch, names = task.read_files([path], best)
-            except TpukitError as error:
-                waiting.append((Sample(path.name, error=printable(error)), None, 0))
-                continue
-            for index, name in enumerate(names):
-                one = {key: values[index : index + 1] for key, values in batch.items()}
-                parts, join = getattr(task, "split", split)(one)
-                waiting.append((Sample(name, one), join, len(parts)))
-                yield from parts
-
-    def batches():
-        waiting_rows = rows()
-        while part := list(itertools.islice(waiting_rows, batch_size)):
-            # On a device that compiles, the last batch is filled up, so that there is one compiled graph.
-            filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
-            batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
-            yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
-
-    predictions = (  # of each row
-        tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
-        for prediction, batch in predict_batches(predictor, batches(), runtime, keys=())
-        for index in range(int(batch["valid"].sum()))
-    )
-    for prediction in predictions:
-        while not waiting[0][2]:
-            yield waiting.popleft()[0]
-        sample, join, count = waiting.popleft()
-        sample.prediction = join([prediction, *itertools.islice(predictions, count - 1)])
-        yield sample
-    yield from (sample for sample, _, _ in waiting)
-
-
-def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
-    """The `Sample` of each of a user's files, by the run's best weights, on the CPU.
-
-    Raises TpukitError for a file that cannot be read, or for more than `limit` samples."""
-    best = run.best()
-    task = dataclasses.replace(task, weights=best)
-    predicted = predict_files(task, best, list_files(paths), Runtime("cpu"))  # see `predict_test_images`
-    samples = list(itertools.islice(predicted, limit + 1))
-    if len(samples) > limit:
-        raise TpukitError(
-            f"there are more than {limit} samples, which it shows at once; `tpukit predict` takes any number"
-        )
-    for sample in samples:
-        if sample.error:
-            raise TpukitError(sample.error)
-    return samples
-
-
-def split(batch: dict[str, np.ndarray]) -> tuple[list[dict[str, np.ndarray]], Callable[[list], object]]:
-    """(rows, join): a sample of a user's own (dict of arrays (1, ...)) as rows of one shape for all samples,
-    a list of dicts of arrays without the batch's axis; and a function from the list of their predictions to
-    that of the sample, (1, ...). This is one row; a task with samples of any size has its own, which may cut
-    a sample into several."""
-    row = {name: values[0] for name, values in batch.items()}
-    return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
-
-
-def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    """The files that were named, those of a folder or a pattern (`*.png`) sorted by name, without hidden
-    ones.
-
-    Raises TpukitError where there is none, or two of one name, which could not be told apart in the results.
-    """
-    found = []
-    for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        path = Path(path).expanduser()
-        pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
-        entries = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
-        files = [entry for entry in entries if entry.is_file()]
-        if not files:
-            raise TpukitError(
-                f"{path}: no file is there, or a device or a named pipe: name a file of yours, a folder that"
-                " holds some, or a pattern"
-            )
-        found += files
-    if not found:
-        raise TpukitError("no files: name a file of yours, or a folder that holds some")
-    [(name, count)] = collections.Counter(path.name for path in found).most_common(1)
-    if count > 1:
-        raise TpukitError(
-            f"{count} files are called {name}: rename them, so that their predictions can be told apart"
-        )
-    return found
-
-
-@contextlib.contextmanager
-def as_files(inputs: Any) -> Iterator[list[Path]]:
-    """Context manager: the files of `inputs`, for `list_files`: paths, or arrays and PIL images, which become
-    files in a temporary folder. Arrays of uint8 or uint16 are images, (H, W) or (H, W, 3); all others are
-    numbers, such as voltages."""
-    if isinstance(inputs, (str, Path, np.ndarray, Image.Image)):
-        inputs = [inputs]
-    if all(isinstance(one, (str, Path)) for one in inputs):
-        yield list_files(inputs)
-        return
-    with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
-        yield [_as_file(one, Path(folder) / f"{number:04d}") for number, one in enumerate(inputs)]
-
-
-def _as_file(one: Any, stem: Path) -> Path:
-    path = stem.with_suffix(".png")
-    try:
-        if not isinstance(one, Image.Image):
-            array = np.asarray(one)
-            if array.dtype not in (np.bool_, np.uint8, np.uint16):
-                np.save(stem, array, allow_pickle=False)
-                return stem.with_suffix(".npy")
-            one = Image.fromarray(array)
-        has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
-        (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)
-    except (TypeError, ValueError, SystemError, OSError) as error:
-        raise TpukitError(
-            f"{type(one).__name__} is not an image ({error}): give paths, PIL images, or numpy arrays (H, W)"
-            " or (H, W, 3)"
-        ) from error
-    return path

@@ -6,7 +6,7 @@ from tpukit.training.task import Task
 
 
 def lr_factor(task: Task, step: int, steps_per_epoch: int) -> float | None:
-    """What multiplies the learning rates of the optimizer in a step; None if they never change.
+    """Return the factor of the optimizer's learning rates in a step; None if they never change.
 
     step: from 0. It depends on these arguments alone, so a resumed run continues where it was. As torch's
     LinearLR from 1 / (W + 1) over the W steps of the warm-up, then CosineAnnealingLR over all that remain."""

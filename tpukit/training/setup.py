@@ -1,4 +1,4 @@
-"""What a training consists of, set up on the device: `Trainer`, which the loop drives."""
+"""`Trainer`: model, optimizer, data and state of one training, ready on the device for the loop."""
 
 import itertools
 from collections.abc import Generator
@@ -6,7 +6,7 @@ from collections.abc import Generator
 import torch
 from tqdm.auto import tqdm
 
-from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime, trial
+from tpukit.devices import check_micro_batches, open_runtime, trial
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
@@ -15,7 +15,8 @@ from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
 from tpukit.training.data import Batch, BatchLoader, training_index_batches
-from tpukit.training.evaluation import Evaluator, log_notes
+from tpukit.training.evaluation import Evaluator
+from tpukit.training.notes import log_compilations, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
 from tpukit.training.task import Task
@@ -103,12 +104,12 @@ class Trainer:
             if self.step.ema:
                 self.step.ema.step(number)
         finally:
-            self._log_compilations(number)
+            log_compilations(self.run, self.runtime, number)
         self.state.step = number
         self.runtime.heartbeat(number)
 
     def lr_factor(self, steps_back: int = 0) -> float | None:
-        """What multiplies the learning rates in the next step, or in one before; None for 1."""
+        """Return the factor of the learning rates in the next step, or in one before; None for 1."""
         return schedule.lr_factor(self.task, self.state.step - steps_back, self.steps_per_epoch)
 
     def lr(self) -> float:
@@ -120,8 +121,8 @@ class Trainer:
         return self.state.step % self.steps_per_epoch == 0
 
     def sync(self) -> metrics.Interval:
-        """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged,
-        and what made a save fail."""
+        """Return the `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises
+        Diverged, and what made a save fail."""
         self.saver.check()
         interval = metrics.sync(
             self.step.sums,
@@ -145,8 +146,8 @@ class Trainer:
             self.stop.check()
 
     def patience_exhausted(self, extra: int = 0) -> bool:
-        """Whether the evaluations so far, and `extra` ones without a better score, end the training. Rank 0
-        knows."""
+        """Return True if the evaluations so far, and `extra` ones without a better score, end the training.
+        Rank 0 knows."""
         patience = self.task.patience
         return patience is not None and self.state.evaluations_without_best + extra >= patience
 
@@ -166,9 +167,9 @@ class Trainer:
         )
 
     def save_is_due(self) -> bool:
-        """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved,
-        because a resumed run could not repeat the evaluation: that waits for the scores, at most until the
-        end of the next epoch."""
+        """Return True if a checkpoint is due after this step. A state whose last epoch is not scored yet
+        waits for its scores, at most until the end of the next epoch: a resumed run could not repeat the
+        evaluation."""
         return self.saver.is_due() and (self.evaluator.pending is None or self.ends_epoch())
 
     def save(self) -> None:
@@ -190,8 +191,8 @@ class Trainer:
     def finish_saving(self) -> None:
         """Wait until all is written, in the backup too."""
         self.saver.wait()
-        if self.saver.last is None:  # no step was left, but the last session may have ended before its backup
-            self.run.update_backup()
+        if self.saver.pending is None:  # no step was left
+            self.run.update_backup()  # the last session may have ended before it
 
     def predict_test_set(self, epoch: int, loss: float) -> None:
         """Predict the test set with the weights of an epoch, or their average once there is one, and start
@@ -200,7 +201,7 @@ class Trainer:
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
         self.evaluator.evaluate(model, self.state.step, epoch, loss, self.stop)
-        self._log_compilations(self.state.step)
+        log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
 
     def close(self) -> None:
@@ -208,7 +209,8 @@ class Trainer:
         self.saver.close()
 
     def last_scores(self) -> dict | None:
-        """Those of the last evaluation, on rank 0; of an earlier session if nothing was left to do."""
+        """Return the scores of the last evaluation, on rank 0; of an earlier session if nothing was left to
+        do."""
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:
             return self.evaluator.scores
         epochs = self.state.step // self.steps_per_epoch
@@ -264,16 +266,3 @@ class Trainer:
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(step - self.bar.n)
         self.run.write_progress(name=self.task.name, unit="step", step=step, total=self.total, **shown)
-
-    def _log_compilations(self, step: int) -> None:
-        """Record what was compiled since the last call, and print what took long."""
-        for event in self.runtime.pop_compile_events():
-            self.run.log("compile", step, **event)
-            what, why = event["what"], event["why"]
-            if event["refused"]:
-                continue
-            if not event["programs"]:
-                self.run.print(f"step {step}: `{what}` is not captured as a CUDA graph, because {why[0]}")
-            elif what == "step" or event["seconds"] >= LONG_COMPILE_S:
-                because = f", because {why[0]}" if why else ""
-                self.run.print(f"step {step}: compiled `{what}` in {event['seconds']:.1f} s{because}")

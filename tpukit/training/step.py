@@ -106,7 +106,7 @@ class TrainingStep:
         )
 
     def arguments(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> tuple:
-        """The arguments of `compiled` and `eager`. batch: on the device. epoch: from 0."""
+        """Return the arguments of `compiled` and `eager`. batch: on the device. epoch: from 0."""
         return batch, self.runtime.as_graph_input(epoch), self.sums, self.runtime.as_graph_input(lr_factor)
 
     def __call__(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> None:
@@ -115,7 +115,7 @@ class TrainingStep:
 
 
 def place_model(task: Task, runtime: Runtime, model: nn.Module) -> nn.Module:
-    """A model of the task, from the CPU, on the device, with the batch norms and frozen parts of a
+    """Move a model of the task from the CPU to the device, with the batch norms and frozen parts of a
     training."""
     model = batch_norm.apply(model, task.batch_norm, runtime)
     layers.freeze(model, task.freeze, task.head)

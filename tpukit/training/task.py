@@ -1,20 +1,17 @@
-"""What a training task must implement: `Task`; and tasks on their way to another process."""
+"""`Task`: the settings of a training, and the methods that it must implement or may override."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import Run
-from tpukit.runs.settings import setting, settings_dict
-from tpukit.training.json_types import has_type
+from tpukit.runs.settings import as_declared, setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +25,6 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
 
-# What the title of a panel begins with where a prediction was right or wrong.
-RIGHT, WRONG = "\u2713", "\u2717"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
@@ -40,7 +34,7 @@ class Task:
     Fields declared with `setting(free=True)` may change when a run is resumed."""
 
     name: ClassVar[str]
-    """What the command line calls it."""
+    """Its name on the command line."""
     score: ClassVar[str]
     """The evaluation score that decides which weights are best; larger is better."""
 
@@ -57,11 +51,11 @@ class Task:
         raise self._missing("datasets")
 
     def model(self) -> nn.Module:
-        """The torch.nn.Module, on the CPU."""
+        """Make the torch.nn.Module, on the CPU."""
         raise self._missing("model")
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer of a model that already lies on the device."""
+        """Make the optimizer of a model that already lies on the device."""
         raise self._missing("optimizer")
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
@@ -73,8 +67,8 @@ class Task:
         raise self._missing("loss")
 
     def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Any:
-        """What `evaluate` needs from the model for a batch: one tensor or a pytree of them. One compiled
-        graph on XLA. On one GPU a batch may have more samples than `batch_size`.
+        """Predict a batch, for `evaluate`: return one tensor or a pytree of them. It is one compiled graph
+        on XLA. On one GPU a batch may have more samples than `batch_size`.
 
         epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for
         finished weights."""
@@ -102,18 +96,13 @@ class Task:
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`, the ones that are read
     back from the device; None for all."""
     needs_own_data: ClassVar[bool] = False
-    """Whether the command line stops where the data are missing, and takes a synthetic set only where it was
-    asked to."""
+    """If True, the command line stops where the data are missing, unless a synthetic set is requested."""
     dataset_parts: ClassVar[tuple[str, ...]] = ()
     """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int] = 0
     """Samples of the synthetic dataset, train and test together, by default."""
     synthetic_size_accelerator: ClassVar[int] = 0
     """The same on a TPU or a GPU; 0: as many as without."""
-    export_output: ClassVar[str] = "the prediction"
-    """What `exported` computes, for those who use the file."""
-    export_preprocessing = ""
-    """How an image becomes an input of it, where the graph does not do that."""
 
     # Its settings
 
@@ -182,36 +171,13 @@ class Task:
         known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
         declared = get_type_hints(known)
         for field in dataclasses.fields(known):
-            self._check_type(field.name, declared[field.name])
+            value = as_declared(field.name, getattr(self, field.name), declared[field.name])
+            object.__setattr__(self, field.name, value)
         ones = ("batch_size", "log_every", "eval_every", "micro_batches", "patience")
         zeros = ("epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
         self.require_at_least(1, *ones)
         self.require_at_least(0, *zeros)
         self.require_shares("final_lr", "ema_decay")
-
-    def _check_type(self, name: str, declared: Any) -> None:
-        """Raise TpukitError for a setting of another type than declared, and make an int of a whole float."""
-        value: Any = getattr(self, name)
-        kinds = {declared, *get_args(declared)}
-        if get_origin(declared) is Literal:
-            if value not in get_args(declared):
-                raise TpukitError(f"{name}={value!r}: choose one of {', '.join(get_args(declared))}")
-            return
-        if type(value) in kinds:
-            return
-        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        is_whole = is_number and (isinstance(value, int) or float(value).is_integer())
-        rules = {
-            bool: (isinstance(value, bool), "True or False"),
-            int: (is_whole, "a whole number"),
-            float: (is_number, "a number"),
-        }
-        for kind in kinds & rules.keys():
-            is_right, wanted = rules[kind]
-            if not is_right:
-                raise TpukitError(f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}")
-        if int in kinds and not isinstance(value, int):
-            object.__setattr__(self, name, int(value))  # of papermill, or of NumPy
 
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
@@ -232,7 +198,7 @@ class Task:
     # What it may override
 
     def test_set(self) -> Any:
-        """The test set alone, for which the training set need not be there."""
+        """Return the test set alone, for which the training set need not be there."""
         return self.datasets()[1]
 
     def check_dataset_dir(self) -> None:
@@ -242,9 +208,9 @@ class Task:
                 f"{type(self).__name__} needs a dataset_dir: find_dataset({self.dataset!r}) finds one"
             )
 
-    def data_signature(self, data: Any) -> dict[str, str | list[str]]:
-        """What must be the same in the data when a run is resumed, by the name that errors use, whatever
-        folder the data is in: a str, such as a digest of `arrays.digest`, or a list of str.
+    def data_signature(self, data: Any) -> dict[str, str]:
+        """Return what must be the same in the data when a run is resumed, whatever folder the data is in: a
+        digest, as of `arrays.digest`, by the name that errors use.
 
         data: the training set, which a resumed run refuses if this differs, or the test set: then the best
         score so far is dropped."""
@@ -256,8 +222,8 @@ class Task:
         return {}
 
     def example(self, count: int) -> Arrays:
-        """A batch to try the model with, dict of arrays; by default the first samples of the training set. A
-        task that makes one up can be planned and tried without data."""
+        """Make a batch to try the model with, dict of arrays; by default the first samples of the training
+        set. A task that makes one up can be planned and tried without data."""
         if self.dataset_dir is None:
             raise self._missing("example")
         data, _ = self.datasets()
@@ -273,36 +239,27 @@ class Task:
     def predictor(
         self, model: nn.Module, runtime: Runtime, epoch: int | None = None
     ) -> Callable[[Batch], object]:
-        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps
-        overrides it."""
+        """Return a function batch -> prediction on the device, for `evaluate`; a task that predicts in
+        several steps overrides it."""
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
 
     def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """What else to record of the speed of a training, by names for the report, from its samples a
-        second, over all cores."""
+        """Return more figures of a training's speed, by names for the report, from its samples a second, over
+        all cores."""
         return {}
 
     def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, Any]]]:
-        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3), or
-        (title, text).
+        """Return what to show of a batch: for each sample a list of (title, array), the array (H, W) or (H,
+        W, 3), or (title, text).
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
         data alone. A title that begins with ✓ or ✗ gets a green or a red frame. By default `image`, titled by
         what has one value a sample: `label`, and the prediction."""
+        from tpukit.training.panels import default_panels
+
         if "image" not in batch:
             raise self._missing("panels")
-        images, titles = np.asarray(batch["image"]), [[] for _ in batch["image"]]
-        if images.ndim == 4 and images.shape[1] in (1, 3):
-            images = np.moveaxis(images, 1, -1)  # (B, C, H, W) -> (B, H, W, C)
-        images = images[..., 0] if images.shape[3:] == (1,) else images
-        for word, values in {"": batch.get("label"), "predicted ": prediction}.items():
-            for title, value in zip(titles, values if np.ndim(values) == 1 else ()):
-                title.append(f"{word}{value}")
-        titles = [", ".join(title) for title in titles]
-        label, guess = np.asarray(batch.get("label", ())), np.asarray(prediction)
-        if guess.ndim == 1 and guess.dtype.kind in "iu" and label.shape == guess.shape:
-            titles = [marked(*pair) for pair in zip(titles, label == guess)]
-        return [[panel] for panel in zip(titles, images)]
+        return default_panels(batch, prediction)
 
     def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
         """(sentences about a dataset's samples and labels, the most important first; indices of samples to
@@ -321,35 +278,23 @@ class Task:
     # For a user's own files
 
     def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
-        """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays that a
-        user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
+        """Read a user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays
+        that a user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
 
         best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
         such a batch. Raises TpukitError naming a file that cannot be read.
 
-        A task that takes samples of any size has a method `split` besides, see `prediction.split`."""
+        A task that takes samples of any size has a method `split` besides, see `own_files.split`."""
         raise self._missing("read_files")
 
     def results(self, batch: Arrays, predictions: Any) -> list[dict]:
-        """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings,
-        lists of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as
-        a mask.
+        """Return a user's results for files of their own: a dict for each sample, of numbers, strings, lists
+        of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a
+        mask.
 
         batch, predictions: arrays (N, ...), as `panels` gets them."""
         values = np.asarray(predictions)
         return [dict(prediction=value if np.ndim(value) else value.item()) for value in values]
-
-    def export_inputs(self, batch: Arrays) -> Arrays:
-        """The inputs of the exported graph, dict of arrays (B, ...), from a batch of the dataset or of
-        `example`. With a class attribute `export_multiple` their height and width are any multiples of it."""
-        return dict(image=batch["image"])
-
-    def exported(self, model: nn.Module, inputs: Batch) -> Tensor:
-        """What the exported graph computes, a float32 tensor (B, ...), from raw inputs: normalisation belongs
-        in here.
-
-        inputs: dict of tensors, as of `export_inputs`. `export_output` says what comes out."""
-        return self.predict(model, inputs).float()
 
     # For a dataset and a compiler of its own
 
@@ -374,62 +319,3 @@ class Task:
         """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See
         `open_runtime`."""
         return ""
-
-
-def marked(title: str, is_right: bool) -> str:
-    """The title of a panel, with the sign of a right or a wrong prediction."""
-    return f"{RIGHT if is_right else WRONG} {title}"
-
-
-# A task in another process
-
-
-def model_settings(task: Task) -> dict:
-    """The settings that a result depends on, without paths, for JSON: they go with the best weights."""
-    fixed = [f.name for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name != "weights"]
-    return {name: value for name, value in settings_dict(task).items() if name in fixed}
-
-
-def from_settings(kind: type[Task], given: dict) -> Task:
-    """The task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does not
-    have, come back. What is given for no field of the class is left out. Raises TypeError for a value of
-    another type, as damaged files have."""
-    types, fields = get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: _as_declared(types[name], given[name]) for name in fields & given.keys()})
-
-
-def _as_declared(declared: Any, value: Any) -> Any:
-    kinds = {declared, *get_args(declared)}
-    if isinstance(value, list) and (tuples := [kind for kind in kinds if get_origin(kind) is tuple]):
-        return tuple(_as_declared(tuples[0], item) for item in value)
-    if isinstance(value, str) and Path in kinds:
-        return Path(value)
-    is_plain = all(isinstance(kind, type) for kind in get_args(declared) or [declared])
-    if is_plain and not has_type(value, declared):
-        raise TypeError(f"{value!r} is not of type {getattr(declared, '__name__', declared)}")
-    return value
-
-
-def to_request(task: Task) -> dict:
-    """What a fresh process needs to import the class and give it the same settings, for JSON: read by
-    `from_request`.
-
-    Raises TpukitError for the class of a notebook cell."""
-    kind = type(task)
-    if kind.__module__ == "__main__":
-        raise TpukitError(
-            f"{kind.__name__} is defined in a notebook cell, from which another process cannot import it:"
-            " move it to a module"
-        )
-    module = sys.modules[kind.__module__]
-    depth = module.__name__.count(".") + hasattr(module, "__path__")
-    folder = str(Path(str(module.__file__)).resolve().parents[depth])
-    return dict(module=module.__name__, folder=folder, kind=kind.__qualname__, settings=settings_dict(task))
-
-
-def from_request(request: dict) -> Task:
-    """In the fresh process: the task of a request of `to_request`."""
-    # last, so that files next to the class cannot shadow installed packages
-    sys.path.append(request["folder"])
-    kind = getattr(importlib.import_module(request["module"]), request["kind"])
-    return from_settings(kind, request["settings"])

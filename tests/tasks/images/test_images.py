@@ -22,8 +22,8 @@ from tpukit.devices.runtime import Runtime
 from tpukit.reporting import findings
 from tpukit.reporting.display import predictions_figure
 from tpukit.runs import weights
+from tpukit.tools.child import to_request
 from tpukit.tools.own import show_own
-from tpukit.training.task import to_request
 
 pytest.importorskip("timm")
 RESNET = dict(model_name="test_resnet", pretrained="no")
@@ -209,7 +209,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(finished, tmp_path, cpu)
 PROGRAM = """
 import json, sys
 from tpukit import Run, launch, train
-from tpukit.training.task import from_request
+from tpukit.tools.child import from_request
 
 if __name__ == "__main__":
     task = from_request(json.loads(sys.argv[1]))

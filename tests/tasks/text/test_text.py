@@ -21,9 +21,9 @@ from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.tasks.datasets import find_dataset, make_synthetic
 from tpukit.tasks.trained import task_of as task_of_run
+from tpukit.tools.child import to_request
 from tpukit.training.prediction import predict_test_images
 from tpukit.training.step import TrainingStep
-from tpukit.training.task import to_request
 
 pytest.importorskip("peft")
 
@@ -46,7 +46,7 @@ def model(tmp_path_factory):
 TWO = """
 import json, sys
 from tpukit import Run, launch, train
-from tpukit.training.task import from_request
+from tpukit.tools.child import from_request
 
 if __name__ == "__main__":
     task = from_request(json.loads(sys.argv[1]))

@@ -25,7 +25,8 @@ from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.tasks.splits import SPLITS
-from tpukit.training.task import Task, marked
+from tpukit.training.panels import marked
+from tpukit.training.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,7 +190,7 @@ class ImageClassifier(Task):
 
     def data_signature(self, data):
         labels = arrays.digest([data.names, data.labels.tolist()])
-        return {"classes": data.classes, "file names and labels": labels}
+        return {"classes": arrays.digest(data.classes), "file names and labels": labels}
 
     def metadata(self, data):
         return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())

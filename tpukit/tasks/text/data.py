@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from tpukit.host.errors import TpukitError, explained
+from tpukit.runs.json_types import has_type
 from tpukit.tasks import arrays
 from tpukit.tasks.splits import about_tables, find_files
-from tpukit.training.json_types import has_type
 
 TEXTS, LINES = (".txt", ".md", ".rst"), ".jsonl"
 PAGE = "TEXT"  # of the docs

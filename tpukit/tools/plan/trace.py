@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.host.errors import TpukitError
 from tpukit.tools import child
+from tpukit.tools.child import from_request, to_request
 from tpukit.tools.plan import compiler
-from tpukit.training.task import from_request, to_request
 
 if TYPE_CHECKING:
     from tpukit.devices.chips import Machine

@@ -1,0 +1,170 @@
+"""Predict a user's own files: samples of any kind that a task reads."""
+
+import collections
+import contextlib
+import dataclasses
+import glob
+import itertools
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils._pytree import tree_map, tree_map_only
+
+from tpukit.devices.runtime import Runtime
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import printable
+from tpukit.runs.run import Run
+from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
+from tpukit.training.task import Task
+
+
+@dataclasses.dataclass
+class Sample:
+    """A sample of a user's files: what the task read of it, and what was predicted. For a file that cannot be
+    read, `error`."""
+
+    name: str
+    batch: dict[str, np.ndarray] | None = None
+    """arrays (1, ...)"""
+    prediction: Any = None
+    """as the task's predictor makes it, of numpy arrays (1, ...)"""
+    error: str | None = None
+
+
+def predict_files(
+    task: Task, best: Path, paths: Iterable[Path], runtime: Runtime, *, batch_size: int = BATCH_SIZE
+) -> Iterator[Sample]:
+    """Yield a `Sample` for each sample of the files, in order: those of a batch when it is predicted.
+
+    best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
+    with `error`; the others are still predicted."""
+    predictor = open_predictor(task, best, runtime)
+    waiting = collections.deque()  # (sample, function that joins its rows' predictions, number of rows)
+
+    def rows():
+        for path in paths:
+            try:
+                batch, names = task.read_files([path], best)
+            except TpukitError as error:
+                waiting.append((Sample(path.name, error=printable(error)), None, 0))
+                continue
+            for index, name in enumerate(names):
+                one = {key: values[index : index + 1] for key, values in batch.items()}
+                parts, join = getattr(task, "split", split)(one)
+                waiting.append((Sample(name, one), join, len(parts)))
+                yield from parts
+
+    def batches():
+        waiting_rows = rows()
+        while part := list(itertools.islice(waiting_rows, batch_size)):
+            # On a device that compiles, the last batch is filled up, so that there is one compiled graph.
+            filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
+            batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
+            yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
+
+    predictions = (  # of each row
+        tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
+        for prediction, batch in predict_batches(predictor, batches(), runtime, keys=())
+        for index in range(int(batch["valid"].sum()))
+    )
+    for prediction in predictions:
+        while not waiting[0][2]:
+            yield waiting.popleft()[0]
+        sample, join, count = waiting.popleft()
+        sample.prediction = join([prediction, *itertools.islice(predictions, count - 1)])
+        yield sample
+    yield from (sample for sample, _, _ in waiting)
+
+
+def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
+    """Return the `Sample` of each of a user's files, by the run's best weights, on the CPU.
+
+    Raises TpukitError for a file that cannot be read, or for more than `limit` samples."""
+    best = run.best()
+    task = dataclasses.replace(task, weights=best)
+    runtime = Runtime("cpu")  # see `prediction.predict_test_images`
+    predicted = predict_files(task, best, list_files(paths), runtime)
+    samples = list(itertools.islice(predicted, limit + 1))
+    if len(samples) > limit:
+        raise TpukitError(
+            f"there are more than {limit} samples, which it shows at once; `tpukit predict` takes any number"
+        )
+    for sample in samples:
+        if sample.error:
+            raise TpukitError(sample.error)
+    return samples
+
+
+def split(batch: dict[str, np.ndarray]) -> tuple[list[dict[str, np.ndarray]], Callable[[list], object]]:
+    """(rows, join): a sample of a user's own (dict of arrays (1, ...)) as rows of one shape for all samples,
+    a list of dicts of arrays without the batch's axis; and a function from the list of their predictions to
+    that of the sample, (1, ...). This is one row; a task with samples of any size has its own, which may cut
+    a sample into several."""
+    row = {name: values[0] for name, values in batch.items()}
+    return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
+
+
+def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Return the files that were named, those of a folder or a pattern (`*.png`) sorted by name, without
+    hidden ones.
+
+    Raises TpukitError where there is none, or two of one name, which could not be told apart in the results.
+    """
+    found = []
+    for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        path = Path(path).expanduser()
+        pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
+        entries = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
+        files = [entry for entry in entries if entry.is_file()]
+        if not files:
+            raise TpukitError(
+                f"{path}: no file is there, or a device or a named pipe: name a file of yours, a folder that"
+                " holds some, or a pattern"
+            )
+        found += files
+    if not found:
+        raise TpukitError("no files: name a file of yours, or a folder that holds some")
+    [(name, count)] = collections.Counter(path.name for path in found).most_common(1)
+    if count > 1:
+        raise TpukitError(
+            f"{count} files are called {name}: rename them, so that their predictions can be told apart"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def as_files(inputs: Any) -> Iterator[list[Path]]:
+    """Context manager: the files of `inputs`, for `list_files`: paths, or arrays and PIL images, which become
+    files in a temporary folder. Arrays of uint8 or uint16 are images, (H, W) or (H, W, 3); all others are
+    numbers, such as voltages."""
+    if isinstance(inputs, (str, Path, np.ndarray, Image.Image)):
+        inputs = [inputs]
+    if all(isinstance(one, (str, Path)) for one in inputs):
+        yield list_files(inputs)
+        return
+    with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
+        yield [_as_file(one, Path(folder) / f"{number:04d}") for number, one in enumerate(inputs)]
+
+
+def _as_file(one: Any, stem: Path) -> Path:
+    path = stem.with_suffix(".png")
+    try:
+        if not isinstance(one, Image.Image):
+            array = np.asarray(one)
+            if array.dtype not in (np.bool_, np.uint8, np.uint16):
+                np.save(stem, array, allow_pickle=False)
+                return stem.with_suffix(".npy")
+            one = Image.fromarray(array)
+        has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
+        (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)
+    except (TypeError, ValueError, SystemError, OSError) as error:
+        raise TpukitError(
+            f"{type(one).__name__} is not an image ({error}): give paths, PIL images, or numpy arrays (H, W)"
+            " or (H, W, 3)"
+        ) from error
+    return path

@@ -1,0 +1,29 @@
+"""Sentences in the log on data, devices and compilations."""
+
+from tpukit.devices import LONG_COMPILE_S
+from tpukit.devices.runtime import Runtime
+from tpukit.runs.run import Run
+
+
+def log_notes(run: Run, *sources: object) -> None:
+    """Print the `notes` and `notices` of datasets and runtimes."""
+    lines = []
+    for source in sources:
+        lines.append(getattr(source, "notes", ""))
+        lines.extend(getattr(source, "notices", ()))
+    for line in filter(None, dict.fromkeys(lines)):
+        run.print(line)
+
+
+def log_compilations(run: Run, runtime: Runtime, step: int) -> None:
+    """Record what was compiled since the last call, and print what took long."""
+    for event in runtime.pop_compile_events():
+        run.log("compile", step, **event)
+        name, why = event["what"], event["why"]
+        if event["refused"]:
+            continue
+        if not event["programs"]:
+            run.print(f"step {step}: `{name}` is not captured as a CUDA graph, because {why[0]}")
+        elif name == "step" or event["seconds"] >= LONG_COMPILE_S:
+            because = f", because {why[0]}" if why else ""
+            run.print(f"step {step}: compiled `{name}` in {event['seconds']:.1f} s{because}")
