@@ -12,7 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import copy_flattened, flattened, parameters_with_gradient
+from tpukit.devices.optimizers import (
+    copy_flattened,
+    count_steps_on_device,
+    flattened,
+    parameters_with_gradient,
+)
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
@@ -109,10 +114,9 @@ class CUDARuntime(Runtime):
         return call
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
+        count_steps_on_device(optimizer)
         has_fused_step = type(optimizer) in _HAS_FUSED_STEP
         for group in optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = True
             chosen = group.get("foreach") or group.get("differentiable")  # a fused step is neither
             if has_fused_step and group["fused"] is None and not chosen:
                 group["fused"] = True

@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import AdamW, Optimizer
 
-from tpukit.devices.tensors import is_on_xla
-
 OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
 
 
@@ -40,9 +38,34 @@ def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Opti
     decayed = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim <= 1]
     groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
-    # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
-    capturable = is_on_xla(parameters[0])
-    return AdamW([g for g in groups if g["params"]], lr=lr, capturable=capturable, **options)
+    return AdamW([g for g in groups if g["params"]], lr=lr, **options)
+
+
+def count_steps_on_device(optimizer: Optimizer) -> None:
+    """Let an optimizer keep its step counters on the device where torch can (`capturable`). On the host they
+    would be constants of a graph."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+
+
+def host_numbers(optimizer: Optimizer) -> dict[tuple[Tensor, str], Any]:
+    """Return the numbers of an optimizer's state that lie on the host, mostly step counters, by parameter and
+    name. A graph of the device does not change them."""
+    return {
+        (parameter, name): value.tolist() if isinstance(value, Tensor) else value
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+        if not isinstance(value, Tensor) or value.device.type == "cpu"
+    }
+
+
+def restore_host_numbers(optimizer: Optimizer, numbers: dict[tuple[Tensor, str], Any]) -> None:
+    for (parameter, name), number in numbers.items():
+        value = optimizer.state[parameter][name]
+        if isinstance(value, Tensor):
+            number = torch.tensor(number, dtype=value.dtype)
+        optimizer.state[parameter][name] = number
 
 
 class HostNumbers:
