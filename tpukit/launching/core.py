@@ -189,10 +189,10 @@ def join_group(job: Job, local_rank: int, **of_init) -> World:
         torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
         backend = "cpu:gloo,cuda:nccl"
     elif job.env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu_private
+        from tpukit.devices import torch_tpu
 
-        torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
-        backend = torch_tpu_private.BACKEND
+        torch_tpu.open_device()  # which makes its backend known to torch.distributed
+        backend = torch_tpu.BACKEND
     dist.init_process_group(backend, timeout=_group_timeout(job), **of_init)
     return World(dist.get_rank(), dist.get_world_size())
 

@@ -86,9 +86,9 @@ def launch(
         runtime = open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size))
         return function(task, run, runtime=runtime)
     if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu_private
+        from tpukit.devices import torch_tpu
 
-        torch_tpu_private.set_launch_variables(count)
+        torch_tpu.set_launch_variables(count)
     shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / ".launch.lock")
     # In the folder, which is this user's alone, the cores leave their addresses for each other.
@@ -134,7 +134,7 @@ def _has_opened_a_device(env: Environment) -> bool:
     if env.accelerator not in ("tpu", "xla"):
         return False  # a core checks CUDA, see `core.join_group`: only a forked process can tell
     if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu_private as private
+        from tpukit.devices import torch_tpu as private
     else:
         from tpukit.devices import xla_private as private
     return private.is_open()
@@ -146,7 +146,7 @@ def _has_opened_a_device(env: Environment) -> bool:
 @record  # torchrun's report then shows the traceback of the rank that failed first
 def _call_under_torchrun(job: Job, parallel: str) -> Any:
     """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
-    from tpukit.devices import torch_tpu_private
+    from tpukit.devices import torch_tpu
 
     end_with_parent(os.getppid())
     by_torch_tpu = job.env.uses_torch_tpu
@@ -155,7 +155,7 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
             "torchrun is for GPUs. On TPUs run `tpukit train` without it, which starts all cores of this host"
         )
     if by_torch_tpu:
-        torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
+        torch_tpu.check_launch_variables(int(os.environ["WORLD_SIZE"]))
         tpu_chips.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
 
     runtime = None
@@ -170,7 +170,7 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
         step = f" in step {runtime.step + 1}" if runtime else ""
         print(f"rank {environment.rank()} failed{step}: {error}", file=sys.stderr)
         if by_torch_tpu:
-            torch_tpu_private.leave_without_waiting()
+            torch_tpu.leave_without_waiting()
         raise
     finally:
         faulthandler.cancel_dump_traceback_later()
