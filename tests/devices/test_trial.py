@@ -61,7 +61,7 @@ def test_captured_steps_of_a_sound_gpu_have_no_error_worth_a_word(precision, emu
     runtime = EmulatedRuntime(precision)
     assert trial.step_error(runtime) <= BOUNDS[precision]
     assert emulated.launches == LAST
-    assert runtime.allow_sync and not runtime.compile_events and not runtime._last_inputs
+    assert not runtime.compile_events and not runtime._last_inputs
     scales = [one.scaler and one.scaler.state_dict() for one in (runtime, EmulatedRuntime(precision))]
     assert scales[0] == scales[1]
 

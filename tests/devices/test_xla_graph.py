@@ -36,7 +36,7 @@ class Counting(torch.optim.SGD):
     "optimizer, dropout, traces",
     [
         (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 2),
-        (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 1 + 8),  # counts its steps on the host
+        (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 2),  # counts its steps on the host
         (lambda p: torch.optim.RMSprop(p, 1e-4, eps=1e-3), False, 2),
         (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 2),  # counts them on the device
         (lambda p: torch.optim.SGD(p, 0.001), True, 1 + 8),

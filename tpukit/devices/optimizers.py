@@ -49,30 +49,10 @@ def count_steps_on_device(optimizer: Optimizer) -> None:
             group["capturable"] = True
 
 
-def host_numbers(optimizer: Optimizer) -> dict[tuple[Tensor, str], Any]:
-    """Return the numbers of an optimizer's state that lie on the host, mostly step counters, by parameter and
-    name. A graph of the device does not change them."""
-    return {
-        (parameter, name): value.tolist() if isinstance(value, Tensor) else value
-        for parameter, state in optimizer.state.items()
-        for name, value in state.items()
-        if not isinstance(value, Tensor) or value.device.type == "cpu"
-    }
-
-
-def restore_host_numbers(optimizer: Optimizer, numbers: dict[tuple[Tensor, str], Any]) -> None:
-    for (parameter, name), number in numbers.items():
-        value = optimizer.state[parameter][name]
-        if isinstance(value, Tensor):
-            number = torch.tensor(number, dtype=value.dtype)
-        optimizer.state[parameter][name] = number
-
-
 class HostNumbers:
-    """What an optimizer's state has on the host, mostly counters, and what one step adds to its tensors
-    there: a graph of the device changes none of them.
+    """Optimizer state on the host, mostly step counters, which a graph of the device does not update.
 
-    Made before the step."""
+    Made before a step is traced; `measure` after it finds what the step adds."""
 
     def __init__(self, optimizer: Optimizer):
         self.states = [(state, dict(state)) for state in optimizer.state.values()]
@@ -81,11 +61,10 @@ class HostNumbers:
         self.increments: list[Tensor] = []
 
     def measure(self) -> None:
-        """After the step: what it added."""
         self.increments = [value - before for value, before in zip(self.tensors, self.before)]
 
     def were_replaced(self) -> bool:
-        """Whether the step put other numbers or tensors in place of those that it found."""
+        """Return whether the step put other numbers or tensors in place of those before."""
         return any(state[name] is not value for state, saved in self.states for name, value in saved.items())
 
     def restore(self) -> None:

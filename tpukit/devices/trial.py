@@ -2,6 +2,7 @@
 
 A training on a TPU or GPU begins with it, once per machine: the cache folder keeps that it passed."""
 
+import contextlib
 import copy
 import re
 
@@ -42,8 +43,10 @@ def try_out(runtime: Runtime) -> str:
         why = first_line(failure)
     why = runtime.world.broadcast(next(filter(None, runtime.world.gather(why)), ""))
     if not why:
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
+        with contextlib.suppress(OSError):  # without a cache folder the next training tries again
+            files.make_private(passed.parent.parent)
+            passed.parent.mkdir(exist_ok=True)
+            passed.touch()
         return ""
     runtime.trusts_graphs = False
     return (

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from tpukit.devices import recompiles, xla_private
-from tpukit.devices.optimizers import host_numbers, restore_host_numbers, state_tensors
+from tpukit.devices.optimizers import HostNumbers, state_tensors
 from tpukit.devices.recompiles import UnexpectedRecompilation
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class Graph(NamedTuple):
     inputs: list[tuple[str, int]]  # in the graph's order: which "argument", "state" or "constant" each is
     constants: list[Tensor]
     draws_random_numbers: bool
+    host: HostNumbers  # which a replay does not change
 
 
 class ReplayedStep(CompiledFunction):
@@ -124,8 +125,8 @@ class ReplayedStep(CompiledFunction):
     and buffers of the model and the state of the optimizer.
 
     may_replay: False where a replay would be wrong on some rank, so that all trace every step: it draws
-    random numbers on the device, changes numbers of the optimizer's state on the host, has other constants in
-    each trace, or under SPMD shards the state in another way than it found it."""
+    random numbers on the device, replaces numbers of the optimizer's state on the host, has other constants
+    in each trace, or under SPMD shards the state in another way than it found it."""
 
     mutates: tuple[nn.Module, Optimizer]
     may_replay = True
@@ -165,11 +166,10 @@ class ReplayedStep(CompiledFunction):
 
     def _first_call(self, arguments, tensors):
         """Capture the step and run its graph, or trace it as it is where it cannot be replayed."""
-        optimizer = self.mutates[1]
-        seed, numbers = xm.get_rng_state(), host_numbers(optimizer)
+        seed = xm.get_rng_state()
         try:
             graph, outputs = self._capture(arguments, tensors)
-            is_fixed = not graph.draws_random_numbers and host_numbers(optimizer) == numbers
+            is_fixed = not graph.draws_random_numbers and not graph.host.were_replaced()
             if is_fixed:
                 self._discard()
                 again, outputs = self._capture(arguments, tensors)
@@ -180,9 +180,9 @@ class ReplayedStep(CompiledFunction):
             # all ranks.
             answers = self.runtime.world.all_gather([is_fixed])
             self.may_replay = all(answer for [answer] in answers)
+            graph.host.restore()
             if not self.may_replay:
                 self._discard()
-                restore_host_numbers(optimizer, numbers)
                 xm.set_rng_state(seed)
                 return self.function(*arguments)  # the end of torch_xla.compile runs it
             xla_private.allow_execution(True)
@@ -204,6 +204,7 @@ class ReplayedStep(CompiledFunction):
         assert self.graph is not None
         try:
             again, _ = self._capture(arguments, tensors)
+            again.host.restore()
             is_same = _is_same(self.graph, again)
         finally:
             self._discard()
@@ -222,7 +223,9 @@ class ReplayedStep(CompiledFunction):
         _, held = xla_private.graph_inputs([*tensors, *state])
         data_of = dict(zip(xla_private.handles(held), held))
         self.state_before = [(v, data_of[handle]) for v, handle in zip(state, xla_private.handles(state))]
+        host = HostNumbers(optimizer)
         result = self.function(*arguments)
+        host.measure()
         written = [i for i, is_changed in enumerate(xla_private.are_pending(state)) if is_changed]
         parameters = [p for p in model.parameters() if p.grad is not None]
         outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
@@ -237,7 +240,7 @@ class ReplayedStep(CompiledFunction):
                 xla_private.set_donated(value, True)
         is_random = xla_private.random_seed_id() in ids
         name = xla_private.graph_hash(outputs)
-        return Graph(name, state, written, parameters, inputs, constants, is_random), outputs
+        return Graph(name, state, written, parameters, inputs, constants, is_random, host), outputs
 
     def _discard(self):
         """Undo the traced step, if there is one, except for the optimizer's numbers on the host."""
@@ -253,6 +256,7 @@ class ReplayedStep(CompiledFunction):
         current = dict(argument=tensors, state=graph.state, constant=graph.constants)
         inputs = [current[kind][number] for kind, number in graph.inputs]
         *outputs, result = xla_private.run_graph(graph.hash, inputs)
+        graph.host.advance()
         written, gradients = outputs[: len(graph.written)], outputs[len(graph.written) :]
         for index, value in zip(graph.written, written):
             graph.state[index].data = value
@@ -269,6 +273,8 @@ def _is_same(a: Graph, b: Graph) -> bool:
     if (a.hash, a.written, a.inputs) != (b.hash, b.written, b.inputs):
         return False
     if not set(a.written) <= {number for kind, number in a.inputs if kind == "state"}:
+        return False
+    if not all(map(torch.equal, a.host.increments, b.host.increments)):
         return False
     return all(map(_same_constant, a.constants, b.constants))
 
