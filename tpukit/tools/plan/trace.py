@@ -14,8 +14,8 @@ from tpukit.tools.plan import compiler
 from tpukit.training.task import from_request, to_request
 
 if TYPE_CHECKING:
-    from tpukit.devices.chips import Machine
     from tpukit.devices.runtime import Runtime
+    from tpukit.tools.plan.compiler import Machine
     from tpukit.training.data import Batch
     from tpukit.training.task import Task
 
