@@ -27,7 +27,7 @@ from tests.conftest import exact
 from tests.runs.store import alike, kill_before
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices.runtime import Runtime
-from tpukit.runs import checkpoints, weights
+from tpukit.runs import hashes, weights
 from tpukit.tasks.datasets import make_synthetic
 from tpukit.training import saver
 
@@ -81,9 +81,9 @@ def unequal(folder, wanted):
 
 def newest_whole(folder):
     """The step of the newest whole checkpoint of a run; 0 without."""
-    listed = checkpoints.read_list(folder) or {}
-    for name, step in checkpoints.steps(listed).items():
-        if checkpoints.is_whole(folder / name, listed[name]):
+    listed = hashes.read_list(folder) or {}
+    for name, step in hashes.steps(listed).items():
+        if hashes.is_whole(folder / name, listed[name]):
             return step
     return 0
 
@@ -144,7 +144,7 @@ class Campaign:
         shutil.copytree(self.work / "half-copy", self.backup)
         place = (self.folder, self.backup)[number % 2]
         is_best = self.rng.random() < 0.5
-        path = place / (checkpoints.BEST if is_best else f"checkpoints/step-{FLIPPED_AT:08d}.pt")
+        path = place / (hashes.BEST if is_best else f"checkpoints/step-{FLIPPED_AT:08d}.pt")
         data = bytearray(path.read_bytes())
         bit = self.rng.randrange(8 * len(data))
         data[bit // 8] ^= 1 << bit % 8

@@ -26,7 +26,7 @@ from tpukit.tasks.datasets import make_synthetic
 
 
 class Bare:
-    """What one would write by hand: the optimizer's state and the loss stay on the device, the loss is read
+    """A loop by hand: the optimizer's state and the loss stay on the device, the loss is read
     once an epoch."""
 
     def __init__(self, task, device):

@@ -3,6 +3,7 @@ core."""
 
 import ast
 import functools
+import graphlib
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 
 # the lowest first
-LAYERS = ("host", "runs", "devices", "training", "launching", "tasks", "reporting", "tools", "cli")
+LAYERS = ("host", "runs", "devices", "launching", "training", "tasks", "reporting", "tools", "cli")
 MODULES = sorted(p for p in (ROOT / "tpukit").rglob("*.py"))
 
 
@@ -22,12 +23,13 @@ def layer(path):
 
 
 @functools.cache
-def imports(path):
+def imports(path, with_annotations=False):
     """Return what a module imports when it runs; under TYPE_CHECKING stand the imports of annotations."""
     names = []
     tree = ast.parse(path.read_text())
     for block in ast.walk(tree):
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+        is_of_annotations = isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        if is_of_annotations and not with_annotations:
             block.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -35,6 +37,31 @@ def imports(path):
         elif isinstance(node, ast.ImportFrom):
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return names
+
+
+def dotted(path):
+    """Return a module's name from its path."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def needed(path, modules):
+    """Return the modules that a module imports, at any time or for annotations."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                names.add(name if name in modules else node.module)
+    return names & modules - {dotted(path)}
+
+
+def test_no_modules_import_each_other_not_even_for_annotations():
+    modules = {dotted(path) for path in MODULES}
+    imported = {dotted(path): needed(path, modules) for path in MODULES}
+    imported["tpukit"] = set()  # it loads a name when it is used
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names the circle
 
 
 def test_every_module_is_in_the_folder_of_a_layer():
@@ -52,16 +79,22 @@ def test_a_module_imports_from_its_own_layer_and_the_layers_below(path):
         return
     below = LAYERS if layer(path) == "__main__.py" else LAYERS[: LAYERS.index(layer(path)) + 1]
     below = (*below, "leaves") if layer(path) in ("tasks", "cli") else below
-    for name in imports(path):
+    for name in imports(path, with_annotations=True):
         parts = name.split(".")
         if parts[0] == "tpukit" and len(parts) > 1 and parts[1] != "__version__":
             assert parts[1] in below, f"{path.name} imports {name}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tpukit/launching").glob("*.py")), ids=lambda p: p.name)
+def test_a_launch_knows_no_task_and_no_run_not_even_in_annotations(path):
+    names = re.findall(r"^\s*(?:from|import) tpukit\.?(\w*)", path.read_text(), flags=re.M)
+    assert set(names) <= {"host", "devices", "launching"}
+
+
 @pytest.mark.parametrize(
     "package, layers",
     [
-        ("torch_xla", {"devices", "launching"}),
+        ("torch_xla", {"devices"}),
         ("torch_tpu", {"devices"}),
         ("matplotlib", {"reporting"}),
         ("IPython", {"reporting"}),

@@ -10,8 +10,8 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.host.drive import mount_drive as mount_drive
     from tpukit.host.environment import detect as detect
     from tpukit.host.errors import TpukitError as TpukitError
+    from tpukit.launching.core import core as core
     from tpukit.launching.launcher import launch as launch
-    from tpukit.launching.spawned import train_core as train_core
     from tpukit.reporting.device_report import metrics_report as metrics_report
     from tpukit.reporting.display import show as show
     from tpukit.reporting.display import show_labels as show_labels
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.reporting.own import show_own as show_own
     from tpukit.reporting.widgets import explore as explore
     from tpukit.reporting.widgets import live as live
+    from tpukit.runs.checkpoints import Checkpoints as Checkpoints
     from tpukit.runs.run import Run as Run
     from tpukit.tasks.cdeit import CDEIT as CDEIT
     from tpukit.tasks.datasets import find_dataset as find_dataset
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.tools.predict import predict as predict
     from tpukit.training.evaluation import test as test
     from tpukit.training.loop import train as train
+    from tpukit.training.spawned import train_core as train_core
     from tpukit.training.task import Task as Task
 
 __version__ = "0.1.0"
@@ -43,12 +45,14 @@ _HOMES = {
     "detect": "host.environment",
     "find_dataset": "tasks.datasets",
     "mount_drive": "host.drive",
+    "Checkpoints": "runs.checkpoints",
     "Run": "runs.run",
+    "core": "launching.core",
     "launch": "launching.launcher",
     "live": "reporting.widgets",
     "metrics_report": "reporting.device_report",
     "train": "training.loop",
-    "train_core": "launching.spawned",
+    "train_core": "training.spawned",
     "test": "training.evaluation",
     "export": "tools.export",
     "plan": "tools.plan",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import platform
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,41 @@ def opened(monkeypatch):
     for name in ("xla.XLARuntime", "torch_tpu.TorchTPURuntime"):
         monkeypatch.setattr(f"tpukit.devices.{name}", lambda *_: seen.append(dict(os.environ)))
     return seen
+
+
+COUNT_FAULTS = """
+import os, resource, torch
+from tpukit.devices.runtime import Runtime
+
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
+
+def faults():
+    for step in range(20):
+        if step == 15:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults())
+for name in ("NOTHING", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"):
+    if os.fork() == 0:
+        os.environ[name] = "glibc.malloc.top_pad=131072"
+        Runtime("cpu")
+        print(faults(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="another malloc than glibc's"
+)
+def test_memory_that_a_step_on_a_cpu_frees_is_there_for_the_next_unless_the_user_sets_malloc():
+    unset = dict.fromkeys(name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES")))
+    ran = run_python("-u", "-c", COUNT_FAULTS, variables=unset, timeout_s=120)
+    alone, kept, *with_settings = map(int, ran.stdout.split())
+    assert alone >= 5 * 32  # of 2 MiB each, where the system has large pages
+    assert kept < alone / 10 and len(with_settings) == 2 and min(with_settings) >= alone / 10
 
 
 def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_otherwise(monkeypatch):

@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -128,6 +129,15 @@ def test_cpu_means_the_processor_for_this_process_and_its_children_until_another
     assert here().require("any") == found and "TPUKIT_ACCELERATOR" not in os.environ
     found.require("cpu")
     assert here().require(found.accelerator) == found == here()
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", "", "a/"])
+def test_the_name_of_a_run_cannot_lead_out_of_the_outputs_folder(name, tmp_path):
+    env = detect({}, tmp_path)
+    with refuses(repr(name)):
+        env.run_folder(name)
+    assert env.run_folder("mine") == env.outputs / "mine"
+    assert env.run_folder("mine", "elsewhere") == Path("elsewhere/mine")
 
 
 def test_any_takes_what_is_here_and_names_the_menus_where_a_hosted_session_has_no_accelerator(

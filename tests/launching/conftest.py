@@ -27,7 +27,9 @@ from tpukit.launching.supervisor import CoreFailed
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
-from tpukit.launching import core, launcher, supervisor, tpu_chips
+from tpukit.devices import distributed, processes
+from tpukit.launching import joining, launcher, supervisor
+from tpukit.launching.job import Job
 """
 
 

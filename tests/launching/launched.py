@@ -20,7 +20,7 @@ from torch import nn
 
 from tpukit import MNIST, Run, TpukitError, launch, train
 from tpukit.host import environment
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks.mnist import Digits
 
 

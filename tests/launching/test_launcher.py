@@ -20,6 +20,7 @@ from tests.launching.conftest import (
 )
 from tests.launching.launched import RECIPE, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
+from tpukit.devices import processes
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.launching import launcher
@@ -90,7 +91,6 @@ def test_all_cores_are_listed_as_started_and_only_rank_0_writes_and_prints(kind,
     run, done = request.getfixturevalue(kind)["recipe"]
     lines = [line for line in done["out"].splitlines() if line.startswith("core ")]
     assert [line.split(":")[0] for line in lines] == [f"core {n}" for n in range(cores)]
-    assert all(f"{16 // cores} sample" in line for line in lines)
     assert done["out"].count(f"all {cores} cores started") == done["out"].count("epoch 1: loss") == 1
     assert [(r["kind"], r["step"]) for r in exact(run)] == [(r["kind"], r["step"]) for r in exact(alone[0])]
     assert run.read_progress()["step"] == run.read_progress()["total"] == len(losses(run))
@@ -248,7 +248,7 @@ def test_one_of_several_hosts_is_refused(accelerator, variables, digits, tmp_pat
     ],
 )
 def test_one_gpu_is_taken_if_a_share_of_the_batch_is_too_small_for_batch_norm(task, gpus, one):
-    assert batch_norm.wants_one_gpu(task, gpus) == one
+    assert bool(batch_norm.why_one_gpu(task, gpus)) == one
 
 
 @pytest.mark.parametrize("cores, processes", [(None, 1), (2, 2)])
@@ -259,11 +259,11 @@ def test_a_launch_says_why_it_leaves_a_gpu_idle_and_takes_it_if_told_to(
     monkeypatch.setattr(environment, "detect", lambda: gpus)
     monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
     monkeypatch.setattr(Supervisor, "wait", lambda supervisor: supervisor.job.processes)
-    monkeypatch.setattr(launcher, "_has_opened_a_device", lambda _: False)
+    monkeypatch.setattr(launcher, "is_open", lambda env: False)
     task = MSHNet(dataset_dir=str(tmp_path), batch_size=4)
     run = Run.open(tmp_path / "run", task)
     assert launch(lambda task, run, runtime: runtime.cores, task, run, cores=cores) == processes
-    assert ("training on 1 of 2 GPUs" in capsys.readouterr().out) == (cores is None)
+    assert ("using 1 of 2 GPUs: on each, batch norm" in capsys.readouterr().out) == (cores is None)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
     monkeypatch.setattr(environment, "detect", lambda: here)
     monkeypatch.setattr("tpukit.devices.xla_private.is_open", lambda: is_open)
     monkeypatch.setattr(
-        launcher.tpu_chips, "wait_until_free", lambda run: waited.append(os.environ["TPU_WORKER_HOSTNAMES"])
+        processes, "wait_until_free", lambda say: waited.append(os.environ["TPU_WORKER_HOSTNAMES"])
     )
-    monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: None)
+    monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
     task = Watched(dataset_dir=digits)
     assert launcher.launch(lambda task, run, runtime: "done", task, Run.open(tmp_path, task)) == "done"
     assert waited == ["localhost"] * waits
@@ -308,8 +308,8 @@ def test_a_kernel_that_used_the_device_an_unknown_way_and_no_time_until_a_core_h
 
 @pytest.mark.slow
 def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(odd, tmp_path):
-    """Each core finds out. gloo and the CPU replace NCCL and the cards; the check of `join_group` is the real
-    one."""
+    """Each core finds out. gloo and the CPU replace NCCL and the cards; the check of `open_for_group` is the
+    real one."""
     if not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
     program = """
@@ -319,7 +319,7 @@ gpus, init = machine("cuda", 2), dist.init_process_group
 environment.detect = lambda: gpus
 cuda.check_cuda = torch.cuda.set_device = lambda *_: None
 dist.init_process_group = lambda backend, **how: init("gloo", **how)
-core.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
+joining.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1)
 run = Run.open(sys.argv[2], task)
 torch.ones(1, requires_grad=True).backward()  # on the CPU alone autograd starts no threads

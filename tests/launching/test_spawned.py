@@ -21,8 +21,9 @@ from tests.launching.conftest import (
 )
 from tests.launching.launched import machine
 from tpukit import MNIST, Run, TpukitError, train_core
+from tpukit.devices import processes
 from tpukit.host import environment
-from tpukit.launching import spawned, tpu_chips
+from tpukit.launching import joining
 
 SPAWN = """
 from tpukit import train_core
@@ -67,7 +68,7 @@ def test_two_spawned_processes_train_as_a_launch_does_and_one_that_fails_ends_bo
     torch.testing.assert_close(best_weights(run), best_weights(alone[0]), atol=1e-4, rtol=0)
     assert run.records("start")[0]["cores"] == 2
     assert ran.returncode == 1
-    assert "core 1 failed in step 15: sample 7 is broken" in ran.stderr  # in its 30th micro-batch
+    assert "core 1 (rank 1) in step 15 failed: sample 7 is broken" in ran.stderr  # in its 30th micro-batch
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def tpu_core(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     here = machine("tpu", 8)
     monkeypatch.setattr(environment, "detect", lambda: here)
-    monkeypatch.setattr(tpu_chips, "rank_of_opened_chip", lambda: (5, 8))
+    monkeypatch.setattr(processes, "rank_of_opened_chip", lambda: (5, 8))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: recorded.update(how))
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
@@ -110,12 +111,12 @@ def tpu_core(monkeypatch):
 def test_a_core_of_a_tpu_joins_by_pjrt_and_ends_its_process_when_it_fails(
     tpu_core, tmp_path, monkeypatch, capfd
 ):
-    def fail(job, run, world):
+    def fail(job, world):
         raise ValueError(f"{world.rank} of {world.size}")
 
-    monkeypatch.setattr(spawned, "open_core", fail)
+    monkeypatch.setattr(joining, "open_core", fail)
     monkeypatch.setattr("tpukit.devices.distributed.World.broadcast", lambda world, tree: tree)
     with pytest.raises(TpukitError):
         train_core(3, MNIST(dataset_dir=tmp_path), tmp_path / "run")
     assert tpu_core["init_method"] == "xla://" and tpu_core["exit"] == 1
-    assert "core 5 failed: 5 of 8" in capfd.readouterr().err
+    assert "core 3 while starting failed: 5 of 8" in capfd.readouterr().err

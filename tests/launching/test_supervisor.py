@@ -19,8 +19,8 @@ from tests.launching.conftest import (
     wait_for,
 )
 from tests.launching.launched import children, machine
-from tpukit import Run, train
-from tpukit.launching.core import Job
+from tpukit import Run
+from tpukit.launching.job import PRINTED, Job, Plan
 from tpukit.launching.supervisor import Supervisor
 
 # Failures. One kernel launches again and again in one run; in each launch but the last, rank 1 has an
@@ -93,19 +93,19 @@ def open_chip(index, processes):
 def clear_variables(processes):
     if way == "refuse":
         raise RuntimeError("Expected 4 worker addresses, got 1")
-run_core = core.run_core
+run_core = joining.run_core
 def run_or_be_killed(job, index):
     if index == 3 and way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     run_core(job, index)
 chips = machine("tpu", 4)
-environment.detect, supervisor.run_core = lambda: chips, run_or_be_killed
-launcher._has_opened_a_device = lambda env: False
-tpu_chips.open_chip, tpu_chips.clear_variables = open_chip, clear_variables
+environment.detect, joining.run_core = lambda: chips, run_or_be_killed
+launcher.is_open = lambda env: False
+processes.open_chip, processes.clear_variables = open_chip, clear_variables
 task = Watched(dataset_dir=Path(sys.argv[1]))
 found = []
 for way in json.loads(sys.argv[3]):
-    supervisor.START_TIMEOUT_S = 3.0 if way == "hang" else 600.0
+    Job.start_timeout_s = 3.0 if way == "hang" else 600.0
     supervisor.GRACE_S = 3.0 if way == "hang" else 0.5
     try:
         launch(train, task, Run.open(sys.argv[2], task))
@@ -226,12 +226,13 @@ print("KILLED", json.dumps([most, orphans, *zip(*counts)]))
 # Without a launch
 
 
-def supervisor_of(run):
-    return Supervisor(Job(train, None, run, machine("cpu", 1), None, 60.0, processes=2))
+def supervisor_of(folder):
+    plan = Plan(arguments=lambda core: ((), {}))
+    return Supervisor(Job(print, plan, machine("cpu", 1), 60.0, processes=2, folder=folder / "cores"))
 
 
 def test_a_core_that_ends_while_it_is_checked_is_not_taken_for_dead(tmp_path):
-    supervisor = supervisor_of(Run(tmp_path))
+    supervisor = supervisor_of(tmp_path)
 
     def ends_now():
         supervisor.job.file(0, "end").write_text("{}")
@@ -247,13 +248,12 @@ def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
     for name in ("rank-00.log", "rank-11.stacks", "rank-03.end", "stop", *foreign):
         (cores / name).write_text(name)
     (cores / "folder").mkdir()
-    supervisor_of(Run(tmp_path))
-    assert {path.name for path in cores.iterdir()} == {*foreign, "folder"}
+    supervisor_of(tmp_path)
+    assert {path.name for path in cores.iterdir()} == {*foreign, "folder", PRINTED}
 
 
 def test_a_run_folder_that_was_moved_while_it_trains_is_named(tmp_path):
-    run = Run(tmp_path / "run")
-    supervisor = supervisor_of(run)
-    run.path.rename(tmp_path / "moved")
-    with refuses(run.path, "no such file"):
+    supervisor = supervisor_of(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with refuses(tmp_path / "run", "No such file"):
         supervisor._show()

@@ -51,7 +51,7 @@ def test_two_ranks_give_the_losses_and_weights_of_one_and_torchrun_names_the_one
     assert (tmp_path / "run/log.txt").read_text().count("all 2 cores started") == 1
     # A thread of the group would abort the process when Python ends.
     assert [(tmp_path / f"left{rank}").read_text() for rank in range(2)] == ["None", "None"]
-    assert ran.returncode == 1 and "rank 1 failed in step 30: sample 7 is broken" in err
+    assert ran.returncode == 1 and "core 1 (rank 1) in step 30 failed: sample 7 is broken" in err
     first = err.split("Root Cause")[1]
     assert "rank      : 1" in first and "ValueError: sample 7 is broken" in first
 

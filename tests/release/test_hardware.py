@@ -52,7 +52,7 @@ def test_the_pages_of_the_repository_are_what_its_reports_make_of_them(renewed):
 
 
 def test_a_report_turns_not_seen_into_seen_with_versions_and_date(renewed):
-    tpu = report({"step": PASS, "all_cores": SKIP, "of_tomorrow": PASS})
+    tpu = report({"step": PASS, "all_reduce": SKIP, "of_tomorrow": PASS})
     gpu = report(
         {"step": FAIL}, accelerator="cuda", backend=None, chip="Tesla T4", chips=2, date="2026-11-03"
     )
@@ -64,7 +64,7 @@ def test_a_report_turns_not_seen_into_seen_with_versions_and_date(renewed):
     assert "nobody has run" not in texts["README.md"] and "还没有人" not in texts["README.zh-CN.md"]
     rows = {row.split("`")[1]: row for row in texts[PAGES[-1]].splitlines() if row.startswith("| `")}
     assert re.search(r"Tesla T4 .*\*\*does not hold\*\*<br>1 x TPU v5e .*: holds", rows["step"])  # by date
-    assert "| not seen |" in rows["all_cores"] and "of_tomorrow" not in rows
+    assert "| not seen |" in rows["all_reduce"] and "of_tomorrow" not in rows
     assert "on a TPU chip yet" in renewed(gpu, gpu)["README.md"]
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement, strange_run
 from tpukit import MNIST, cli
 from tpukit.host.tables import Sentences, printable
-from tpukit.reporting import display, figures, findings, presenting
+from tpukit.reporting import display, figures, findings, output, presenting
 from tpukit.training.task import RIGHT, WRONG
 
 
@@ -64,7 +64,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
         [table] = measure.compare(measure.read(strange_measurement(folder / "m.json", word)))
         display.present(table)
         display.show(MNIST(dataset_dir=word, weights=word))
-        display.present_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
+        output.present_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
         formatter = DisplayFormatter()
         formatter.active_types = formatter.format_types
         cell = nbformat.v4.new_code_cell("show()", id="shown")

@@ -32,3 +32,28 @@ def kill_before(number):
             return _function(*arguments, **options)
 
         setattr(os, name, call)
+
+
+def forked(function):
+    """The exit code of a process that calls a function."""
+    if (pid := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)  # a fork may wait for a thread that it has not
+        try:
+            function()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_everywhere(prepare, act, check):
+    """Kill `act` before its first, second, ... change of a file until it comes to its end; prepare before and
+    check after each."""
+    for number in itertools.count(1):
+        prepare()
+        code = forked(lambda number=number: (kill_before(number), act()))
+        check()
+        if code != -signal.SIGKILL:
+            break
+    assert code == 0 and number > 10

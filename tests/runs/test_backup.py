@@ -1,20 +1,18 @@
 """The backup of a run, runs in Kaggle's inputs, and what both refuse."""
 
 import dataclasses
-import itertools
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import best_weights, exact, flip, refuses, same
-from tests.runs.store import content, kill_before
+from tests.runs.store import content, kill_everywhere
 from tpukit import MNIST, Run, TpukitError, cli, find_dataset, train
 from tpukit.host import files
-from tpukit.runs import checkpoints
+from tpukit.runs import hashes
 from tpukit.runs.backup import find_in_inputs
 from tpukit.training import loop
 
@@ -135,38 +133,13 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
     again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
     assert again.restore() == dict(a=2)
     names = {"config.json", "checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
-    assert content(again.path).keys() == names | {checkpoints.LIST}
+    assert content(again.path).keys() == names | {hashes.LIST}
     for step in (3, 4):
         again.save({}, step)
     assert steps_in(tmp_path / "drive") == [4, 3]
     assert all(
         (tmp_path / name).read_text() == "mine" for name in ["outside.pt", *map("drive/".__add__, theirs)]
     )
-
-
-def forked(function):
-    """The exit code of a process that calls a function."""
-    if (pid := os.fork()) == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)  # a fork may wait for a thread that it has not
-        try:
-            function()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def kill_everywhere(prepare, act, check):
-    """Kill `act` before its first, second, ... change of a file until it comes to its end; prepare before and
-    check after each."""
-    for number in itertools.count(1):
-        prepare()
-        code = forked(lambda number=number: (kill_before(number), act()))
-        check()
-        if code != -signal.SIGKILL:
-            break
-    assert code == 0 and number > 10
 
 
 def filled(value):

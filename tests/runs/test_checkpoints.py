@@ -12,7 +12,7 @@ import torch
 from tests.conftest import best_weights, exact, flip, refuses, same
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.host import files
-from tpukit.runs import checkpoints, weights
+from tpukit.runs import hashes, weights
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "unreadable"])
@@ -119,7 +119,7 @@ def test_records_and_log_reach_the_disk_before_the_checkpoint_that_counts_on_the
 
 
 def test_a_checkpoint_that_would_run_code_is_skipped_without_advice_to_run_it(two, capsys):
-    two.save(RunsCode(), 3)
+    hashes.put(two.path, "checkpoints/step-00000003.pt", lambda file: torch.save(RunsCode(), file))
     assert two.restore() == dict(a=2)
     assert "could run code" in capsys.readouterr().out
     assert "weights_only" not in (two.path / "log.txt").read_text()
@@ -130,7 +130,7 @@ LISTS = ["", "[" * 100_000, "3", "[1]", '{"../outside.pt": ["0"]}', '{"best.safe
 
 @pytest.mark.parametrize("content", LISTS, ids=range(len(LISTS)))
 def test_a_damaged_list_of_weights_files_is_named_and_nothing_is_written(content, two):
-    path = two.path / checkpoints.LIST
+    path = two.path / hashes.LIST
     path.write_text(content)
     for use in (two.restore, lambda: two.save({}, 3), lambda: Run.open(two.path, MNIST())):
         with refuses(path):

@@ -151,7 +151,7 @@ def test_a_second_training_in_a_run_folder_is_refused_with_host_and_pid_until_th
 @pytest.mark.parametrize("where", ["here", "another-host"])
 def test_a_second_launch_is_refused_and_leaves_what_the_first_wrote(where, digits, tmp_path, monkeypatch):
     # Other tests have opened the device.
-    monkeypatch.setattr("tpukit.launching.launcher._has_opened_a_device", lambda env: False)
+    monkeypatch.setattr("tpukit.launching.launcher.is_open", lambda env: False)
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     run = Run.open(tmp_path / "run", task)
     (run.path / "cores").mkdir()

@@ -96,7 +96,21 @@ class NotLearning(Runtime):
         pass
 
 
-@pytest.mark.parametrize("name", "opens step replays precision".split())
+class Doubling(Runtime):
+    """Its all-reduce gives the sum of two cores."""
+
+    def all_reduce_gradients(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= 2
+
+
+class TakingOverflows(Runtime):
+    def _step_unless_overflow(self, optimizer, scaler):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", "opens step all_reduce replays precision overflow".split())
 def test_what_a_check_assumes_holds_on_a_device_that_is_right(name, found_on):
     holds, text = found_on(name)
     assert holds and text
@@ -108,9 +122,11 @@ def test_what_a_check_assumes_holds_on_a_device_that_is_right(name, found_on):
         ("opens", Adding, "cpu", "host processor"),
         ("opens", Runtime, "cuda", "does not tell"),
         ("step", Forgetful, "cpu", "fp32 "),
+        ("all_reduce", Doubling, "cpu", "wrong by 1.0e+00"),
         ("replays", OfTwoGraphs, "cpu", "graphs: 2"),
         ("replays", Leaking, "cpu", "1024.0 MiB more"),
         ("precision", Rounding, "cpu", "product 2"),
+        ("overflow", TakingOverflows, "cpu", "CHANGED"),
     ],
 )
 def test_what_a_check_assumes_does_not_hold_on_a_device_that_is_wrong(
@@ -243,12 +259,12 @@ def test_scrubbing_leaves_rates_and_versions_as_they_are():
 
 def test_a_check_is_skipped_where_it_does_not_apply(check):
     def skipped(**machine):
-        names = ["all_cores", "attention_kernels"]
-        rows = check(*[(True, "right")] * 2, only=names, rehearse=True, **machine)["checks"]
+        names = ["all_reduce", "attention_kernels", "overflow"]
+        rows = check(*[(True, "right")] * 3, only=names, rehearse=True, **machine)["checks"]
         return [row["name"] for row in rows if row["outcome"] == SKIP]
 
-    assert skipped(accelerator="tpu", cores=8) == []
-    assert skipped(accelerator="tpu", cores=1) == ["all_cores"]
+    assert skipped(accelerator="tpu", cores=8) == ["overflow"]
+    assert skipped(accelerator="tpu", cores=1) == ["all_reduce", "overflow"]
     assert skipped(accelerator="cuda", cores=2) == ["attention_kernels"]
     assert skipped(accelerator="cpu") == ["attention_kernels"]  # a rehearsal of two processes
 
@@ -277,7 +293,7 @@ def test_doctor_prints_the_outcomes_and_ends_with_1_where_one_failed(capsys, mon
     monkeypatch.setattr(tpukit, "detect", lambda: env)
     outcomes = dict.fromkeys(hardware.CHECKS, PASS)
     monkeypatch.setattr(hardware, "run_check", lambda name, env: (outcomes[name], "found"))
-    assert cli.main(["doctor", "--hardware"]) == 0 and "8/8 out_of_memory" in capsys.readouterr().out
+    assert cli.main(["doctor", "--hardware"]) == 0 and "10/10 out_of_memory" in capsys.readouterr().out
     outcomes["replays"] = FAIL
     assert cli.main(["doctor", "--hardware", "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)["hardware"]

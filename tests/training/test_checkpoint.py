@@ -19,7 +19,7 @@ from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
 from tpukit import CDEIT, MNIST, ImageClassifier, Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.runs.signals import StopSignal
+from tpukit.host.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.training.checkpoint import differences
 from tpukit.training.loop import Trainer
@@ -313,7 +313,7 @@ PLACE_BY_PLACE = [
 ]
 KILLS = {  # device, recipe, the kills of each run: each before that step, or that call, of its session
     "place by place": ("cpu", PLAIN, PLACE_BY_PLACE),
-    "fifty times with every setting": ("cpu", EVERYTHING, [chosen(50)]),
+    "with every setting": ("cpu", EVERYTHING, [chosen(12)]),
     "on XLA with every setting": ("xla", EVERYTHING, [chosen(12)]),
 }
 

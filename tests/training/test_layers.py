@@ -10,7 +10,7 @@ from tests.conftest import SMALL, checkpoint, refuses
 from tests.tasks.cdeit.small import TINY
 from tests.training.conftest import train_in
 from tpukit import CDEIT, MNIST, MSHNet, Run
-from tpukit.runs.signals import StopSignal
+from tpukit.host.signals import StopSignal
 from tpukit.training import layers
 from tpukit.training.setup import Trainer
 
@@ -146,7 +146,7 @@ def test_the_norm_of_the_gradient_is_that_of_the_parts_that_train(digits, tmp_pa
 
 def test_a_name_freezes_its_own_part_and_backbone_all_but_the_head():
     def frozen(model, *names):
-        layers.freeze(Deep(freeze=names), model)
+        layers.freeze(model, names, layers.find_head)
         return [n for n, p in model.named_parameters() if not p.requires_grad]
 
     model = Net()
@@ -169,4 +169,4 @@ def test_a_name_freezes_its_own_part_and_backbone_all_but_the_head():
 )
 def test_a_part_that_is_not_there_or_nothing_left_to_train_is_refused_with_names_that_are_near(freeze, data):
     with refuses(*data):
-        layers.freeze(Deep(freeze=freeze), Net())
+        layers.freeze(Net(), freeze, layers.find_head)

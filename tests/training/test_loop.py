@@ -20,7 +20,7 @@ from tests.training.conftest import DIGITS, train_in
 from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitError, train
 from tpukit.reporting import display, findings
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 
 TASKS = {  # the class, its data, its settings
     "mnist": (MNIST, "digits", {}),

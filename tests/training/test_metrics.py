@@ -9,7 +9,7 @@ from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, Run
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.training.metrics import Diverged
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import best_weights, checkpoint, exact, same
 from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, Run, train
-from tpukit.runs import checkpoints
-from tpukit.runs.signals import StopSignal
+from tpukit.host.signals import StopSignal
+from tpukit.runs.checkpoints import Checkpoints
 from tpukit.training import metrics, saver
 from tpukit.training.loop import Trainer
 from tpukit.training.saver import Saver
@@ -55,19 +55,19 @@ def interrupt_at(monkeypatch, step):
 def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_not_change(
     always, digits, tmp_path, cpu, monkeypatch
 ):
-    release, write, written, weights = threading.Event(), checkpoints.save, {}, {}
+    release, write, written, weights = threading.Event(), Checkpoints.save, {}, {}
 
-    def slow(folder, content, step):
+    def slow(self, content, step):
         written[step] = content["state"]
         assert release.wait(60)
-        write(folder, content, step)
+        write(self, content, step)
 
     def keep(trainer):
         weights[trainer.state.step] = copy.deepcopy(trainer.model.state_dict())
         if trainer.state.step == 20:
             release.set()
 
-    monkeypatch.setattr(checkpoints, "save", slow)
+    monkeypatch.setattr(Checkpoints, "save", slow)
     after_steps(monkeypatch, keep)
     train_in(tmp_path, MNIST(dataset_dir=digits, epochs=1, **DIGITS, **always), cpu)
     first, second, *_ = written
@@ -78,15 +78,15 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_no
 def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_nothing_is_written_after_it(
     always, digits, tmp_path, cpu, monkeypatch
 ):
-    steps, written, write = [], [], checkpoints.save
+    steps, written, write = [], [], Checkpoints.save
 
-    def failing(folder, content, step):
+    def failing(self, content, step):
         written.append(step)
         if len(written) == 2:
             raise OSError(errno.EIO, "Input/output error", "step")
-        write(folder, content, step)
+        write(self, content, step)
 
-    monkeypatch.setattr(checkpoints, "save", failing)
+    monkeypatch.setattr(Checkpoints, "save", failing)
     after_steps(monkeypatch, lambda trainer: steps.append(trainer.state.step))
     task = MNIST(dataset_dir=digits, epochs=50, **DIGITS, **always)
     run = Run.open(tmp_path, task)
@@ -141,7 +141,7 @@ def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(
 ):
     """Scores of the first epoch that take until the 40th step, of epochs of 25: such a state knows nothing of
     an evaluation that a resumed run could not repeat."""
-    release, steps, saved, write = threading.Event(), [], [], checkpoints.save
+    release, steps, saved, write = threading.Event(), [], [], Checkpoints.save
     wait_before_scores(monkeypatch, lambda: release.wait(60))
 
     def count(trainer):
@@ -151,7 +151,7 @@ def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(
 
     after_steps(monkeypatch, count)
     monkeypatch.setattr(
-        checkpoints, "save", lambda folder, content, step: (saved.append(step), write(folder, content, step))
+        Checkpoints, "save", lambda self, content, step: (saved.append(step), write(self, content, step))
     )
     task = MNIST(dataset_dir=digits, epochs=3, **DIGITS, **always)
     run = train_in(tmp_path / "run", task, cpu)
@@ -168,9 +168,9 @@ def test_a_stop_waits_for_scores_and_saves_and_the_resumed_run_is_the_same(
 ):
     task = MNIST(dataset_dir=digits, epochs=3, **DIGITS)
     straight = train_in(tmp_path / "straight", task, cpu)
-    write = checkpoints.save
+    write = Checkpoints.save
     wait_before_scores(monkeypatch, lambda: time.sleep(0.3))
-    monkeypatch.setattr(checkpoints, "save", lambda *arguments: (time.sleep(0.3), write(*arguments)))
+    monkeypatch.setattr(Checkpoints, "save", lambda *arguments: (time.sleep(0.3), write(*arguments)))
     stopped = Run.open(tmp_path / "stopped", task)
     interrupt_at(monkeypatch, stops_at)
     with pytest.raises(KeyboardInterrupt):
@@ -233,11 +233,11 @@ def test_a_training_that_diverges_while_an_epoch_is_scored_keeps_its_weights_if_
 def test_a_training_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_it_were(
     stops_at, digits, tmp_path, cpu, monkeypatch, capsys
 ):
-    def failing(folder, content, step):
+    def failing(self, content, step):
         time.sleep(0.2)
         raise OSError(errno.EIO, "Input/output error", "step")
 
-    monkeypatch.setattr(checkpoints, "save", failing)
+    monkeypatch.setattr(Checkpoints, "save", failing)
     interrupt_at(monkeypatch, stops_at)
     task = MNIST(dataset_dir=digits, epochs=1, **DIGITS)
     with pytest.raises(OSError, match="Input/output error"):

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,8 @@ WRONG = [
     *(dict(lr=rate) for rate in (-1.0, math.nan, math.inf)),
     *(dict(seed=seed) for seed in (-1, 10**20)),
     *({name: 0} for name in ("log_every", "eval_every")),
-    *({name: -1.0} for name in ("num_workers", "clip_norm", "save_every_s")),
+    dict(num_workers=-1),
+    *({name: -1.0} for name in ("clip_norm", "save_every_s")),
     dict(warmup_epochs=math.nan),
 ]
 CHOICES = "precision schedule batch_norm channels_last torch_compile data_on".split()
@@ -100,6 +102,33 @@ def test_settings_that_no_training_can_have_are_refused_by_their_name(kind, wron
     rule = "[01] or more" if wrong in WRONG else "choose one of" if isinstance(value, str) else "must be"
     with pytest.raises(TpukitError, match=rf"{name}={value!r}: .*{rule}"):
         kind(**wrong)
+
+
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        (dict(epochs="two"), "a whole number"),
+        (dict(epochs="1"), "a whole number"),  # papermill -r EPOCHS 1
+        (dict(epochs=1.5), "a whole number"),
+        (dict(epochs=True), "a whole number"),
+        (dict(epochs=None), "a whole number"),
+        (dict(lr="fast"), "a number"),
+        (dict(cuda_graph="no"), "True or False"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_another_type_is_one_sentence_that_names_it_as_a_notebook_does(given, wanted):
+    ((name, value),) = given.items()
+    with pytest.raises(TpukitError) as raised:
+        MNIST(**given)
+    assert str(raised.value) == f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}"
+
+
+def test_whole_numbers_of_papermill_and_numpy_are_ints():
+    given: dict[str, Any] = dict(epochs=1.0, batch_size=np.int64(8), patience=np.float32(3))
+    task = MNIST(**given)
+    assert [type(value) for value in (task.epochs, task.batch_size, task.patience)] == [int] * 3
+    assert task == MNIST(epochs=1, batch_size=8, patience=3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

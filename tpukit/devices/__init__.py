@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from tpukit.devices.chips import V6E, find_chip
 from tpukit.host.environment import Environment, failed_lookups, release, tpu_chips, version_of
 from tpukit.host.errors import TpukitError
 
@@ -62,8 +61,22 @@ def open_runtime(
     return Runtime(env.accelerator, precision, world)
 
 
+def is_open(env: Environment) -> bool:
+    """Return whether this process has opened the XLA device or the TPU, which processes forked from it then
+    cannot use. Of CUDA only a forked process can tell, see `processes.open_for_group`."""
+    if env.accelerator not in ("tpu", "xla"):
+        return False
+    if env.uses_torch_tpu:
+        from tpukit.devices import torch_tpu as private
+    else:
+        from tpukit.devices import xla_private as private
+    return private.is_open()
+
+
 def check_micro_batches(env: Environment, count: int) -> None:
     """Raise TpukitError where gradients that are accumulated in one graph may be wrong."""
+    from tpukit.devices.chips import V6E, find_chip
+
     by_torch_xla = env.accelerator == "tpu" and not env.uses_torch_tpu
     if count > 1 and by_torch_xla and find_chip(env.device_name) is V6E:
         raise TpukitError(

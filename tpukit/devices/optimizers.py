@@ -34,6 +34,7 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Optimizer:
     """AdamW of what trains in a model on the device; weights that are no matrices, as those of norms, and
     biases do not decay."""
+
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim <= 1]

@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,8 +28,10 @@ from tpukit.devices.optimizers import (
     parameters_of,
     parameters_with_gradient,
 )
-from tpukit.devices.watchdog import Watchdog
 from tpukit.host.errors import TpukitError
+
+if TYPE_CHECKING:
+    from tpukit.devices.watchdog import Watchdog
 
 Batch = dict[str, Tensor]
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -60,16 +62,19 @@ class Runtime:
     it. cores: the number of devices that share a global batch, over all processes. notes: sentences for the
     run's log about how the placed model is computed, or "".
     trusts_graphs: whether training steps may be captured, replayed or compiled as a whole; False where a
-    trial found them wrong (see `trial`). step: of the last `heartbeat`. watchdog: gets each heartbeat, or
-    None."""
+    trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
+    step: of the last `heartbeat`. watchdog: gets each heartbeat, or None."""
 
     compiles = False
     has_graphs = False
     has_fp16 = True
     notes = ""
     trusts_graphs = True
+    reduces_on_the_host = False
     step = 0
     watchdog: Watchdog | None = None
+    mesh: Any = None  # of the devices of SPMD
+    last_signatures: dict[str, dict] = {}  # by compiled function: what it was last called with
     # Of random numbers: name -> (function that returns its state, function that takes it).
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "cpu": (torch.get_rng_state, torch.set_rng_state)
@@ -308,6 +313,9 @@ class Runtime:
     def sync(self) -> None:
         """Wait for all work that was queued on the device."""
 
+    def end_traced_step(self) -> None:
+        """Start, on XLA, what Python has traced since the last call; without waiting for it."""
+
     # Randomness
 
     def seed(self, number: int | tuple[int, ...]) -> None:
@@ -354,6 +362,10 @@ class Runtime:
         """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of
         memory."""
         self.compile_events = []
+
+    def compilations(self) -> tuple[int, float]:
+        """Return the number of graphs that this process compiled, and the seconds that took."""
+        return 0, 0.0
 
     def counters(self) -> dict[str, Any]:
         """The accelerator's own counters; empty where there are none. See `XLARuntime.counters`."""

@@ -11,18 +11,27 @@ class Watchdog:
     `heartbeat`.
 
     kills_process: also end this process then. steps: an open file that always holds the step of the last
-    heartbeat."""
+    heartbeat. from_start: watch from now on, not from the first step."""
 
     def __init__(
-        self, timeout_s: float, stacks: IO[str], *, kills_process: bool, steps: IO[str] | None = None
+        self,
+        timeout_s: float,
+        stacks: IO[str],
+        *,
+        kills_process: bool,
+        steps: IO[str] | None = None,
+        from_start: bool = True,
     ):
         self.timeout_s, self.stacks, self.kills_process = timeout_s, stacks, kills_process
         self.steps, self.armed_at = steps, float("-inf")
+        self.from_start = from_start
         self.heartbeat(0)
 
     def heartbeat(self, step: int) -> None:
         if self.steps:
             os.pwrite(self.steps.fileno(), b"%20d" % step, 0)
+        if step == 0 and not self.from_start:
+            return
         now = time.monotonic()
         if now - self.armed_at > 1:  # arming starts a thread, so at most once a second
             self.armed_at = now

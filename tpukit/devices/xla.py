@@ -40,7 +40,6 @@ class XLARuntime(Runtime):
     has_fp16 = False
     generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
-    mesh: xs.Mesh | None = None
 
     def __init__(
         self,
@@ -226,6 +225,9 @@ class XLARuntime(Runtime):
         torch_xla.sync(wait=True)  # until the work is queued; it raises what goes wrong there
         xm.wait_device_ops()
 
+    def end_traced_step(self) -> None:
+        torch_xla.sync()
+
     # Randomness
 
     def seed(self, number: int | tuple[int, ...]) -> None:
@@ -237,7 +239,7 @@ class XLARuntime(Runtime):
     def reset_statistics(self) -> None:
         super().reset_statistics()
         self._fallbacks_before = xla_counters.counters()["fallbacks"]
-        self.last_signatures: dict[str, dict] = {}  # by function: what it was last called with
+        self.last_signatures = {}
 
     def compilations(self) -> tuple[int, float]:
         return xla_counters.timed("CompileTime")

@@ -14,7 +14,7 @@ and the all-reduce is part of the graph; under SPMD it is the one graph of all c
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla
@@ -26,9 +26,7 @@ from torch.utils._pytree import tree_leaves
 from tpukit.devices import recompiles, xla_private
 from tpukit.devices.optimizers import HostNumbers, state_tensors
 from tpukit.devices.recompiles import UnexpectedRecompilation
-
-if TYPE_CHECKING:
-    from tpukit.devices.xla import XLARuntime
+from tpukit.devices.runtime import Runtime
 
 GUARDED_CALLS = 3
 CHECK_AFTER = 64  # calls; then after twice as many as before
@@ -49,7 +47,7 @@ class CompiledFunction:
         function: Callable,
         name: str,
         max_graphs: int,
-        runtime: "XLARuntime",
+        runtime: Runtime,
         mutates: tuple[nn.Module, Optimizer] | None,
     ):
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime

@@ -20,6 +20,7 @@ from tpukit.host.tables import Table
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" where `require("cpu")` chose the processor over what is here
+ONE_HOST = "tpukit trains on one host: use a machine that has all its chips or GPUs itself, as a v5litepod-8"
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
 DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")  # a folder for each card
@@ -99,6 +100,14 @@ class Environment:
         if self.tpu_backend == "torch_xla" and release(self.versions["torch_xla"]) != release(torch or ""):
             return f"torch_xla {self.versions['torch_xla']} does not match torch {torch}"
         return ""
+
+    def run_folder(self, name: str, outputs: str | Path = "") -> Path:
+        """Return the folder of a run in `outputs`, by default this machine's. Raises TpukitError for a name
+        that leads elsewhere."""
+        parent = Path(outputs or self.outputs)
+        if Path(name).name != name or not name.strip("."):
+            raise TpukitError(f"RUN_NAME={name!r}: give the name of a folder, to be made in {parent}")
+        return parent / name
 
     def table(self) -> Table:
         """The environment as a `Table`."""
@@ -286,6 +295,14 @@ def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[s
     the value of a single host, "" if unknown."""
     of_one_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
     return {name: value for name, value in of_one_host.items() if " " in environ.get(name, "").strip()}
+
+
+def check_one_host(env: Environment) -> None:
+    """Raise TpukitError where the variables name several hosts, of a TPU slice or of torchrun."""
+    names = os.environ.get("TPU_WORKER_HOSTNAMES", "") if env.accelerator == "tpu" else ""
+    hosts = max(names.count(",") + 1, int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+    if hosts > 1:
+        raise TpukitError(f"this is one of {hosts} hosts: {ONE_HOST}")
 
 
 def has_nvidia_card(root: str | Path = "/") -> bool:

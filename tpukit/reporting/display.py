@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from tpukit.host import files
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Notice, Sentences, Table, printable
-from tpukit.reporting import figures, findings, presenting
+from tpukit.reporting import figures, findings
+from tpukit.reporting.output import present_figure
 from tpukit.reporting.presenting import present
-from tpukit.runs.run import Run, settings_dict
+from tpukit.runs.run import Run
+from tpukit.runs.settings import settings_dict
 from tpukit.tasks.datasets import is_synthetic
 from tpukit.training.task import RIGHT, WRONG, Task
 
 if TYPE_CHECKING:
-    from IPython.display import Image
     from matplotlib.figure import Figure
 
 UPDATE_S = 2.0  # between two looks at a run that is followed
@@ -195,33 +195,3 @@ def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
 def _evenly_spaced(size, count):
     """Up to `count` indices of `size`."""
     return np.linspace(0, size - 1, min(count, size)).astype(int)
-
-
-# Where it is shown
-
-
-def present_figure(figure: "Figure | None", path: Path | None = None) -> None:
-    """Display a figure, if there is one, in a notebook; save it at `path`, and name that in a shell."""
-    if figure is None:
-        return
-    png = figures.as_png(figure)
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_atomic(path, png)
-        except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only: it is shown all the same
-            print(printable(f"picture not saved at {path}: {first_line(error)}"))
-            path = None
-    if presenting.in_notebook():
-        from IPython.display import Image
-
-        present(Image(png))
-    elif path is not None:
-        print(printable(f"\npicture: {path}"))
-
-
-def as_image(figure: "Figure") -> "Image":
-    """A figure as a PNG image that a notebook shows."""
-    from IPython.display import Image
-
-    return Image(figures.as_png(figure))

@@ -18,7 +18,8 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
-from tpukit.reporting.display import predictions_figure, present_figure
+from tpukit.reporting.display import predictions_figure
+from tpukit.reporting.output import present_figure
 from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
 

@@ -16,7 +16,7 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
-from tpukit.reporting.display import as_image, present_figure
+from tpukit.reporting.output import as_image, present_figure
 from tpukit.runs.run import Run
 
 if TYPE_CHECKING:

@@ -1,40 +1,39 @@
-"""A copy of a run in another folder (on Drive, in a mounted bucket), kept up to date and restored from; and
-runs in Kaggle's inputs."""
+"""A copy of a folder's checkpoints in another folder (on Drive, in a mounted bucket), kept up to date and
+restored from; and runs in Kaggle's inputs."""
 
 import glob
+import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tpukit.host import environment, files
 from tpukit.host.environment import Environment
-from tpukit.host.errors import Damaged, TpukitError
-from tpukit.host.tables import printable
-from tpukit.runs import checkpoints
+from tpukit.host.errors import Damaged, TpukitError, first_line
+from tpukit.runs import hashes
 
-if TYPE_CHECKING:
-    from tpukit.runs.run import Run
-    from tpukit.training.task import Task
-
-COPIED = ("config.json", "log.txt", "records.jsonl")  # and the weights files
-OTHER_FOLDER = "choose another backup, or, to resume what was backed up, a run folder that does not exist yet"
+OTHER_FOLDER = "choose another backup, or, to resume what was backed up, a folder that does not exist yet"
 MOUNT = (
     "mount the bucket and give the folder where it is (gcsfuse, rclone mount), or copy the run there yourself"
     " (gcloud storage rsync, hf upload)"
 )
 
+Say = Callable[[str], None]  # prints a line
+
 
 class Backup:
-    """A copy of a run in a folder."""
+    """A copy of a folder's weights files, and of some others.
 
-    def __init__(self, path: str | Path):
+    names: of the others. The first is JSON with an id of what is backed up, and is copied before all else."""
+
+    def __init__(self, path: str | Path, names: Sequence[str]):
         self.path = files.local_path(path, MOUNT).resolve()
+        self.names = names
         # When Drive is lost, an empty folder stays where it was mounted.
         self.mount_point = next(filter(os.path.ismount, (self.path, *self.path.parents)))
         self.failed = False
-        self.copied: dict[str, tuple] = {}  # name -> version of the run's file that was copied last
+        self.copied: dict[str, tuple] = {}  # name -> version of the file that was copied last
 
     def __str__(self) -> str:
         return str(self.path)
@@ -48,46 +47,60 @@ class Backup:
             self.path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.path).close()
 
-    def check_run(self, run: "Run", run_id: str) -> None:
-        """Raise TpukitError if a run of this id cannot be backed up here: the disk is gone, or the folder
-        holds another run, other files, or a later state of this run, which another session left."""
+    def owner(self, folder: Path) -> str | None:
+        """Return the id of what is in a folder, None if it has none. Raises Damaged."""
+        path = folder / self.names[0]
+        try:
+            return json.loads(path.read_bytes())["id"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            advice = "copy it there from another copy of this folder, or choose another one"
+            raise Damaged(f"{path} is damaged ({first_line(error)}): {advice}") from error
+
+    def check_owner(self, folder: Path, owner: str | None) -> None:
+        """Raise TpukitError if what has this id, in `folder`, cannot be backed up here: the disk is gone, or
+        this holds the backup of another, or other files."""
         self._check_mounted()
-        if not (self.path / "config.json").is_file():
-            files.check_empty(self.path)
-            return
-        if (found := type(run)(self.path).config.get("id")) != run_id:
-            other = f"belongs to another run than {run.path} (id {found}, not {run_id})"
+        if (found := self.owner(self.path)) is None:
+            files.check_empty((self.path / self.names[0]).parent)
+        elif found != owner:
+            other = f"belongs to another run than {folder} (id {found}, not {owner})"
             raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
-        here = max((entry["step"] for entry in run.checkpoints()), default=0)
-        listed = checkpoints.read_list(self.path) or {}
-        for name, step in checkpoints.steps(listed).items():
-            if step > here and checkpoints.is_whole(self.path / name, listed[name]):
-                later = f"has step {step} of this run, but {run.path} has only step {here}"
+
+    def check(self, folder: Path, owner: str | None) -> None:
+        """Raise TpukitError as `check_owner`, and for a later state here, which another session left."""
+        self.check_owner(folder, owner)
+        here = max(hashes.steps(hashes.read_list(folder) or {}).values(), default=0)
+        listed = hashes.read_list(self.path) or {}
+        for name, step in hashes.steps(listed).items():
+            if step > here and hashes.is_whole(self.path / name, listed[name]):
+                later = f"has step {step} of this run, but {folder} has only step {here}"
                 raise TpukitError(f"the backup {self} {later}: {OTHER_FOLDER}")
 
     def _check_mounted(self) -> None:
         if not os.path.ismount(self.mount_point):
             raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
 
-    def update(self, run: "Run") -> None:
+    def update(self, folder: Path, say: Say) -> None:
         """Copy what changed. A failure is reported once and ends no training: Drive may be full or gone."""
         failure = ""
         try:
-            self.copy(run)
+            self.copy(folder, say)
         except (OSError, TpukitError) as error:
             self.copied.clear()
-            failure = f"failed ({error}); the training continues in {run.path}"
+            failure = f"failed ({error}); the training continues in {folder}"
         if bool(failure) != self.failed:
-            run.print(f"backup to {self} {failure or 'works again'}")
+            say(f"backup to {self} {failure or 'works again'}")
         self.failed = bool(failure)
 
-    def copy(self, run: "Run") -> None:
+    def copy(self, folder: Path, say: Say) -> None:
         """Copy what changed, each file whole or not at all, the list of weights files last. A damaged one is
-        named and replaces nothing. Raises TpukitError or OSError if the run cannot be backed up here."""
-        self.check_run(run, run.config["id"])
-        listed = checkpoints.read_list(run.path) or {}
-        kept = checkpoints.read_list(self.path)
-        self._copy_file(run, "config.json")
+        named and replaces nothing. Raises TpukitError or OSError if nothing can be backed up here."""
+        self.check(folder, self.owner(folder))
+        listed = hashes.read_list(folder) or {}
+        kept = hashes.read_list(self.path)
+        self._copy_file(folder, self.names[0])
         # Until its copy takes its place, a file here is the one of before.
         both = {}
         for name, digests in (kept or {}).items():
@@ -95,66 +108,65 @@ class Backup:
             both[name] = digests + new
         if both != kept:
             self._check_mounted()
-            checkpoints.write_list(self.path, both)
-        for name in COPIED:
-            if (run.path / name).exists():
-                self._copy_file(run, name)
+            hashes.write_list(self.path, both)
+        for name in self.names:
+            if (folder / name).exists():
+                self._copy_file(folder, name)
         whole = {}
         for name, digests in listed.items():
-            if self._copy_whole(run, name, digests):
+            if self._copy_whole(folder, name, digests, say):
                 whole[name] = digests
-            elif checkpoints.is_whole(self.path / name, both.get(name, [])):
+            elif hashes.is_whole(self.path / name, both.get(name, [])):
                 whole[name] = both[name]
-        if checkpoints.steps(listed) and not checkpoints.steps(whole):
-            raise Damaged(f"no checkpoint in {run.path} is whole")
+        if hashes.steps(listed) and not hashes.steps(whole):
+            raise Damaged(f"no checkpoint in {folder} is whole")
         self._check_mounted()
-        checkpoints.write_list(self.path, whole)
+        hashes.write_list(self.path, whole)
 
-    def _copy_file(self, run: "Run", name: str, check: Callable[[Path], None] | None = None) -> None:
-        stat = (run.path / name).stat()
+    def _copy_file(self, folder: Path, name: str, check: Callable[[Path], None] | None = None) -> None:
+        stat = (folder / name).stat()
         version = stat.st_ino, stat.st_mtime_ns, stat.st_size
         if self.copied.get(name) != version or not (self.path / name).exists():
             self._check_mounted()  # copying takes long on Drive, which may go meanwhile
-            files.copy_atomic(run.path / name, self.path / name, check)
+            files.copy_atomic(folder / name, self.path / name, check)
             self.copied[name] = version
 
-    def _copy_whole(self, run: "Run", name: str, digests: list[str]) -> bool:
+    def _copy_whole(self, folder: Path, name: str, digests: list[str], say: Say) -> bool:
         """Bring the copy of a weights file up to date. Return False if it would be damaged, and say so."""
         try:
-            self._copy_file(run, name, lambda path: checkpoints.check(path, digests))
+            self._copy_file(folder, name, lambda path: hashes.check(path, digests))
             return True
         except Damaged:
-            run.print(f"{name} in {run.path} is damaged, or its copy is: {self} does not take it")
+            say(f"{name} in {folder} is damaged, or its copy is: {self} does not take it")
             return False
 
-    def restore(self, run: "Run", task: "Task") -> None:
-        """Make the run's folder from its copy, complete or not at all: what is whole there, and nothing
-        else."""
-        files.check_empty(run.path)
-        copy = type(run)(self.path)
-        copy.check_settings(task)
-        copy.check_results()
-        listed = checkpoints.read_list(self.path) or {}
-        print(printable(f"run: restoring {run.path} from {self}"))
-        with files.atomic_folder(run.path) as folder:
-            whole = {name: digests for name, digests in listed.items() if self._fetch(folder, name, digests)}
-            if checkpoints.steps(listed) and not checkpoints.steps(whole):
-                count = len(checkpoints.steps(listed))
-                raise TpukitError(
-                    f"none of the {count} checkpoints in {self} is whole: start anew without it"
-                )
-            checkpoints.write_list(folder, whole)
-            for name in COPIED:
-                if (self.path / name).exists():
-                    files.copy_atomic(self.path / name, folder / name)
+    def fetch(self, folder: Path, say: Say, after: int = -1) -> None:
+        """Copy what is whole here to a folder, the list last. What is damaged is named and left out.
 
-    def _fetch(self, folder: Path, name: str, digests: list[str]) -> bool:
-        """Copy a weights file. Return False if it is damaged, and say so."""
-        if not checkpoints.is_whole(self.path / name, digests):
-            print(printable(f"run: {name} in {self} is damaged: it is left out"))
-            return False
-        files.copy_atomic(self.path / name, folder / name)
-        return True
+        after: a step of which the folder has a whole checkpoint: only later ones are copied. Raises
+        TpukitError if without one none here is whole."""
+        listed = hashes.read_list(self.path) or {}
+        own = hashes.read_list(folder)
+        if own is None:
+            hashes.write_list(folder, own := {})
+        for name in self.names:
+            if (self.path / name).exists():
+                files.copy_atomic(self.path / name, folder / name)
+        whole = {}
+        for name, digests in listed.items():
+            step = hashes.step_of(name)
+            if step is not None and step <= after:
+                continue
+            if hashes.is_whole(self.path / name, digests):
+                files.copy_atomic(self.path / name, folder / name)
+                whole[name] = digests
+            else:
+                say(f"{name} in {self} is damaged: it is left out")
+        if after < 0 and hashes.steps(listed) and not hashes.steps(whole):
+            count = len(hashes.steps(listed))
+            raise TpukitError(f"none of the {count} checkpoints in {self} is whole: start anew without it")
+        others = {name: digests for name, digests in own.items() if name not in whole}
+        hashes.write_list(folder, {**whole, **others})
 
 
 def find_in_inputs(env: Environment, name: str) -> Path | None:
@@ -173,5 +185,5 @@ def find_in_inputs(env: Environment, name: str) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run of tpukit."""
+    """Return whether a folder holds a run of tpukit."""
     return (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()

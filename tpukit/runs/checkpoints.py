@@ -1,127 +1,145 @@
-"""The weights files of a run, its newest two checkpoints and best.safetensors, and the list of their SHA-256.
+"""`Checkpoints` of any training loop, in a folder and its backup. A `Run` keeps its own by them."""
 
-The list is written last: a file is on the disk before the list names it, and is removed after the list has
-dropped it. While a file replaces one of the same name, the list has the SHA-256 of both. So a kill at any
-point loses none. A run without weights has an empty list; a missing list means that files were deleted."""
-
+import io
 import json
-import re
-from collections.abc import Callable, Collection
+import pickle
+import secrets
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tpukit.host import files
-from tpukit.host.errors import Damaged, first_line
+from tpukit.host.errors import Damaged, TpukitError
+from tpukit.host.tables import printable
+from tpukit.runs import hashes, weights
+from tpukit.runs.backup import MOUNT, Backup, Say
 
-KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
-LIST = "checkpoints/checkpoints.json"
-BEST = "best.safetensors"
-
-Listed = dict[str, list[str]]  # name in the run's folder, newest first -> SHA-256; two while it is replaced
+ID = "checkpoints/id.json"  # of a loop that has a backup, so that no other loop replaces that
 
 
-def save(run: Path, content: Any, step: int) -> None:
-    """Write a checkpoint, whole or not at all. content: pytree of CPU tensors, numbers and strings."""
+def _print(text: str) -> None:
+    print(printable(text))
+
+
+class Checkpoints:
+    """The newest two checkpoints of a training loop, in a folder and in a copy of it, on Drive for instance.
+
+        saved = tpukit.Checkpoints("outputs/mine", backup=drive / "mine")
+        state = saved.restore()
+        saved.save({"model": model.state_dict(), "step": step}, step)
+
+    One process at a time saves, of several ranks the first; all may restore."""
+
+    def __init__(self, folder: str | Path, backup: str | Path | None = None, *, say: Say = _print):
+        """
+        Args:
+            backup: a folder that gets a copy of each checkpoint, and in which `restore` looks, too.
+            say: called with each line; prints it by default.
+
+        Raises TpukitError for a backup in which nothing can be written."""
+        self.folder, self.say = files.local_path(folder, MOUNT), say
+        self.backup = Backup(backup, [ID]) if backup else None
+        if self.backup:
+            self.backup.check_writable()
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.folder)!r})"
+
+    def save(self, state: Any, step: int) -> None:
+        """Write a checkpoint, whole or not at all, and copy it to the backup.
+
+        Args:
+            state: pytree of tensors on any device, numbers and strings, as of `state_dict()`.
+            step: 0 or more. A later checkpoint of the same step takes the place of this one.
+
+        Raises TpukitError for a full disk, which leaves the checkpoints before as they were, and for a state
+        with anything else in it. A backup that fails is reported once, and tried again by the next save."""
+        import torch
+        from torch.utils._pytree import tree_map_only
+
+        if step < 0:
+            raise TpukitError(f"step={step}: a checkpoint has a step of 0 or more")
+        state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
+        _check_readable(tree_map_only(torch.Tensor, lambda tensor: None, state))
+        self._listed()
+        hashes.put(self.folder, f"checkpoints/step-{step:08d}.pt", lambda file: _write(state, file))
+        if self.backup:
+            if not (self.folder / ID).exists():
+                files.write_atomic(self.folder / ID, json.dumps(dict(id=secrets.token_hex(8))))
+            self.backup.update(self.folder, self.say)
+
+    def restore(self) -> Any:
+        """Return the newest whole state, of this folder or of the backup, with its tensors on the CPU; None
+        if there is none yet. No code is run from it. A damaged checkpoint is named, skipped, and taken off
+        the list, so that it does not count as one of those that are kept.
+
+        Raises TpukitError if all are damaged, or the backup belongs to another loop."""
+        if self.backup:
+            with files.file_lock(self.folder):  # ranks share it
+                self._fetch_newer(self.backup)
+        listed, damaged = self._listed(), []
+        for name in hashes.steps(listed):
+            path = self.folder / name
+            try:
+                hashes.check(path, listed[name])
+                with weights.explain_damage(path):
+                    state = weights.load_tensors(path)
+            except Damaged as error:
+                self.say(f"{error}; trying the checkpoint before")
+                damaged.append(name)
+                continue
+            if damaged:
+                whole = {name: digests for name, digests in listed.items() if name not in damaged}
+                hashes.write_list(self.folder, whole)
+            return state
+        if damaged:
+            raise TpukitError(
+                f"none of the {len(damaged)} checkpoints in {self.folder}/checkpoints can be read. Restore"
+                f" them from a copy, or delete the folder {self.folder} to start again."
+            )
+        return None
+
+    def _fetch_newer(self, backup: Backup) -> None:
+        """Copy what is whole in the backup and later than what is whole here."""
+        # Where nothing was saved yet, whatever is backed up there is a backup of this.
+        backup.check_owner(self.folder, backup.owner(self.folder) or backup.owner(backup.path))
+        listed, newest = self._listed(), -1
+        for name, step in hashes.steps(listed).items():
+            if step > newest and hashes.is_whole(self.folder / name, listed[name]):
+                newest = step
+        backed_up = hashes.steps(hashes.read_list(backup.path) or {})
+        if max(backed_up.values(), default=-1) > newest:
+            self.say(f"restoring {self.folder} from {backup}")
+            backup.fetch(self.folder, self.say, after=newest)
+
+    def _listed(self) -> hashes.Listed:
+        """Return the list of the folder. Raises Damaged if it is gone, and the checkpoints are not."""
+        listed = hashes.read_list(self.folder)
+        if listed is None and any((self.folder / "checkpoints").glob("step-*.pt")):
+            path = self.folder / hashes.LIST
+            raise Damaged(f"{path} is missing, with checkpoints there: put it back, or choose another folder")
+        return listed or {}
+
+
+def _check_readable(values: Any) -> None:
+    """Raise TpukitError for what could not be restored, because reading it could run code."""
     import torch
 
-    def write(file: BinaryIO) -> None:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:  # in which torch hides that the disk is full
-            raise error.__context__ if isinstance(error.__context__, OSError) else error
-
-    _put(run, f"checkpoints/step-{step:08d}.pt", write)
-
-
-def save_best(run: Path, data: bytes) -> None:
-    """Write best.safetensors, whole or not at all."""
-    _put(run, BEST, lambda file: file.write(data))
-
-
-def _put(run: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
-    others = read_list(run) or {}
-    old = others.pop(name, [])
-    new: list[str] = []
-
-    def announce(partial: Path) -> None:
-        new.append(files.sha256(partial))
-        if old:
-            write_list(run, {name: new + old, **others})
-
-    with files.atomic_file(run / name, check=announce) as file:
-        write(file)
-    write_list(run, {name: new, **others})
-
-
-def check(path: Path, digests: Collection[str]) -> None:
-    """Raise Damaged if the file has none of these SHA-256."""
+    file = io.BytesIO()
     try:
-        digest, size = files.sha256(path), path.stat().st_size
-    except OSError as error:
-        raise Damaged(f"{path} is damaged ({first_line(error)})") from error
-    if digest not in digests:
-        raise Damaged(f"{path} is damaged: its {size} bytes do not match the recorded SHA-256")
+        torch.save(values, file)
+        file.seek(0)
+        weights.load_tensors(file)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise TpukitError(
+            f"a checkpoint holds tensors, numbers and strings, and this state holds more ({error}): give"
+            " state_dict() of an object, float(x) or torch.as_tensor(x) of a number or an array of NumPy"
+        ) from error
 
 
-def is_whole(path: Path, digests: Collection[str]) -> bool:
-    """Return whether the file has one of these SHA-256."""
+def _write(state: Any, file: BinaryIO) -> None:
+    import torch
+
     try:
-        check(path, digests)
-        return True
-    except Damaged:
-        return False
-
-
-def check_best(path: Path) -> None:
-    """Raise Damaged if a file is the best weights of a run, and not as the run's list has them."""
-    if path.name != BEST or (listed := read_list(path.parent)) is None:
-        return
-    if not is_whole(path, listed.get(BEST, [])):
-        # Training may have replaced both since the list was read.
-        check(path, (read_list(path.parent) or {}).get(BEST, []))
-
-
-def read_list(run: Path) -> Listed | None:
-    """Return the list of the run in a folder, None if it is missing. Raises Damaged."""
-    path = run / LIST
-    try:
-        listed = json.loads(path.read_bytes())
-        if all(_is_ours(name) and isinstance(digests, list) for name, digests in listed.items()):
-            return listed
-        raise ValueError("it names other files")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        advice = "restore it from a copy of the run, or choose another folder"
-        raise Damaged(f"{path} is damaged ({first_line(error)}): {advice}") from error
-
-
-def write_list(run: Path, listed: Listed) -> None:
-    """Replace the list, less all but the newest checkpoints. Then remove the checkpoints that it no longer
-    has, and what killed processes left."""
-    dropped = list(steps(listed))[KEEP:]
-    kept = {name: digests for name, digests in listed.items() if name not in dropped}
-    folder = (run / LIST).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(run / LIST, json.dumps(kept, indent=1))
-    for path in folder.glob("step-*.pt"):
-        name = f"checkpoints/{path.name}"
-        if name not in kept and _is_ours(name):  # files of other names stay
-            path.unlink()
-    files.remove_partials(folder)
-    files.remove_partials(run)
-
-
-def steps(listed: Listed) -> dict[str, int]:
-    """Return the checkpoints of a list, newest first: name -> step."""
-    return {name: step for name in listed if (step := step_of(name)) is not None}
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint by its name in the run's folder; None if the file is not tpukit's."""
-    found = re.fullmatch(r"checkpoints/step-(\d{8,})\.pt", name)
-    return int(found[1]) if found else None
-
-
-def _is_ours(name: str) -> bool:
-    return name == BEST or step_of(name) is not None
+        torch.save(state, file)
+    except RuntimeError as error:  # in which torch hides that the disk is full
+        raise error.__context__ if isinstance(error.__context__, OSError) else error

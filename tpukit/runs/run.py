@@ -17,7 +17,6 @@ cores/                   what each core of the last launch printed, and its erro
 """
 
 import contextlib
-import dataclasses
 import json
 import operator
 import secrets
@@ -30,31 +29,22 @@ from typing import TYPE_CHECKING, Any
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import printable
-from tpukit.runs import checkpoints, weights
+from tpukit.runs import hashes, weights
 from tpukit.runs.backup import Backup, find_in_inputs
+from tpukit.runs.checkpoints import Checkpoints
+from tpukit.runs.settings import Described, check_settings, settings_dict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpukit.training.task import Task
 
-
-def setting(default: Any, *, free: bool = False) -> Any:
-    """A dataclass field of a task. free=True: a resumed run may change it, because it does not change the
-    result."""
-    return dataclasses.field(default=default, metadata={"free": free})
-
-
-def settings_dict(task: "Task") -> dict[str, Any]:
-    """The settings of a task as a dict that JSON keeps unchanged."""
-    values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
-    return json.loads(json.dumps(values, default=str))
+COPIED = ("config.json", "log.txt", "records.jsonl")  # to a backup, besides the weights files
 
 
 class Run:
     """One training run in one folder. Use `Run.open`."""
 
-    echo = True  # print to the console too; a launched core does not: its launching process shows log.txt
+    echo = True  # print to the console too
     is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
     _writes = True
 
@@ -62,7 +52,7 @@ class Run:
         if "\0" in str(path):
             raise TpukitError(f"a run's folder cannot be named {str(path)!r}: give a path without NUL")
         self.path = Path(path)
-        self.backup = Backup(backup) if backup else None
+        self.backup = Backup(backup, COPIED) if backup else None
         self._progress_at = 0.0
 
     def read_only(self) -> "Run":
@@ -78,7 +68,7 @@ class Run:
     def open(
         cls,
         path: str | Path,
-        task: "Task",
+        task: Described,
         *,
         backup: str | Path | None = None,
     ) -> "Run":
@@ -104,29 +94,40 @@ class Run:
         if run.backup:
             run.backup.check_writable()
             if not config.exists() and (run.backup.path / "config.json").exists():
-                run.backup.restore(run, task)
+                run._fetch(run.backup, task)
         if not config.exists() and (earlier := find_in_inputs(environment.detect(), run.path.name)):
-            Backup(earlier).restore(run, task)
+            run._fetch(Backup(earlier, COPIED), task)
         run_id = secrets.token_hex(8)
         if config.exists():
             run_id = run.config["id"]
             if run.checkpoints() or run._has_results():
-                run.check_settings(task)
+                check_settings(run.path, run.config, task)
             run.check_results()
         else:
             files.check_empty(run.path)
         if run.backup:
-            run.backup.check_run(run, run_id)
+            run.backup.check(run.path, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
         with files.explain_unwritable(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
         with run.lock(), files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(values, indent=1))
-            if checkpoints.read_list(run.path) is None:
-                checkpoints.write_list(run.path, {})
+            if hashes.read_list(run.path) is None:
+                hashes.write_list(run.path, {})
         if run.backup:
-            print(printable(f"run: every checkpoint is copied to {run.backup}"))
+            _announce(f"every checkpoint is copied to {run.backup}")
         return run
+
+    def _fetch(self, copy: Backup, task: Described) -> None:
+        """Make the run's folder from a copy, complete or not at all: what is whole there, and nothing
+        else."""
+        files.check_empty(self.path)
+        copied = Run(copy.path)
+        check_settings(copied.path, copied.config, task)
+        copied.check_results()
+        _announce(f"restoring {self.path} from {copy}")
+        with files.atomic_folder(self.path) as folder:
+            copy.fetch(folder, _announce)
 
     @classmethod
     def find(cls, path: str | Path, *, trained: bool = True) -> "Run":
@@ -168,28 +169,14 @@ class Run:
                 " or choose another folder"
             ) from error
 
-    def check_settings(self, task: "Task") -> None:
-        """Raise TpukitError for a run of another task, or of settings that would change its result."""
-        old, new = self.config, settings_dict(task)
-        if old["task"] != task.name:
-            raise TpukitError(f"{self.path} holds a run of {old['task']}, not {task.name}: choose another")
-        fixed = [field.name for field in dataclasses.fields(task) if not field.metadata.get("free")]
-        trained = {name: old["settings"].get(name, "no such setting") for name in fixed}
-        changed = [name for name in fixed if trained[name] != new[name]]
-        if not changed:
-            return
-        lines = [f"  {name}: the run has {trained[name]!r}, the task {new[name]!r}" for name in changed]
-        advice = "Set them back to resume it, or choose another run folder."
-        raise TpukitError("\n".join([f"{self.path} holds a run with other settings:", *lines, advice]))
-
     def _has_results(self) -> bool:
-        """Whether the folder holds results of training steps, other than checkpoints."""
+        """Return whether the folder holds results of training steps, other than checkpoints."""
         trained = any(record["kind"] not in ("start", "compile") for record in self.records())
-        return trained or (self.path / checkpoints.BEST).exists()
+        return trained or (self.path / hashes.BEST).exists()
 
     def check_results(self) -> None:
         """Raise TpukitError for results without checkpoints, which a new training would replace."""
-        if checkpoints.read_list(self.path) is None and self._has_results():
+        if hashes.read_list(self.path) is None and self._has_results():
             raise TpukitError(
                 f"{self.path} holds results of a training (best.safetensors, records.jsonl), but none of its"
                 " checkpoints: put them back, or choose a new run folder (and another backup)"
@@ -254,7 +241,7 @@ class Run:
             files.write_atomic(self.path / "progress.json", text, durable=False)
 
     def read_progress(self) -> dict[str, Any]:
-        """What `write_progress` last wrote, or {}."""
+        """Return what `write_progress` last wrote, or {}."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return json.loads((self.path / "progress.json").read_bytes())
         return {}
@@ -269,65 +256,42 @@ class Run:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Return dict(file, step) of each, newest first."""
-        listed = checkpoints.steps(checkpoints.read_list(self.path) or {})
+        listed = hashes.steps(hashes.read_list(self.path) or {})
         return [dict(file=Path(name).name, step=step) for name, step in listed.items()]
 
     def save(self, state: Any, step: int, records_size: int | None = None) -> None:
         """Write a checkpoint, whole or not at all, and update the backup.
 
         Args:
-            state: pytree of CPU tensors, numbers and strings.
+            state: pytree of tensors, numbers and strings.
             records_size: bytes of the records that belong to this state; by default all that are there.
         """
         size = self.records_size() if records_size is None else records_size
         for name in ("records.jsonl", "log.txt"):  # a checkpoint reaches the disk after what it counts on
             if (self.path / name).exists():
                 files.sync(self.path / name)
-        checkpoints.save(self.path, dict(records_size=size, state=state), step)
+        Checkpoints(self.path).save(dict(records_size=size, state=state), step)
         self.update_backup()
 
     def update_backup(self) -> None:
         """Copy what changed to the backup, if there is one."""
         if self.backup:
-            self.backup.update(self)
+            self.backup.update(self.path, self.print)
 
     def restore(self) -> Any:
-        """Return the newest whole checkpoint's state, or None if the run has none. A damaged one is named,
-        skipped, and taken off the list, so that it does not count as one of those that are kept."""
+        """Return the newest whole state, or None if the run has none. See `Checkpoints.restore`."""
         self.check_results()
-        listed = checkpoints.read_list(self.path) or {}
-        damaged = []
-        for name in checkpoints.steps(listed):
-            path = self.path / name
-            try:
-                checkpoints.check(path, listed[name])
-                with weights.explain_damage(path):
-                    saved = weights.load_tensors(path)
-                    state, records_size = saved["state"], saved["records_size"]
-            except Damaged as error:
-                self.print(f"{error}; trying the checkpoint before")
-                damaged.append(name)
-                continue
-            if damaged:
-                whole = {name: digests for name, digests in listed.items() if name not in damaged}
-                checkpoints.write_list(self.path, whole)
-            self._cut_records(records_size)
-            return state
-        if damaged:
-            raise TpukitError(
-                f"none of the {len(damaged)} checkpoints in {self.path}/checkpoints can be read. Restore them"
-                f" from a copy, or delete the folder {self.path} to start again."
-            )
-        self._cut_records(0)
-        return None
+        saved = Checkpoints(self.path, say=self.print).restore()
+        self._cut_records(saved["records_size"] if saved else 0)
+        return saved["state"] if saved else None
 
     def has_whole_best(self) -> bool:
         """Return whether the run has best weights. Damaged ones are named."""
-        path = self.path / checkpoints.BEST
+        path = self.path / hashes.BEST
         if not path.exists():
             return False
         try:
-            checkpoints.check_best(path)
+            hashes.check_best(path)
             return True
         except Damaged as error:
             self.print(f"{error}; the weights of the next evaluation take its place")
@@ -335,7 +299,7 @@ class Run:
 
     def best(self) -> Path:
         """Return the file of the best weights. Raises TpukitError if the run has none yet."""
-        path = self.path / checkpoints.BEST
+        path = self.path / hashes.BEST
         if not path.is_file():
             raise TpukitError(f"{self.path} has no best weights yet: the first evaluation saves them")
         return path
@@ -343,7 +307,12 @@ class Run:
     def save_best(self, tensors: "Mapping[str, Tensor]", **values: Any) -> None:
         """Write the best weights, CPU tensors by name, as best.safetensors. values: kept as its metadata."""
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
-        checkpoints.save_best(self.path, data)
+        hashes.put(self.path, hashes.BEST, lambda file: file.write(data))
+
+
+def _announce(text: str) -> None:
+    """Print a line before there is a log."""
+    print(printable(f"run: {text}"))
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

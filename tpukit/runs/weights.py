@@ -5,11 +5,11 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError, first_line
-from tpukit.runs import checkpoints
+from tpukit.runs import hashes
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     if not path.is_file():
         raise TpukitError(f"weights {path}: no such file")
     with explain_damage(path):
-        checkpoints.check_best(path)
+        hashes.check_best(path)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
@@ -54,7 +54,7 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     return {name.removeprefix("module."): tensor for name, tensor in content.items()}
 
 
-def load_tensors(path: Path) -> Any:
+def load_tensors(path: Path | BinaryIO) -> Any:
     """Read what `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises
     UnpicklingError for a file that asks for more."""
     import torch
@@ -79,7 +79,7 @@ def load(model: "torch.nn.Module", path: str | Path) -> None:
 
 
 def differences(loaded: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]") -> str:
-    """How weights differ from those of a model, in words; "" if neither names nor shapes do."""
+    """Describe how weights differ from those of a model; "" if neither names nor shapes do."""
     # Counters of batch norm do not change what a model computes; old files lack them.
     missing = [n for n in expected if n not in loaded and not n.endswith("num_batches_tracked")]
     unknown = [n for n in loaded if n not in expected]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from tpukit.host import arrays
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks import mnist_data, pictures
 from tpukit.tasks.mnist_data import Digits, read_split
 from tpukit.training.task import Task

@@ -1,4 +1,4 @@
-"""What tasks share of users' data: names of splits, which samples are held out where no split is named, and
+"""Rules for users' data that tasks share: names of splits, held-out samples if no split is named, and
 files of Hugging Face datasets, which are not read."""
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def task_of(config: dict) -> Task:
 
 
 def config_of(path: Path) -> dict | None:
-    """What a weights file says of its task, as a run's config; None where it does not name a task."""
+    """Return the config of a weights file, like a run's; None if it does not name a task."""
     metadata = weights.metadata(path)
     if metadata.get("task") not in tasks.TASKS:
         return None

@@ -74,7 +74,7 @@ def call(
 def answer_call() -> None:
     """In the fresh process: call the function with the request from stdin, write its answer as a file, and
     exit without closing the device, in which some libraries crash and an unfinished graph would run."""
-    from tpukit.launching.supervisor import end_with_parent
+    from tpukit.host.signals import end_with_parent
 
     end_with_parent(os.getppid())  # a chip that is left open is lost for the session
     name, path = sys.argv[1:]

@@ -56,7 +56,7 @@ class Measurement:
 
     @property
     def subject(self) -> str:
-        """What was measured. Only measurements of one subject can be compared."""
+        """One measurement. Only measurements of one subject can be compared."""
         return f"{self.task}, {self.sample}, {self.parameters / 1e6:.3g} M parameters"
 
     @property
@@ -154,7 +154,7 @@ def time_steps(task: Task, run: Run, *, runtime: Runtime | None = None, steps: i
 
     It runs a training without its evaluations and checkpoints. A phased loss is timed in its last phase.
     Return the fields of a `Measurement`."""
-    from tpukit.runs.signals import StopSignal
+    from tpukit.host.signals import StopSignal
     from tpukit.training.setup import Trainer
 
     per_round = math.ceil(steps / ROUNDS)

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpukit.devices import cuda_graph
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import explain_known_errors, fix_for
+from tpukit.host.signals import StopSignal
 from tpukit.launching.launcher import launch
 from tpukit.runs.run import Run
-from tpukit.runs.signals import StopSignal
 from tpukit.training.setup import Trainer
 from tpukit.training.task import Task
 

@@ -1,5 +1,7 @@
 """Variants of batch norm for several cores, and for training with frozen statistics."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -8,7 +10,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.tensors import is_on_xla
 from tpukit.host.errors import TpukitError
-from tpukit.training.task import Task
+
+
+class Shares(Protocol):
+    """The settings of a task that decide how many samples a batch norm sees at once."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def batch_norm(self) -> str: ...
+    def model(self) -> nn.Module: ...
 
 
 def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:
@@ -30,16 +43,22 @@ MIN_SHARE = 16
 1)."""
 
 
-def wants_one_gpu(task: Task, gpus: int) -> bool:
-    """Whether each of several GPUs would have fewer than `MIN_SHARE` samples for its batch norms.
+def why_one_gpu(task: Shares, gpus: int) -> str:
+    """Return a reason if each of several GPUs would have fewer than `MIN_SHARE` samples for its batch norms,
+    otherwise "".
 
     Such a share is also too little work for a card: a step is bound by its launches, of which each card does
     all."""
     share = task.batch_size // gpus // task.micro_batches
-    return share < MIN_SHARE and task.batch_norm == "per-core" and _has_statistics_of_the_batch(task.model())
+    if share >= MIN_SHARE or task.batch_norm != "per-core" or not _has_statistics_of_the_batch(task.model()):
+        return ""
+    return (
+        f"on each, batch norm would see {share} of {task.batch_size} samples, too few for its statistics and"
+        " to be faster"
+    )
 
 
-def note(model: nn.Module, task: Task, runtime: Runtime) -> str:
+def note(model: nn.Module, task: Shares, runtime: Runtime) -> str:
     """A sentence on batch norms that see only a part of each batch, or ""."""
     if runtime.world.size == 1 or not _has_statistics_of_the_batch(model):
         return ""

@@ -15,9 +15,9 @@ from tpukit.devices import open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
+from tpukit.host.signals import StopSignal
 from tpukit.runs import weights
 from tpukit.runs.run import Run
-from tpukit.runs.signals import StopSignal
 from tpukit.training.checkpoint import TrainState
 from tpukit.training.data import BatchLoader
 from tpukit.training.prediction import predict_set
@@ -50,7 +50,8 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
         predicted, scores = [], {}
-        with tqdm(total=total, desc=name, unit="batch", disable=not (progress and run.echo)) as bar:
+        is_off = run.is_launched or not (progress and run.echo)
+        with tqdm(total=total, desc=name, unit="batch", disable=is_off) as bar:
             batches = predict_set(task, model, loader, runtime, epoch=weights.epoch_of(path))
             for number, pairs in enumerate(batches, 1):
                 predicted += pairs

@@ -2,13 +2,13 @@
 
 import difflib
 import itertools
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
 from tpukit.host.errors import TpukitError
 from tpukit.training import batch_norm
-from tpukit.training.task import Task
 
 BACKBONE = "backbone"  # all but the head, unless the model has a part of this name
 
@@ -33,22 +33,24 @@ def find_head(model: nn.Module) -> list[str]:
         prefix = f"{prefix}{name}."
 
 
-def freeze(task: Task, model: nn.Module) -> None:
-    """Keep the parts of the model that `task.freeze` names as they are: no gradients, and the running
-    statistics of batch norms are used in training too. Raises TpukitError for a name that the model does not
-    have, and if nothing is left to train."""
-    if not task.freeze:
+def freeze(model: nn.Module, parts: Sequence[str], head: Callable[[nn.Module], list[str]]) -> None:
+    """Keep some parts of a model as they are: no gradients, and the running statistics of batch norms are
+    used in training too. Raises TpukitError for a name that the model does not have, and if nothing is left
+    to train.
+
+    parts: as in `Task.freeze`. head: returns the names of the parameters that BACKBONE leaves to train."""
+    if not parts:
         return
     names = [name for name, _ in model.named_parameters()]
-    parts = {part for name in names for part in itertools.accumulate(name.split("."), "{}.{}".format)}
+    known = {part for name in names for part in itertools.accumulate(name.split("."), "{}.{}".format)}
     frozen = set()
-    for part in task.freeze:
-        if part == BACKBONE and part not in parts:
-            frozen.update(set(names) - set(task.head(model)))
-        elif part in parts:
+    for part in parts:
+        if part == BACKBONE and part not in known:
+            frozen.update(set(names) - set(head(model)))
+        elif part in known:
             frozen.update(name for name in names if f"{name}.".startswith(f"{part}."))
         else:
-            near = difflib.get_close_matches(part, sorted(parts), 5)
+            near = difflib.get_close_matches(part, sorted(known), 5)
             near = near or dict.fromkeys(name.split(".")[0] for name in names)
             raise TpukitError(
                 f"freeze={part!r}: the model has no such part; it has {', '.join(near)}; or use {BACKBONE!r}"
@@ -56,22 +58,18 @@ def freeze(task: Task, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in frozen)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TpukitError(f"freeze={', '.join(task.freeze)} leaves nothing to train: leave out a part")
+        raise TpukitError(f"freeze={', '.join(parts)} leaves nothing to train: leave out a part")
     for module in model.modules():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             batch_norm.freeze(module)
 
 
-def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
-    """Return `task.optimizer(model)` without what is frozen."""
-    optimizer = task.optimizer(model)
-    if not task.freeze:
-        return optimizer
+def drop_frozen(optimizer: Optimizer) -> None:
+    """Take the parameters that do not train out of an optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 optimizer.state.pop(parameter, None)  # Adagrad has made it already
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    return optimizer

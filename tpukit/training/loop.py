@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from tpukit.devices.runtime import Runtime
 from tpukit.host import known_errors
+from tpukit.host.signals import StopSignal
 from tpukit.runs.run import Run
-from tpukit.runs.signals import StopSignal
 from tpukit.training import metrics
 from tpukit.training.data import Batch
 from tpukit.training.setup import Trainer

@@ -10,9 +10,9 @@ from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime, tr
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
+from tpukit.host.signals import StopSignal
 from tpukit.runs import weights
 from tpukit.runs.run import Run
-from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
 from tpukit.training.data import Batch, BatchLoader, training_index_batches
 from tpukit.training.evaluation import Evaluator, log_notes
@@ -253,7 +253,7 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
         )
         runtime.heartbeat(step)
-        is_off = not (shown and run.echo)
+        is_off = run.is_launched or not (shown and run.echo)
         self.bar = tqdm(total=self.total, initial=step, desc=task.name, unit="step", disable=is_off)
         return self.bar
 

@@ -77,7 +77,9 @@ class TrainingStep:
         self.task, self.runtime = task, runtime
         self.model = place_model(task, runtime, model)
         self.ema = WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None
-        self.optimizer = layers.make_optimizer(task, self.model)  # on XLA, placing made new parameters
+        self.optimizer = task.optimizer(self.model)  # on XLA, placing made new parameters
+        if task.freeze:
+            layers.drop_frozen(self.optimizer)
         self.optimizer_signature = optimizer_signature(self.optimizer)
         self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         self.sums = metrics.new_sums(runtime)
@@ -116,5 +118,5 @@ def place_model(task: Task, runtime: Runtime, model: nn.Module) -> nn.Module:
     """A model of the task, from the CPU, on the device, with the batch norms and frozen parts of a
     training."""
     model = batch_norm.apply(model, task.batch_norm, runtime)
-    layers.freeze(task, model)
+    layers.freeze(model, task.freeze, task.head)
     return runtime.to_device(model, channels_last=task.channels_last)

@@ -13,7 +13,8 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.json_types import has_type
-from tpukit.runs.run import setting, settings_dict
+from tpukit.runs.run import Run
+from tpukit.runs.settings import setting, settings_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tpukit.devices.runtime import Runtime
+    from tpukit.launching.job import Plan
     from tpukit.training.data import Batch
 
     Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
@@ -175,19 +177,41 @@ class Task:
     eight times the memory; else the host."""
 
     def __post_init__(self) -> None:
-        """Raise TpukitError for a setting that no training can have."""
+        """Raise TpukitError for a setting that no training can have. A whole float becomes an int."""
+        # A class of the user's may have annotations that only its own module understands.
+        known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
+        declared = get_type_hints(known)
+        for field in dataclasses.fields(known):
+            self._check_type(field.name, declared[field.name])
         ones = ("batch_size", "log_every", "eval_every", "micro_batches", "patience")
         zeros = ("epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
         self.require_at_least(1, *ones)
         self.require_at_least(0, *zeros)
         self.require_shares("final_lr", "ema_decay")
-        # A class of the user's may have annotations that only its own module understands.
-        known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
-        for name, declared in get_type_hints(known).items():
-            if get_origin(declared) is Literal:
-                choices = get_args(declared)
-                if (value := getattr(self, name)) not in choices:
-                    raise TpukitError(f"{name}={value!r}: choose one of {', '.join(choices)}")
+
+    def _check_type(self, name: str, declared: Any) -> None:
+        """Raise TpukitError for a setting of another type than declared, and make an int of a whole float."""
+        value: Any = getattr(self, name)
+        kinds = {declared, *get_args(declared)}
+        if get_origin(declared) is Literal:
+            if value not in get_args(declared):
+                raise TpukitError(f"{name}={value!r}: choose one of {', '.join(get_args(declared))}")
+            return
+        if type(value) in kinds:
+            return
+        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        is_whole = is_number and (isinstance(value, int) or float(value).is_integer())
+        rules = {
+            bool: (isinstance(value, bool), "True or False"),
+            int: (is_whole, "a whole number"),
+            float: (is_number, "a number"),
+        }
+        for kind in kinds & rules.keys():
+            is_right, wanted = rules[kind]
+            if not is_right:
+                raise TpukitError(f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}")
+        if int in kinds and not isinstance(value, int):
+            object.__setattr__(self, name, int(value))  # of papermill, or of NumPy
 
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
@@ -339,6 +363,12 @@ class Task:
     def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
         """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
         raise TpukitError("tpukit has no synthetic data for it")
+
+    def launch_plan(self, *others: Any) -> Plan | None:
+        """Return what `launch(function, task, run)` has to know of the call; None without a run."""
+        from tpukit.training.launch_plan import launch_plan
+
+        return launch_plan(self, *others) if others and isinstance(others[0], Run) else None
 
     def libtpu_args(self, batch_size: int) -> str:
         """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See

@@ -13,7 +13,7 @@ import numpy as np
 from tpukit.host import arrays, files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks.cdeit import data as sets
 from tpukit.tasks.cdeit import diffusion
 from tpukit.tasks.cdeit.simulator import disk, simulate
@@ -185,7 +185,7 @@ class CDEIT(Task):
         )
 
     def _carried_statistics(self) -> sets.Statistics | None:
-        """What `weights` was trained with, or None if it does not say."""
+        """Return what `weights` was trained with, or None if it does not say."""
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if not carried:
             return None

@@ -27,7 +27,7 @@ Statistics = tuple[np.ndarray, np.ndarray]  # mean and deviation of the voltages
 
 @dataclasses.dataclass(frozen=True)
 class Convention:
-    """How a set is stored: the names of its folders, and the constants V and I of its tank.
+    """Storage of a set: the names of its folders, and the constants V and I of its tank.
 
     The network gets ys / V. A prediction is saved as prediction * I / V, the `unit`, which is also that of TR
     in the files."""

@@ -64,7 +64,7 @@ def scene(rng: np.random.Generator) -> np.ndarray:
 
 
 def _inside(shape, u, v, rng):
-    """Which points (u, v), in units of the bounding circle's radius, lie in a shape."""
+    """Return which points (u, v), in units of the bounding circle's radius, lie in a shape."""
     if shape == "circle":
         return u**2 + v**2 < 0.8 * 0.8  # about the area of a polygon in the same bounding circle
     if shape == "polygon":  # regular, with 3 to 6 corners

@@ -19,7 +19,7 @@ from tpukit.host import archives, arrays, files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks import pictures
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import ImageSet, find_samples, read_image
@@ -349,7 +349,7 @@ class ImageClassifier(Task):
 
 
 def _verdict(name, result):
-    """What is written over an image: the class that was predicted, beside its own where that is known."""
+    """Return the title of an image: the class that was predicted, beside its own where that is known."""
     predicted = f"{result['class']} {result['probability']:.0%}"
     return marked(f"{name}, predicted {predicted}", name == result["class"]) if name else predicted
 

@@ -1,24 +1,33 @@
 """Augmentation and normalisation of a batch on the device: maths of fixed shapes from a few numbers that the
 host drew.
 
-`settings` is an `ImageClassifier`; what it switches off is not in the graph. The crop is two matrix products,
-so that no pixel is gathered. Shapes: B batch, S side of the images."""
+What the settings switch off is not in the graph. The crop is two matrix products, so that no pixel is
+gathered. Shapes: B batch, S side of the images."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpukit.tasks.images import ImageClassifier
-
 NUM_UNIFORMS = 7  # uniform numbers for each sample
 
 
-def draw(settings: ImageClassifier, numbers: np.ndarray) -> np.ndarray:
+class Settings(Protocol):
+    """Settings of an `ImageClassifier`."""
+
+    @property
+    def crop(self) -> float: ...
+    @property
+    def flip(self) -> float: ...
+    @property
+    def colour(self) -> float: ...
+
+
+def draw(settings: Settings, numbers: np.ndarray) -> np.ndarray:
     """(B, NUM_UNIFORMS) uniform in [0, 1) -> (B, NUM_UNIFORMS) float32, columns as `apply` unpacks them.
 
     zoom: side of the part of the image that is kept, as a share, from a uniform area. left, top: where it
@@ -30,7 +39,7 @@ def draw(settings: ImageClassifier, numbers: np.ndarray) -> np.ndarray:
     return np.stack(columns, 1).astype(np.float32)
 
 
-def apply(settings: ImageClassifier, image: Tensor, parameters: Tensor) -> Tensor:
+def apply(settings: Settings, image: Tensor, parameters: Tensor) -> Tensor:
     """The augmented images, float32 in [0, 255]. image: (B, 3, S, S) uint8. parameters: of `draw`."""
     import torch
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Network(NamedTuple):
-    """What a library says of one of its networks."""
+    """A library's description of one of its networks."""
 
     library: str
     name: str

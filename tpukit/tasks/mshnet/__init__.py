@@ -16,7 +16,7 @@ from tpukit.host import arrays
 from tpukit.host.arrays import Arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks import pictures
 from tpukit.tasks.mshnet.synthetic import infrared_set
 from tpukit.training.task import Task
@@ -83,7 +83,7 @@ class MSHNet(Task):
         for name in ("base_size", "crop_size"):
             if (size := getattr(self, name)) not in range(16, MAX_SIDE + 1, 16):
                 needed = f"a multiple of 16 up to {MAX_SIDE}, as the network halves it four times"
-                raise TpukitError(f"{name}={size}: it must be {needed}")
+                raise TpukitError(f"{name}={size} (IMAGE_SIZE in a notebook): it must be {needed}")
 
     def datasets(self) -> tuple[InfraredSet, InfraredSet]:
         from tpukit.tasks.mshnet.data import InfraredSet

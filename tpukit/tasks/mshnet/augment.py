@@ -66,7 +66,7 @@ def on_host(image: np.ndarray, mask: np.ndarray, crop: Crop) -> tuple[np.ndarray
 
 
 def device_parameters(image_size: tuple[int, int], crop: Crop) -> dict[str, np.ndarray]:
-    """What `on_device` needs to know of one sample. image_size: (width, height) of the original.
+    """Parameters of one sample for `on_device`. image_size: (width, height) of the original.
 
     axes (2, 4) float32: for rows and columns, each the original's and the scaled length, where the crop
     starts, and whether to flip. blur (): the weight of a neighbour in one pass of the blur. mask_rows,

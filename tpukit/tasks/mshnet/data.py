@@ -144,7 +144,7 @@ def _split_by_name(paths, split):
 
 
 def _read_split(folder, listing, lines, skip_bad):
-    """What `InfraredSet` keeps of a split, as a dict of arrays. Decodes on all cores. listing, lines: of
+    """Return the arrays that `InfraredSet` keeps of a split. Decodes on all cores. listing, lines: of
     `read_list`."""
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not entries:

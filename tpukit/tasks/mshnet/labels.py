@@ -1,4 +1,4 @@
-"""What is worth knowing about the masks of an infrared set before a network learns from them."""
+"""Checks of the masks of an infrared set, before a network learns from them."""
 
 from tpukit.tasks.mshnet.data import InfraredSet
 from tpukit.tasks.mshnet.scores import regions

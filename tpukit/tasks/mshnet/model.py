@@ -178,8 +178,8 @@ def takes_batch_statistics(norm: nn.Module) -> bool:
 
 
 def finish_statistics(model: nn.Module) -> None:
-    """What `_conv_and_norm` leaves of all batch norms, together: a GPU would need longer to start an
-    operation for each."""
+    """Update the statistics of all batch norms, which `_conv_and_norm` leaves, at once: a GPU would need
+    longer to start an operation for each."""
     modules: list[Any] = list(model.modules())  # each batch norm follows its convolution
     pairs = [(conv, norm) for conv, norm in zip(modules, modules[1:]) if takes_batch_statistics(norm)]
     if not pairs:

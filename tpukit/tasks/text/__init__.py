@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.run import setting
+from tpukit.runs.settings import setting
 from tpukit.tasks.splits import SPLITS
 from tpukit.tasks.text import data, hub
 from tpukit.training.task import Task
@@ -111,7 +111,7 @@ class LanguageModel(Task):
 
     @property
     def _is_planned(self) -> bool:
-        """Whether there is nothing to train on or to predict with, so that no weights are looked for."""
+        """Return whether nothing is there to train on or to predict with; then no weights are looked for."""
         return self.dataset_dir is None and self.weights is None
 
     @functools.cached_property

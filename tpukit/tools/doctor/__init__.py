@@ -43,7 +43,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the checks read. errors and cuda: what `import_packages` returns."""
+    """The inputs of the checks. errors and cuda: what `import_packages` returns."""
 
     env: Environment
     environ: Mapping[str, str]
@@ -147,7 +147,7 @@ def _torch(machine: Machine) -> Rows:
 
 
 def _gpu(machine: Machine) -> Rows:
-    """Whether torch can use the GPUs, and if not, why."""
+    """Check that torch can use the GPUs; if not, say why."""
     env, cuda, torch = machine.env, machine.cuda, f"torch {machine.version('torch')}"
     if env.accelerator == "cpu":
         no_driver = not environment.nvidia_smi(machine.environ, "-L")
@@ -187,7 +187,7 @@ def _torch_xla(machine: Machine) -> Rows:
 
 
 def _libtpu(machine: Machine) -> Rows:
-    """Whether libtpu is the one that the installed torch_xla names in its `tpu` extra."""
+    """Check that libtpu is the one that the installed torch_xla names in its `tpu` extra."""
     if machine.env.tpu_backend != "torch_xla":
         return []
     version, requirements = machine.version("libtpu"), []

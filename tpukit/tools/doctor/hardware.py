@@ -81,6 +81,16 @@ def training(env: Environment) -> Found:
     return holds, text
 
 
+def all_reduce(env: Environment) -> Found:
+    """The gradients that all cores exchange in a step become their mean."""
+    cores = max(2, env.cores)  # a CPU pretends to be two
+    with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
+        task = tpukit.MNIST(batch_size=8 * cores, precision="fp32")
+        run = tpukit.Run.open(Path(folder) / "run", task)
+        error = tpukit.launch(_all_reduce_error, task, run, cores=cores, hang_timeout_s=120)
+    return error < trial.MAX_ERROR["fp32"], f"on {cores} cores the mean is wrong by {error:.1e}"
+
+
 def all_cores(env: Environment) -> Found:
     """A training on all cores, a process each, has the losses of one on one core."""
     # The several first: afterwards this process has opened the device.
@@ -140,6 +150,22 @@ def precision(env: Environment) -> Found:
     return max(errors) < FP32_ERROR, f"errors: product {errors[0]:.1e}, convolution {errors[1]:.1e}"
 
 
+def overflow(env: Environment) -> Found:
+    """A step in fp16 whose gradients overflow leaves the weights as they are and halves the loss's scale."""
+    runtime = open_runtime(env, "fp16")
+    taken, batch = new_step(runtime)
+    for _ in range(6):  # after which a step is captured
+        taken(batch, 0)
+    assert runtime.scaler is not None and runtime.scaler._scale is not None
+    before = [value.detach().clone() for value in taken.model.parameters()]
+    runtime.scaler._scale.fill_(2.0**100)
+    taken(batch, 0)
+    is_kept = all(map(torch.equal, before, taken.model.parameters()))
+    scale = runtime.scaler.get_scale()
+    text = f"weights {'kept' if is_kept else 'CHANGED'}, scale 2^100 became {scale:.4g}"
+    return is_kept and scale == 2.0**99, text
+
+
 def out_of_memory(env: Environment) -> Found:
     """Asking for more memory than there is ends in an error that tpukit knows, and the device computes on."""
     runtime = open_runtime(env)
@@ -157,8 +183,8 @@ def out_of_memory(env: Environment) -> Found:
 
 
 # The most telling first
-_IN_ORDER = (opens, step, training, all_cores, attention_kernels, replays, precision, out_of_memory)
-CHECKS = {check.__name__: check for check in _IN_ORDER}
+_IN_ORDER = (opens, step, training, all_reduce, all_cores, attention_kernels, replays, precision, overflow)
+CHECKS = {check.__name__: check for check in (*_IN_ORDER, out_of_memory)}
 
 
 # What they share
@@ -217,6 +243,22 @@ def multiplies(runtime: Runtime) -> bool:
     """Return whether a product of ones on the device is right."""
     ones = runtime.put({"ones": torch.ones(64, 64)})["ones"]
     return bool(runtime.to_cpu(ones @ ones).sum() == 64**3)
+
+
+def _all_reduce_error(task, run, *, runtime):
+    """Return the relative difference between the mean of gradients over all cores, each of which has others,
+    and the known one."""
+    samples = torch.randn(runtime.cores * 8, 1000, generator=torch.Generator().manual_seed(0))
+    samples *= torch.arange(1, len(samples) + 1)[:, None]  # so that cores differ
+    model: Any = runtime.to_device(torch.nn.Linear(1000, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = runtime.put_batch({"x": samples.chunk(runtime.world.size)[runtime.world.rank]})
+    # Not `model(x)`, whose gradient would be a product: this one's is the mean of the samples.
+    runtime.backward((batch["x"] * model.weight).sum(1).mean(), optimizer)
+    runtime.all_reduce_gradients(optimizer)
+    runtime.sync()
+    mean, known = runtime.to_cpu(model.weight.grad).double(), samples.double().mean(0, keepdim=True)
+    return float((mean - known).norm() / known.norm())
 
 
 # The report
@@ -284,10 +326,12 @@ def describe(env: Environment) -> dict[str, Any]:
 
 def run_check(name: str, env: Environment) -> tuple[str, str]:
     """Run a check in a process of its own. Returns PASS, FAIL or SKIP, and what was found."""
-    if name == "all_cores" and env.accelerator in HARDWARE and env.cores == 1:
+    if name in ("all_reduce", "all_cores") and env.accelerator in HARDWARE and env.cores == 1:
         return SKIP, "one chip is here"
     if name == "attention_kernels" and (env.accelerator in ("cuda", "cpu") or env.uses_torch_tpu):
         return SKIP, "the kernels are for a TPU that is reached by torch_xla"
+    if name == "overflow" and env.accelerator in ("tpu", "xla"):
+        return SKIP, "a TPU computes in bf16, not in fp16"
     try:
         holds, text = child.call(answer, name, timeout_s=LIMIT_S)
     except subprocess.TimeoutExpired:

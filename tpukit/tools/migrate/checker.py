@@ -70,7 +70,7 @@ class Checker:
         self._add(node, entry, found=f"`{name}`", use=use)
 
     def _entry_of(self, name):
-        """What the table of names says of a full name; None if nothing is wrong with it here."""
+        """Return the table's entry for a full name; None if nothing is wrong with it here."""
         for start, entry in TABLES["names"].items():
             if f"{name}.".startswith(f"{start}."):
                 advice = dict(advice=f"use {entry['use']}") if "use" in entry else {}
@@ -78,7 +78,7 @@ class Checker:
         return None
 
     def _holds(self, entry):
-        """Whether what an entry says of the whole module is so."""
+        """Return whether an entry's condition on the whole module holds."""
         return "unless" not in entry or re.search(entry["unless"], self.text) is None
 
     # Words
@@ -98,7 +98,7 @@ class Checker:
                 return
 
     def _device_expression(self, node):
-        """What names one device together with a node: torch.device(node), "cuda:" + str(i), "cuda" if
+        """Return what names one device together with a node: torch.device(node), "cuda:" + str(i), "cuda" if
         use_cuda else "cpu"."""
         match parent := self.source.parents[node]:
             case ast.BinOp():
@@ -110,7 +110,7 @@ class Checker:
         return None
 
     def _place_of(self, node):
-        """What a value is given to: "torch.zeros(device)" or ".to()" as an argument, "device =", "return"."""
+        """Return where a value goes: "torch.zeros(device)" or ".to()", "device =" or "return"."""
         owner, keyword = self.source.parents[node], ""
         if isinstance(owner, ast.keyword):
             owner, keyword = self.source.parents[owner], owner.arg or ""
@@ -211,7 +211,7 @@ class Checker:
 
 
 def _has(call, texts, when):
-    """Whether each argument of a call is as `when` says, in a call of which all arguments are known."""
+    """Return whether each argument is as `when` says, in a call of which all arguments are known."""
     is_unknown = None in texts or any(isinstance(one, ast.Starred) for one in call.args)
     if when and is_unknown:
         return False

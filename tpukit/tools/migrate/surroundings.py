@@ -1,4 +1,4 @@
-"""What surrounds a node: a training step, a `forward` method, a launch of processes, conditions on CUDA.
+"""The surroundings of a node: a training step, a `forward` method, a launch of processes, conditions on CUDA.
 
 A call's conditions in rules.toml (`where`) are methods here."""
 

@@ -87,7 +87,7 @@ def _row(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Plan:
-    """What the compiler reports; printed, a table with its explanation. rows: a dict for each batch size."""
+    """The compiler's report; printed, a table with its explanation. rows: a dict for each batch size."""
 
     task: str
     chip: str
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def caption(self) -> str:
-        """What the columns mean."""
+        """Explain the columns."""
         chip = MACHINES[self.chip].chip
         text = (
             f"{chip.hbm_bytes / GIB:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM"

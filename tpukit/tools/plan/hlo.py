@@ -1,4 +1,4 @@
-"""What a compiled TPU graph reads and writes in HBM, operation by operation, from the text of its HLO.
+"""Bytes that a compiled TPU graph reads and writes in HBM, by operation, from the text of its HLO.
 
 The text says where each array lies and how it is padded:
 

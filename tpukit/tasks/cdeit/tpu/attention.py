@@ -172,8 +172,8 @@ def _call(kind, heads, operands, bias, outputs):
 
 @functools.cache
 def kernel_payloads(shape: tuple[int, int, int], heads: int, biased: bool) -> dict[str, str]:
-    """What the `tpu_custom_call` of each kernel carries ("forward", "backward"), lowered by jax in a process
-    that leaves the TPU alone. shape: (B, T, 3 C). Raises RuntimeError with jax's words if it cannot."""
+    """Return the payload of the `tpu_custom_call` of each kernel ("forward", "backward"), lowered by jax in a
+    process that leaves the TPU alone. shape: (B, T, 3 C). Raises RuntimeError with its words."""
     request = json.dumps(dict(shape=shape, heads=heads, biased=biased))
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # flags are for torch_xla's compiler
     command = [sys.executable, "-P", "-s", str(KERNEL_SCRIPT), request]

@@ -24,7 +24,7 @@ MIN_ROWS = 16  # of a tile of the image; the network halves them twice
 
 
 def num_tiles(image: Tensor) -> int:
-    """How many tiles of each image fill the lanes with a core's images of (B, C, H, W)."""
+    """Return how many tiles of each image fill the lanes with a core's images of (B, C, H, W)."""
     batch, tiles, height = image.shape[0] // cores_sharing(image), 1, image.shape[2]
     while 2 * tiles * batch <= LANES and height % (8 * tiles) == 0 and height // (2 * tiles) >= MIN_ROWS:
         tiles *= 2

@@ -5,19 +5,19 @@
 
 `launch` is the shorter way: it also watches the cores, and a notebook can launch again."""
 
-import faulthandler
 import multiprocessing
 import os
 import sys
 from pathlib import Path
 
+from tpukit.devices import processes
 from tpukit.devices.distributed import World
-from tpukit.devices.watchdog import Watchdog
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
-from tpukit.launching import HANG_TIMEOUT_S, tpu_chips
-from tpukit.launching.core import Job, join_group, leave_group, open_core
+from tpukit.launching.job import HANG_TIMEOUT_S, Job
+from tpukit.launching.joining import describe, join_group, joined
 from tpukit.runs.run import Run
+from tpukit.training.launch_plan import launch_plan
 from tpukit.training.loop import train
 from tpukit.training.task import Task
 
@@ -32,27 +32,27 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
     is open already. A core that fails prints its rank, step and error, and all end."""
     env = environment.detect()
     is_opened_by_torch_xla = env.accelerator == "tpu" and not env.uses_torch_tpu
-    rank, size = tpu_chips.rank_of_opened_chip() if is_opened_by_torch_xla else _rank_by_variables(env, index)
-    job = Job(train, task, Run(run_folder), env, None, HANG_TIMEOUT_S, processes=size)
-    runtime = None
+    if is_opened_by_torch_xla:
+        rank, size = processes.rank_of_opened_chip()
+    else:
+        rank, size = _rank_by_variables(env, index)
+    run = Run(run_folder)
+    job = Job(train, launch_plan(task, run), env, HANG_TIMEOUT_S, processes=size)
+    core = None
     try:
         world = _join(job, index, rank, size, is_opened_by_torch_xla)
-        run = Run.open(run_folder, task) if world.rank == 0 else Run(run_folder).read_only()
+        run = Run.open(run_folder, task) if world.rank == 0 else run.read_only()
         world.broadcast(0)  # before the others read what rank 0 has made
-        runtime = open_core(job, run, world)
-        runtime.watchdog = Watchdog(job.hang_timeout_s, sys.__stderr__ or sys.stderr, kills_process=size > 1)
-        train(task, run, runtime=runtime)
-        leave_group()
+        stacks = sys.__stderr__ or sys.stderr
+        with joined(job, world, stacks, kills_process=size > 1) as core:
+            train(task, run, runtime=core.runtime)
     except Exception as error:
-        step = f" in step {runtime.step + 1}" if runtime else ""
-        words = f"core {rank} failed{step}: {error}"
+        words = f"{describe(job, index, core)} failed: {error}"
         if is_opened_by_torch_xla and size > 1:
             # torch_xla waits for the other cores, and they for this one; it ends them once this one is gone.
             print(words, file=sys.__stderr__, flush=True)
             os._exit(1)
         raise TpukitError(words) from error
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _rank_by_variables(env: environment.Environment, index: int) -> tuple[int, int]:
@@ -71,8 +71,6 @@ def _join(job: Job, index: int, rank: int, size: int, is_opened_by_torch_xla: bo
     if size == 1:
         return World()
     if is_opened_by_torch_xla:
-        import torch_xla.distributed.xla_backend  # noqa: F401  registers xla://
-
         return join_group(job, index, init_method="xla://")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(index))  # as in a launch
     return join_group(job, index, init_method="env://")

@@ -1,16 +1,24 @@
-"""Stopping a training at a point where its state is complete."""
+"""Stopping a training at a point where its state is complete, and a process whose parent has ended."""
 
+import contextlib
+import ctypes
+import os
 import signal
 import threading
+
+PR_SET_PDEATHSIG = 1
+AFTER_THIS_STEP = "stopping after this step, with a checkpoint; a second signal stops at once, without saving"
 
 
 class StopSignal:
     """Turns the first SIGINT or SIGTERM into a stop between two steps; a second one stops at once.
 
-    Only the main thread can receive signals; elsewhere this does nothing.
+    says: what to print at the first one. Only the main thread can receive signals; elsewhere this does
+    nothing.
     """
 
-    def __init__(self):
+    def __init__(self, says: str = AFTER_THIS_STEP):
+        self.says = says
         self.signal = None
         self.at_step = False
 
@@ -28,7 +36,7 @@ class StopSignal:
         if self.signal is not None:
             _raise(number)
         self.signal = number
-        print("stopping after this step, with a checkpoint; a second signal stops at once, without saving")
+        print(self.says)
 
     def check(self):
         """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is complete."""
@@ -39,3 +47,12 @@ class StopSignal:
 
 def _raise(number):
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let Linux end this process when its parent (a pid) ends, so that a restarted kernel leaves no core
+    behind."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that was asked
+        os._exit(1)

@@ -1,18 +1,16 @@
-"""The chips of a TPU host: the variables that give each process its own, chips that are still busy, opening
-one."""
-
-from __future__ import annotations
+"""A chip or a GPU for each process of a host: the variables that say which, chips that are still busy, and
+opening one."""
 
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from tpukit.host.environment import ONE_HOST, Environment
 from tpukit.host.errors import TpukitError
-
-if TYPE_CHECKING:
-    from tpukit.runs.run import Run
 
 # Both name the same bounds; torch_xla takes the second where the first is not set.
 BOUNDS = {
@@ -31,7 +29,6 @@ LEFTOVER_VARIABLES = (
 )
 # Kaggle sets these for one process; several would each wait for the wrong peers.
 ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
-ONE_HOST = "tpukit trains on one host: use a machine that has all its chips or GPUs itself, as a v5litepod-8"
 
 
 def clear_variables(processes: int) -> None:
@@ -43,8 +40,9 @@ def clear_variables(processes: int) -> None:
             os.environ.setdefault(BOUNDS[name], value)
 
 
-def wait_until_free(run: Run, root: Path = Path("/"), timeout_s: float = 60.0) -> None:
-    """Wait until no other process holds a TPU chip: one that was killed can keep it for half a minute."""
+def wait_until_free(say: Callable[[str], None], root: Path = Path("/"), timeout_s: float = 60.0) -> None:
+    """Wait until no other process holds a TPU chip: one that was killed can keep it for half a minute. say:
+    prints why."""
     deadline, was_told = time.monotonic() + timeout_s, False
     while busy := [str(device) for device in sorted(root.glob("dev/vfio/[0-9]*")) if is_busy(device)]:
         held = ", ".join(busy)
@@ -54,7 +52,7 @@ def wait_until_free(run: Run, root: Path = Path("/"), timeout_s: float = 60.0) -
                 "`tpukit doctor` names it: end it, or restart the session of its notebook."
             )
         if not was_told:
-            run.print(f"another process still holds {held}; waiting up to {timeout_s:g} s until it is free")
+            say(f"another process still holds {held}; waiting up to {timeout_s:g} s until it is free")
         was_told = True
         time.sleep(min(1.0, timeout_s / 10))
 
@@ -78,6 +76,7 @@ def open_chip(index: int, processes: int) -> tuple[int, int]:
 
 def rank_of_opened_chip() -> tuple[int, int]:
     """(rank, world size) of a process that has opened its chip."""
+    import torch_xla.distributed.xla_backend  # noqa: F401  registers xla:// for `init_process_group`
     import torch_xla.runtime as xr
 
     if xr.addressable_device_count() > 1:
@@ -88,3 +87,26 @@ def rank_of_opened_chip() -> tuple[int, int]:
         cores = f"{xr.world_size()} cores, of which this host has {xr.local_process_count()}"
         raise TpukitError(f"found {cores}: {ONE_HOST}")
     return xr.global_ordinal(), xr.world_size()
+
+
+def open_for_group(env: Environment, local_rank: int) -> str:
+    """Open the GPU or torch_tpu's chip of a process that is about to join a group. Return the group's
+    backend, a name of torch.distributed."""
+    if env.accelerator == "cuda":
+        from tpukit.devices import cuda
+
+        if torch.cuda._is_in_bad_fork():
+            raise TpukitError(
+                "Cannot re-initialize CUDA in forked subprocess: the kernel that launched this core has"
+                " already used or queried CUDA (`torch.cuda.is_available()` is enough). Restart the session,"
+                " and launch before anything that uses a GPU; `tpukit.detect()` is safe."
+            )
+        cuda.check_cuda()
+        torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
+        return "cpu:gloo,cuda:nccl"
+    if env.uses_torch_tpu:
+        from tpukit.devices import torch_tpu
+
+        torch_tpu.open_device()  # which makes its backend known to torch.distributed
+        return torch_tpu.BACKEND
+    return "gloo"

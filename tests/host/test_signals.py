@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tpukit.runs.signals import StopSignal
+from tpukit.host.signals import StopSignal
 
 SIGNALS = [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 128 + signal.SIGTERM)]
 

@@ -6,20 +6,19 @@ import os
 import pytest
 
 from tests.conftest import refuses
-from tpukit import Run
-from tpukit.launching import tpu_chips
+from tpukit.devices import processes
 from tpukit.tools import child
 
 
 @pytest.mark.parametrize(
-    "processes, kept",
-    [(8, ()), (1, tpu_chips.ONE_PROCESS_VARIABLES)],  # by SPMD one process stays
+    "count, kept",
+    [(8, ()), (1, processes.ONE_PROCESS_VARIABLES)],  # by SPMD one process stays
 )
-def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(processes, kept, monkeypatch):
-    names = {*tpu_chips.ONE_PROCESS_VARIABLES, *tpu_chips.LEFTOVER_VARIABLES}
+def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(count, kept, monkeypatch):
+    names = {*processes.ONE_PROCESS_VARIABLES, *processes.LEFTOVER_VARIABLES}
     environ = dict(TPU_HOST_BOUNDS="1,1,1") | dict.fromkeys(names, "0")
     monkeypatch.setattr(os, "environ", environ)
-    tpu_chips.clear_variables(processes)
+    processes.clear_variables(count)
     assert names & os.environ.keys() == set(kept) and os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
 
 
@@ -50,7 +49,7 @@ def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(le
             monkeypatch.delenv(name)
         for name, value in (KAGGLE | left).items():
             monkeypatch.setenv(name, value)
-        tpu_chips.clear_variables(8)
+        processes.clear_variables(8)
         tpu.configure_topology(index, 8)
         found.append(tpu_variables())
     for name in ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID"):
@@ -69,14 +68,14 @@ def test_a_core_whose_chip_is_one_of_several_hosts_says_that_one_is_supported(xl
     monkeypatch.setattr(xr, "local_process_count", lambda: 4)
     monkeypatch.setattr(xr, "global_ordinal", lambda: 3)
     monkeypatch.setattr(xr, "world_size", lambda: 4)
-    assert tpu_chips.rank_of_opened_chip() == (3, 4)
+    assert processes.rank_of_opened_chip() == (3, 4)
     monkeypatch.setattr(xr, "world_size", lambda: 16)
     with refuses("16 cores", "this host has 4", "one host"):
-        tpu_chips.rank_of_opened_chip()
+        processes.rank_of_opened_chip()
 
 
 def open_first_of_one(_):
-    return tpu_chips.open_chip(0, 1)
+    return processes.open_chip(0, 1)
 
 
 @pytest.mark.slow
@@ -98,9 +97,9 @@ def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, mon
         return opened(path, *arguments)
 
     monkeypatch.setattr(os, "open", refuse)
-    tpu_chips.wait_until_free(Run(tmp_path), tmp_path, timeout_s=1.0)
+    processes.wait_until_free(print, tmp_path, timeout_s=1.0)
     printed = capsys.readouterr().out
     assert "dev/vfio/0, " in printed and "dev/vfio/1; waiting" in printed and held == []
     held += ["0", "1"] * 99
     with refuses("dev/vfio/0, ", "dev/vfio/1 for 0.2 s"):
-        tpu_chips.wait_until_free(Run(tmp_path), tmp_path, timeout_s=0.2)
+        processes.wait_until_free(print, tmp_path, timeout_s=0.2)

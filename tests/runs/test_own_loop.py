@@ -1,0 +1,310 @@
+"""`Checkpoints` alone, as a loop uses it that is not tpukit's: no Run, no Task."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT, flip, refuses
+from tests.runs.store import alike, content, kill_everywhere
+from tpukit import MNIST, Checkpoints, Run, TpukitError
+from tpukit.host import files
+from tpukit.runs import hashes
+
+STEP_2 = "checkpoints/step-00000002.pt"
+
+
+def filled(value):
+    return dict(a=torch.full((4,), float(value)))
+
+
+def value_of(state):
+    return float(state["a"][0])
+
+
+def steps_in(folder):
+    return [*hashes.steps(hashes.read_list(folder)).values()]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoints of the steps 1 and 2, with a backup."""
+    saved = Checkpoints(tmp_path / "mine", backup=tmp_path / "drive/mine")
+    for step in (1, 2):
+        saved.save(filled(step), step)
+    return saved
+
+
+def again(saved, name="again"):
+    """As a new session opens them, by default on a machine that has the backup alone."""
+    return Checkpoints(saved.folder.parent / name, backup=saved.backup.path)
+
+
+def train(folder, backup, stop_at):
+    """A loop of anybody's. Returns the weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    saved = Checkpoints(folder, backup=backup)
+    state = saved.restore() or dict(step=0)
+    if state["step"]:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(state["step"] + 1, stop_at + 1):
+        model(torch.full((1, 3), float(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saved.save(dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step), step)
+    return model.state_dict()
+
+
+def test_a_loop_that_lost_its_machine_goes_on_from_its_backup_and_ends_with_the_same_weights(tmp_path):
+    straight = train(tmp_path / "straight", None, 6)
+    for machine, stop_at in enumerate((2, 4, 4, 6)):
+        weights = train(tmp_path / f"machine {machine}", tmp_path / "drive", stop_at)
+    assert alike(weights, straight) and steps_in(tmp_path / "drive") == [6, 5]
+
+
+def test_ranks_that_restore_at_once_on_a_new_machine_get_the_newest_state_and_one_of_them_copies_it(
+    saved, tmp_path, monkeypatch
+):
+    copy, log, ranks = files.copy_atomic, tmp_path / "log.txt", []
+    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (time.sleep(0.1), copy(*paths)))
+
+    def say(text):
+        with open(log, "a") as file:
+            file.write(f"{text}\n")
+
+    for _ in range(4):
+        new = Checkpoints(tmp_path / "again", backup=saved.backup.path, say=say)
+        if (pid := os.fork()) == 0:
+            try:
+                os._exit(value_of(new.restore()) != 2)
+            except BaseException:
+                os._exit(1)
+        ranks.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0] * 4
+    assert len(log.read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_point_of_saving_and_of_backing_up_loses_no_checkpoint(tmp_path, capsys):
+    mine, drive, kept = tmp_path / "mine", tmp_path / "drive", tmp_path / "kept"
+    first = Checkpoints(mine, backup=drive)
+    for step in (1, 2):
+        first.save(filled(step), step)
+    shutil.copytree(mine, kept / "mine")
+    shutil.copytree(drive, kept / "drive")
+
+    def prepare():
+        for name in ("mine", "drive", "back"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        for name in ("mine", "drive"):
+            shutil.copytree(kept / name, tmp_path / name)
+
+    def act():
+        saved = Checkpoints(mine, backup=drive)
+        saved.restore()
+        saved.save(filled(3), 3)
+        saved.save(filled(3.5), 3)  # again, of the same name
+
+    def check():
+        here = value_of(Checkpoints(mine).restore())
+        there = value_of(Checkpoints(tmp_path / "back", backup=drive).restore())
+        assert here in (2, 3, 3.5) and 2 <= there <= here
+        saved = Checkpoints(mine, backup=drive)
+        assert value_of(saved.restore()) == here
+        saved.save(filled(4), 4)
+        assert steps_in(drive)[0] == 4 and len(steps_in(drive)) == 2
+        assert not list(tmp_path.rglob("*.partial"))
+
+    kill_everywhere(prepare, act, check)
+    assert "damaged" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_a_folder", ["new", "older"])
+def test_a_kill_while_a_loop_saves_its_first_state_or_restores_one_can_be_repeated(in_a_folder, tmp_path):
+    first = Checkpoints(tmp_path / "mine", backup=tmp_path / "drive")
+    first.save(filled(1), 1)
+    shutil.copytree(tmp_path / "mine", tmp_path / "older")
+    for step in (2, 3):
+        first.save(filled(step), step)
+
+    def prepare():
+        for name in ("back", "first", "its copy"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        if in_a_folder == "older":
+            shutil.copytree(tmp_path / "older", tmp_path / "back")
+
+    def act():
+        saved = Checkpoints(tmp_path / "first", backup=tmp_path / "its copy")
+        saved.restore()
+        saved.save(filled(5), 5)
+        assert value_of(Checkpoints(tmp_path / "back", backup=tmp_path / "drive").restore()) == 3
+
+    def check():
+        assert steps_in(tmp_path / "drive") == [3, 2]
+        act()
+
+    kill_everywhere(prepare, act, check)
+
+
+def test_a_state_of_any_device_comes_back_on_the_cpu(xla, tmp_path):
+    saved = Checkpoints(tmp_path)
+    state = OrderedDict(weight=torch.ones(2, 3, device=xla.device), names=["a", ("b", None)], lr=0.1, on=True)
+    saved.save(dict(model=state, half=torch.ones(2, dtype=torch.bfloat16)), 1)
+    state["weight"] = torch.ones(2, 3)
+    assert alike(saved.restore(), dict(model=state, half=torch.ones(2, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(1), np.ones(2), torch.nn.Linear(1, 1), len, lambda: 0, Path("a")], ids=str
+)
+def test_a_state_that_could_not_be_read_without_running_code_is_refused_before_it_takes_the_place_of_one(
+    value, saved
+):
+    before = content(saved.folder)
+    with refuses("tensors, numbers and strings"):
+        saved.save(dict(step=3, loss=[value]), 3)
+    with refuses(-1):
+        saved.save({}, -1)
+    assert content(saved.folder) == before
+
+
+@pytest.mark.parametrize("at", [0, 100, None, -1])
+def test_a_flipped_bit_is_skipped_here_and_in_the_backup_and_replaces_nothing_whole(at, saved, capsys):
+    drive = saved.backup.path
+    whole = (drive / STEP_2).read_bytes()
+    flip(saved.folder / STEP_2, at)
+    assert value_of(Checkpoints(saved.folder).restore()) == 1
+    assert f"{saved.folder / STEP_2} is damaged" in capsys.readouterr().out
+    assert value_of(again(saved, "mine").restore()) == 2, "the backup has it"
+    flip(saved.folder / STEP_2, at)
+    again(saved, "mine").save(filled(3), 3)
+    assert (drive / STEP_2).read_bytes() == whole and steps_in(drive) == [3, 2]
+    flip(drive / "checkpoints/step-00000003.pt", at)
+    capsys.readouterr()
+    assert value_of(again(saved).restore()) == 2
+    assert "step-00000003.pt" in capsys.readouterr().out
+    flip(drive / STEP_2, at)
+    with refuses(drive, 2):  # not as if nothing had been saved
+        again(saved, "another").restore()
+
+
+def test_where_all_are_damaged_or_their_list_is_gone_nothing_starts_anew_and_nothing_is_written(saved):
+    alone = Checkpoints(saved.folder)
+    (saved.folder / hashes.LIST).rename(saved.folder / "list")
+    before = content(saved.folder)
+    for use in (alone.restore, lambda: alone.save(filled(3), 3), again(saved, "mine").restore):
+        with refuses(saved.folder / hashes.LIST):
+            use()
+    assert content(saved.folder) == before
+    (saved.folder / "list").rename(saved.folder / hashes.LIST)
+    for path in saved.folder.rglob("*.pt"):
+        flip(path)
+    with refuses(2, saved.folder):
+        alone.restore()
+
+
+@pytest.mark.parametrize("copies", range(3))
+def test_a_drive_that_goes_within_a_copy_is_reported_once_gets_no_further_file_and_ends_no_loop(
+    copies, tmp_path, monkeypatch, capsys
+):
+    drive, done = tmp_path / "drive", []
+    drive.mkdir()
+    ismount, copy = os.path.ismount, files.copy_atomic
+
+    def mounted(path):
+        return len(done) < copies if Path(path) == drive else ismount(path)
+
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == drive or ismount(path))
+    saved = Checkpoints(tmp_path / "mine", backup=drive / "mine")
+    assert saved.restore() is None
+    monkeypatch.setattr(os.path, "ismount", mounted)
+    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths[1]), copy(*paths)))
+    for step in (1, 2, 3):  # the id, the first checkpoint; the next ones are tried and come to nothing
+        saved.save(filled(step), step)
+    assert len(done) == copies and capsys.readouterr().out.count(f"mounted at {drive}") == 1
+    assert value_of(Checkpoints(saved.folder).restore()) == 3
+    with refuses(drive):
+        saved.restore()
+    done.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == drive or ismount(path))
+    saved.save(filled(4), 4)
+    assert steps_in(drive / "mine") == [4, 3] and "works again" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_named_and_leaves_what_was_saved(saved):
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, limit[1]))  # more fails, as on a full disk
+    try:
+        with pytest.raises(TpukitError, match=r"step-00000003\.pt.*MiB"):
+            saved.save(dict(a=torch.zeros(1000)), 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, old)
+    assert value_of(again(saved, "mine").restore()) == 2 and not list(saved.folder.rglob("*.partial"))
+
+
+def test_another_loops_backup_and_a_run_are_not_replaced_and_a_later_state_is_neither(
+    saved, tmp_path, capsys
+):
+    drive = saved.backup.path
+    later = again(saved)
+    later.restore()
+    other = Checkpoints(tmp_path / "other", backup=tmp_path / "other drive")
+    other.save(filled(7), 7)
+    taken = Checkpoints(other.folder, backup=drive)
+    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "run drive").save({}, 1)
+    for use in (taken, Checkpoints(tmp_path / "new", backup=tmp_path / "run drive")):
+        with refuses(use.backup.path):
+            use.restore()
+    taken.save(filled(8), 8)  # which a loop survives that did not ask
+    assert "belongs to another" in capsys.readouterr().out and steps_in(drive) == [2, 1]
+    with refuses(saved.folder):
+        Run.open(saved.folder, MNIST())
+    later.save(filled(9), 9)
+    saved.save(filled(3), 3)
+    assert "has step 9" in capsys.readouterr().out and steps_in(drive) == [9, 2]
+    assert value_of(again(saved, "mine").restore()) == 9
+
+
+def test_the_files_of_a_loop_beside_its_checkpoints_stay(saved):
+    for folder in (saved.folder, saved.backup.path):
+        (folder / "log.txt").write_text("mine")
+    (saved.folder.parent / "again").mkdir()
+    (saved.folder.parent / "again/plot.png").write_text("mine")
+    assert value_of(again(saved).restore()) == 2
+    again(saved, "mine").save(filled(3), 3)
+    for name in ("mine/log.txt", "drive/mine/log.txt", "again/plot.png"):
+        assert (saved.folder.parent / name).read_text() == "mine"
+
+
+PROGRAM = """
+import sys, tpukit, torch
+saved = tpukit.Checkpoints(sys.argv[1], backup=sys.argv[2])
+state = saved.restore()
+saved.save({"a": torch.ones(1)}, 1)
+print(*(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "tpukit"))
+"""
+
+
+def test_it_loads_1500_lines_of_tpukit_at_most_and_nothing_of_training_or_tasks(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, tmp_path / "mine", tmp_path / "drive"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = [Path(name) for name in ran.stdout.split()]
+    folders = {path.relative_to(ROOT / "tpukit").parts[0] for path in loaded}
+    assert folders == {"__init__.py", "host", "runs"}
+    assert sum(len(path.read_text().splitlines()) for path in loaded) <= 1500

@@ -1,0 +1,88 @@
+"""`Job`, which every process of a launch is given, and in it the `Plan` of the call."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from tpukit.host.environment import Environment
+    from tpukit.launching.core import Core
+
+HANG_TIMEOUT_S = 900.0
+PRINTED = "printed.txt"  # what rank 0 prints
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Context manager: make a folder, which stays after a failure, whose message names it."""
+    folder = Path(tempfile.mkdtemp(prefix="tpukit-cores-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Properties of the call that a launch makes; the defaults are those of a plain function.
+
+    Args:
+        arguments: returns the call's (arguments, keywords) on a core.
+        reserve: returns a context manager of the folder for the cores' files, in which only this launch
+            writes.
+        say: prints a line of the launch itself.
+        progress: returns dict(step, total, name, unit, ...), or {} where that is unknown.
+        saved: returns a sentence about what is left of a launch that failed.
+        precision: of the devices, see `open_runtime`.
+        check: raises TpukitError where this many cores cannot share the work.
+        why_one_gpu: returns the reason if one GPU serves better than this many, otherwise "".
+        libtpu_args: returns flags of a TPU's compiler for this many cores, as in LIBTPU_INIT_ARGS.
+        trains: whether the call counts its steps from the start, and on a signal saves after one. Another may
+            take any time before its first step, and ends at once."""
+
+    arguments: Callable[[Core], tuple[tuple, dict[str, Any]]]
+    reserve: Callable[[], contextlib.AbstractContextManager[Path]] = temporary_folder
+    say: Callable[[str], None] = print
+    progress: Callable[[], dict[str, Any]] = dict
+    saved: Callable[[], str] = str
+    precision: str = "fp32"
+    check: Callable[[int], None] = lambda cores: None
+    why_one_gpu: Callable[[int], str] = lambda gpus: ""
+    libtpu_args: Callable[[int], str] = lambda cores: ""
+    trains: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The launch, as every process of it sees it."""
+
+    start_timeout_s: ClassVar[float] = 600.0  # to import torch_xla and open the chips; eight were never timed
+
+    function: Callable
+    plan: Plan
+    env: Environment
+    hang_timeout_s: float
+    processes: int = 1
+    spmd_cores: int | None = None  # how many the one process drives, with parallel="spmd"
+    folder: Path = Path()  # where the forked processes leave their files
+    rendezvous: Path | None = None  # the file in which they meet
+
+    def call(self, core: Core) -> Any:
+        """Call the function on a core."""
+        arguments, keywords = self.plan.arguments(core)
+        return self.function(*arguments, **keywords)
+
+    def file(self, index: int, name: str) -> Path:
+        """Return the path of what core number `index` writes: its log, step, stacks, hang, result or end."""
+        return self.folder / f"rank-{index:02d}.{name}"
+
+    def describe(self, index: int, step: int | None, rank: int | None = None) -> str:
+        """Describe where a core is, in words. step: how many it has taken; None before the core started."""
+        core = f"core {index}" if rank is None else f"core {index} (rank {rank})"
+        if step is None:
+            return f"{core} while starting"
+        return f"{core} in step {step + 1}" if step or self.plan.trains else core

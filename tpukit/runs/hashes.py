@@ -1,0 +1,115 @@
+"""The weights files in a folder: the newest two checkpoints, best.safetensors, and the list of their SHA-256.
+
+The list is written last: a file is on the disk before the list names it, and is removed after the list has
+dropped it. While a file replaces one of the same name, the list has the SHA-256 of both. So a kill at any
+point loses none. A folder without weights has an empty list; a missing list means that files were deleted."""
+
+import json
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import BinaryIO
+
+from tpukit.host import files
+from tpukit.host.errors import Damaged, first_line
+
+KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
+LIST = "checkpoints/checkpoints.json"
+BEST = "best.safetensors"
+
+Listed = dict[str, list[str]]  # name in the folder, newest first -> SHA-256; two while it is replaced
+
+
+def put(folder: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
+    """Write a weights file, whole or not at all, and put it at the head of the list.
+
+    name: in the folder. write: called with the open file."""
+    others = read_list(folder)
+    if others is None:  # from now on, files without a list mean that it was deleted
+        write_list(folder, others := {})
+    old = others.pop(name, [])
+    new: list[str] = []
+
+    def announce(partial: Path) -> None:
+        new.append(files.sha256(partial))
+        if old:
+            write_list(folder, {name: new + old, **others})
+
+    with files.atomic_file(folder / name, check=announce) as file:
+        write(file)
+    write_list(folder, {name: new, **others})
+
+
+def check(path: Path, digests: Collection[str]) -> None:
+    """Raise Damaged if the file has none of these SHA-256."""
+    try:
+        digest, size = files.sha256(path), path.stat().st_size
+    except OSError as error:
+        raise Damaged(f"{path} is damaged ({first_line(error)})") from error
+    if digest not in digests:
+        raise Damaged(f"{path} is damaged: its {size} bytes do not match the recorded SHA-256")
+
+
+def is_whole(path: Path, digests: Collection[str]) -> bool:
+    """Return whether the file has one of these SHA-256."""
+    try:
+        check(path, digests)
+        return True
+    except Damaged:
+        return False
+
+
+def check_best(path: Path) -> None:
+    """Raise Damaged if a file is the best weights of a run, and not as the run's list has them."""
+    if path.name != BEST or (listed := read_list(path.parent)) is None:
+        return
+    if not is_whole(path, listed.get(BEST, [])):
+        # Training may have replaced both since the list was read.
+        check(path, (read_list(path.parent) or {}).get(BEST, []))
+
+
+def read_list(folder: Path) -> Listed | None:
+    """Return the list of a folder, None if it is missing. Raises Damaged."""
+    path = folder / LIST
+    try:
+        listed = json.loads(path.read_bytes())
+        if all(_is_ours(name) and isinstance(digests, list) for name, digests in listed.items()):
+            return listed
+        raise ValueError("it names other files")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        advice = "restore it from a copy of the folder, or choose another one"
+        raise Damaged(f"{path} is damaged ({first_line(error)}): {advice}") from error
+
+
+def write_list(folder: Path, listed: Listed) -> None:
+    """Replace the list, less all but the newest checkpoints. Then remove the checkpoints that it no longer
+    has, and what killed processes left."""
+    dropped = list(steps(listed))[KEEP:]
+    kept = {name: digests for name, digests in listed.items() if name not in dropped}
+    path = folder / LIST
+    with files.explain_unwritable(folder):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(path, json.dumps(kept, indent=1))
+    for path in path.parent.glob("step-*.pt"):
+        name = f"checkpoints/{path.name}"
+        if name not in kept and _is_ours(name):  # files of other names stay
+            path.unlink()
+    files.remove_partials(folder / "checkpoints")
+    files.remove_partials(folder)
+
+
+def steps(listed: Listed) -> dict[str, int]:
+    """Return the checkpoints of a list, newest first: name -> step."""
+    return {name: step for name in listed if (step := step_of(name)) is not None}
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint by its name in the folder; None if the file is not tpukit's."""
+    found = re.fullmatch(r"checkpoints/step-(\d{8,})\.pt", name)
+    return int(found[1]) if found else None
+
+
+def _is_ours(name: str) -> bool:
+    return name == BEST or step_of(name) is not None

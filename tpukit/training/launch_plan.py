@@ -1,0 +1,59 @@
+"""What a launch has to know of a training: `launch_plan`."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from tpukit.devices.runtime import check_batch
+from tpukit.host import files
+from tpukit.launching.core import Core
+from tpukit.launching.job import Plan
+from tpukit.runs.run import Run
+from tpukit.training import batch_norm
+
+
+class Launched(batch_norm.Shares, Protocol):
+    """What a launch asks of a task."""
+
+    @property
+    def precision(self) -> str: ...
+    def libtpu_args(self, batch_size: int) -> str: ...
+
+
+def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
+    """Return the plan of `launch(train, task, run)`, or of another function of a task and a run.
+
+    It gets this core's `runtime`, and on ranks other than 0 a run that writes nothing. The cores leave their
+    files in the run's folder."""
+
+    def arguments(core: Core) -> tuple[tuple, dict[str, Any]]:
+        run.is_launched = core.is_forked
+        own = run if core.rank == 0 else run.read_only()
+        return (task, own, *others), dict(runtime=core.runtime)
+
+    @contextlib.contextmanager
+    def reserve() -> Iterator[Path]:
+        with files.exclusive_lock(run.path / ".launch.lock"):
+            with run.lock():  # a training on one core may be at work there
+                pass
+            (run.path / "progress.json").unlink(missing_ok=True)
+            yield run.path / "cores"
+
+    def saved() -> str:
+        for entry in run.checkpoints()[:1]:
+            return f"The last checkpoint is {entry['file']}; launch again to resume from it."
+        return "There is no checkpoint yet."
+
+    return Plan(
+        arguments=arguments,
+        reserve=reserve,
+        say=run.print,
+        progress=run.read_progress,
+        saved=saved,
+        precision=task.precision,
+        check=lambda cores: check_batch(task.batch_size, cores),
+        why_one_gpu=lambda gpus: batch_norm.why_one_gpu(task, gpus),
+        libtpu_args=lambda cores: task.libtpu_args(task.batch_size // cores),
+        trains=True,
+    )
