@@ -1,19 +1,16 @@
 """`python -m release.hardware`: renew what README, STATUS and docs/hardware/README.md say of the reports in
-docs/hardware/, and tpukit/devices/seen.json, which spares a training what a report has tried."""
+docs/hardware/."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any, Literal
 
-from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError
 from tpukit.runs.json_types import has_type
 from tpukit.tools.doctor.hardware import CHECKS, FAIL, FORMAT, PASS
 
 KINDS = dict(format=Literal[FORMAT], rehearsal=Literal[False], versions=dict[str, str], checks=list[dict])
-# What a training tries by itself where it is not in seen.json (`devices/trial.py`): the checks that show it
-TRIED = {"step": {"step"}, "all_reduce": {"all_reduce", "all_cores"}, "attention": {"attention_kernels"}}
 HOLDS = {PASS: "holds", FAIL: "**does not hold**"}
 ENGLISH = (
     "**Status: each figure on this page names its hardware; checked on {}{}.**",
@@ -64,21 +61,8 @@ def table(reports: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def seen(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what passed where, for seen.json."""
-    entries = []
-    for report in reports:
-        held = {name for name, outcome in report["outcomes"].items() if outcome == PASS}
-        passed = [name for name, checks in TRIED.items() if checks <= held]
-        minor = {name: ".".join(map(str, release(text))) for name, text in report["versions"].items()}
-        xla = minor["torch_xla"] if report.get("backend") == "torch_xla" else None
-        if passed:
-            entries.append(dict(chip=report["chip"], torch=minor["torch"], torch_xla=xla, passed=passed))
-    return entries
-
-
 def renew(root: Path) -> None:
-    """Bring the pages and seen.json below `root` up to date with its reports."""
+    """Bring the pages below `root` up to date with its reports."""
     reports = sorted(map(read, (root / "docs/hardware").glob("*.json")), key=lambda report: report["date"])
     pages = [*root.glob("README*.md"), *root.glob("docs/STATUS*.md"), root / "docs/hardware/README.md"]
     for page in pages:
@@ -86,7 +70,6 @@ def renew(root: Path) -> None:
         text = table(reports) if page.parent.name == "hardware" else sentence(reports, words)
         between = r"(<!-- hardware -->\n).*(\n<!-- end of hardware -->)"
         page.write_text(re.sub(between, rf"\g<1>{text}\g<2>", page.read_text(), flags=re.DOTALL))
-    (root / "tpukit/devices/seen.json").write_text(json.dumps(seen(reports)) + "\n")
 
 
 if __name__ == "__main__":

@@ -195,8 +195,8 @@ def test_help_lists_commands_tasks_and_settings_with_their_explanations(helps):
 
 
 def test_the_choices_of_the_command_line_are_those_of_the_library():
-    from tpukit.devices.chips import MACHINES
     from tpukit.launching.launcher import PARALLEL
+    from tpukit.tools.plan.compiler import MACHINES
 
     assert get_args(COMMANDS["plan"].__annotations__["chip"]) == tuple(MACHINES)
     assert get_args(COMMANDS["train"].__annotations__["parallel"]) == tuple(PARALLEL)

@@ -4,7 +4,6 @@ A capture records each operation with the memory of its inputs and outputs, and 
 what was made within it holds garbage. A replay runs the operations again on the same memory."""
 
 import contextlib
-import random
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,7 +22,7 @@ class EmulatedRuntime(Runtime):
 
     compile, has_graphs = CUDARuntime.compile, True
     init_optimizer_state = CUDARuntime.init_optimizer_state
-    _step_unless_overflow, allow_sync = CUDARuntime._step_unless_overflow, CUDARuntime.allow_sync
+    _step_unless_overflow = CUDARuntime._step_unless_overflow
     _searches_not_counted = staticmethod(lambda function: function)
 
     def __init__(self, precision="fp32"):
@@ -39,7 +38,7 @@ class EmulatedGpu:
     """What stands for the driver. graphs: those that were captured. launches: how often one was replayed."""
 
     def __init__(self, monkeypatch):
-        self.graphs, self.launches = [], 0
+        self.graphs, self.launches, self.is_capturing = [], 0, False
         self.host = {}  # memory -> an optimizer's counter, which a real GPU's optimizer keeps on the host
         self.hook = register_optimizer_step_pre_hook(self._note_counters)
         for name, value in dict(
@@ -48,12 +47,10 @@ class EmulatedGpu:
             monkeypatch.setattr(torch.cuda, name, value)
         for name in ("set_stream", "graph_pool_handle", "reset_peak_memory_stats", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(cuda_graph, "_capture_stream", Stream)
-        monkeypatch.setattr(cuda_graph, "_waits_recorded", lambda: contextlib.nullcontext([]))
         monkeypatch.setattr(cuda_graph, "_end_capture", lambda *_: None)
-        # The CPU's generator stands for the GPU's, which a replay moves on; Python's numbers are the host's.
-        monkeypatch.setattr(cuda_graph, "host_random_state", random.getstate)
         monkeypatch.setattr(cuda, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
 
     def _note_counters(self, optimizer, arguments, settings):
@@ -67,8 +64,12 @@ class EmulatedGpu:
 
     @contextlib.contextmanager
     def capture(self, graph, **settings):
-        with graph.capturing():
-            yield
+        self.is_capturing = True
+        try:
+            with graph.capturing():
+                yield
+        finally:
+            self.is_capturing = False
         self.graphs.append(graph)
 
 

@@ -25,19 +25,3 @@ def test_what_changed_between_two_calls_is_said_by_name_with_old_and_new():
     back = recompiles.differences(after, before)
     assert "image went from (7, 3, 8, 8) to (16, 3, 8, 8)" in back  # which is not ragged
     assert recompiles.differences(dict(epoch=5), dict(epoch=6)) == ["epoch went from 5 to 6"]
-
-
-def test_the_first_new_operation_of_a_trace_is_named_with_its_line_whatever_the_numbering():
-    old = [
-        "%0 = f32[] xla::device_data(), location=loss@mine.py:6",
-        "%1 = f32[8] aten::mul(%0), location=loss@mine.py:6, ROOT=0",
-    ]
-    new = [
-        "%0 = f32[] xla::device_data(), location=loss@mine.py:9",
-        "%1 = f32[] xla::device_data(), location=loss@mine.py:6",
-        "%2 = f32[8] aten::mul(%1), scope=aten::mul.2, location=loss@mine.py:6",
-        "%3 = f32[8] aten::relu(%2)",
-        "%4 = f32[8] aten::exp(%3), location=loss@mine.py:9, ROOT=0",
-    ]
-    assert recompiles.new_operation("\n".join(old), "\n".join(new)) == "aten::exp in loss, mine.py line 9"
-    assert recompiles.new_operation("\n".join(new), "\n".join(old)) is None

@@ -17,7 +17,7 @@ from tests.conftest import COMPILERS, ROOT, best_weights, exact, refuses, same
 from tests.devices import torch_tpu_mock
 from tests.launching.conftest import CPU, losses, on_one_core
 from tpukit import MNIST, Run, train
-from tpukit.devices import open_runtime, torch_tpu_private
+from tpukit.devices import open_runtime, torch_tpu
 from tpukit.devices.torch_tpu import TorchTPURuntime
 from tpukit.host import environment, files
 from tpukit.launching import launcher
@@ -59,14 +59,9 @@ def test_a_training_gives_the_records_and_weights_of_the_cpu_and_a_resumed_one_t
     assert {name for name, _ in compiled} == {"Sequential", "without_gradient", "compose"}
 
 
-def test_a_chip_computes_in_bf16_reports_its_memory_takes_what_is_put_and_refuses_fp16_and_spmd(
-    mock, tmp_path
-):
+def test_a_chip_computes_in_bf16_reports_its_memory_takes_what_is_put_and_refuses_fp16_and_spmd(mock):
     runtime = TorchTPURuntime("tpu")
     assert runtime.precision == "bf16" and runtime.memory_size() == 16 * 2**30 and runtime.memory() == []
-    with runtime.traced(tmp_path):
-        pass
-    assert ("xprof_trace_handler", (), dict(dir_name=str(tmp_path))) in mock
     with refuses("fp16", "bf16"):
         TorchTPURuntime("tpu", "fp16")
     with refuses("spmd", "processes"):
@@ -84,7 +79,7 @@ def test_where_torch_tpu_finds_no_tpu_the_error_says_so(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_tpu", torch)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
     with refuses("no TPU", "tpukit doctor"):
-        torch_tpu_private.open_device()
+        torch_tpu.open_device()
 
 
 # Launches
@@ -101,27 +96,19 @@ def test_a_launch_is_refused_where_this_process_has_used_the_chips_and_spmd_as_i
             launcher.launch(train, task, Run.open(tmp_path, task), parallel=parallel)
 
 
-def test_each_launch_prepares_its_own_chips_and_is_refused_where_the_user_or_torchrun_set_others(
+def test_a_launch_prepares_its_chips_and_is_refused_where_the_user_or_torchrun_set_others(
     mock, digits, tmp_path, monkeypatch
 ):
-    for count in (8, 4):
-        torch_tpu_private.set_launch_variables(count)
-        assert os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].count(":") == count
+    torch_tpu.set_launch_variables(8)
+    assert os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].count(":") == 8
     os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"] = "host-a:1,host-b:1,host-c:1,host-d:1"
     with refuses("4 TPU chips", "8 processes"):
-        torch_tpu_private.set_launch_variables(8)
+        torch_tpu.set_launch_variables(8)
     monkeypatch.setattr(environment, "detect", lambda: torch_tpu_mock.machine(8))
     task = MNIST(dataset_dir=digits, **SMALL)
     os.environ.update(TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="1", WORLD_SIZE="2")
     with refuses("4 TPU chips", "2 processes", "torch.tpu.distributed"):
         launcher.launch(train, task, Run.open(tmp_path, task))
-
-    def refuse(nproc_per_node):
-        raise RuntimeError("No TPU topology found for count: 2")
-
-    monkeypatch.setattr(torch.tpu.distributed, "set_tpu_launch_env", refuse)
-    with refuses("2 processes", "count: 2", "tpukit doctor"):
-        torch_tpu_private.set_launch_variables(2)
 
 
 TRAINING = dict(batch_norm="frozen", precision="fp32", log_every=1, num_workers=1)
@@ -170,7 +157,7 @@ print("MISSING", json.dumps([name for name in sys.argv[1:] if is_missing(name)])
 
 @pytest.mark.nightly
 def test_every_name_of_torch_tpu_in_the_source_is_in_the_real_package():
-    source = "".join(path.read_text() for path in (ROOT / "tpukit/devices").glob("torch_tpu*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "tpukit/devices").glob("torch_tpu.py"))
     names = {f"torch.tpu.{name}" for name in re.findall(r"(?<!`)\btorch\.tpu\.(\w+)", source)}
     names |= set(map(".".join, re.findall(r"from (torch_tpu[\w.]*|torch\.tpu\.\w+) import (\w+)", source)))
     assert len(names) > 7

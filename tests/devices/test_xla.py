@@ -108,24 +108,25 @@ def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_no
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
         lambda p: torch.optim.Adam(p, lr=0.01),
         lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
         lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
         lambda p: torch.optim.Adadelta(p),
         lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
     ],
 )
-def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
+def test_priming_an_optimizer_changes_no_step_of_it(make, xla):
     def trajectory(primed):
         torch.manual_seed(0)
-        model = torch.nn.Linear(4, 3)
+        model = xla.to_device(torch.nn.Linear(4, 3))
         optimizer = make(model.parameters())
         if primed:
-            assert XLARuntime.init_optimizer_state(cpu, optimizer)
+            assert xla.init_optimizer_state(optimizer)
             assert all(optimizer.state[p] for p in model.parameters())
         for _ in range(3):
             optimizer.zero_grad()
-            model(torch.ones(2, 4)).square().sum().backward()
+            model(xla.put({"x": torch.ones(2, 4)})["x"]).square().sum().backward()
             optimizer.step()
-        return model.weight.detach()
+        return model.weight.detach().cpu()
 
     torch.testing.assert_close(trajectory(True), trajectory(False))
 

@@ -38,14 +38,11 @@ class Counting(torch.optim.SGD):
         (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 2),
         (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 2),  # counts its steps on the host
         (lambda p: torch.optim.RMSprop(p, 1e-4, eps=1e-3), False, 2),
-        # counts them on the device
-        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 2),
-        # makes other constants of them at every step
-        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 8 + 2),
-        (lambda p: torch.optim.SGD(p, 0.001), True, 8 + 2),
-        (Counting, False, 8 + 2),
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 2),  # counts them on the device
+        (lambda p: torch.optim.SGD(p, 0.001), True, 1 + 8),
+        (Counting, False, 1 + 8),
     ],
-    ids=["SGD", "Adagrad", "RMSprop", "capturable AdamW", "AdamW", "dropout", "in Python"],
+    ids=["SGD", "Adagrad", "RMSprop", "AdamW", "dropout", "in Python"],
 )
 def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
     xla.reset_statistics()
@@ -58,7 +55,7 @@ def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimize
     # that is 1 % off by 1e-3 and 9e-4.
     assert losses == pytest.approx(wanted_losses, rel=1e-5) and losses[-1] > losses[0] + 1
     torch.testing.assert_close(state, wanted_state, atol=2e-5, rtol=1e-5)
-    # Two traces to begin with.
+    # Two traces to begin with, or one that shows that every step has to be traced.
     assert (calls, all_calls) == (traces, 8)
 
 
@@ -179,41 +176,29 @@ def test_every_rank_traces_where_one_of_them_has_to(core):
     assert traces == 8 + 2 and losses[-1] > losses[0] + 1
 
 
-def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_each_time_and_without_lines(
-    core, monkeypatch
-):
+def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_each_time(core, monkeypatch):
     monkeypatch.setattr(xla_graph, "CHECK_AFTER", 3)
-    monkeypatch.setattr(xla_graph, "MAX_UNCHECKED", 10)
 
     def captured_at(rank):
         torch.manual_seed(rank)
         core.world.rank = rank
         core.seed(0)
-        with_lines = []
-
-        def loss(y):
-            with_lines.append(xla_private._XLAC._get_ir_debug())
-            return y.square().sum()
-
-        step, traces, _ = small_step(core, loss)
+        step, traces, _ = small_step(core, lambda y: y.square().sum())
         for _ in range(32):
             step(core.put({"x": torch.randn(4, 3)})["x"])
-        return list(zip(traces, with_lines))
+        return traces
 
-    checks = [1 + 3, 4 + 6, 10 + 10, 20 + 10]
-    wanted = [(1, True), (1, True), *((call, False) for call in checks)]
-    assert captured_at(0) == captured_at(7) == wanted
+    assert captured_at(0) == captured_at(7) == [1, 1, 4, 8, 16, 32]
 
 
-def test_a_core_of_several_refuses_a_step_that_changes_and_names_the_operation(core, monkeypatch):
+def test_a_core_of_several_refuses_a_step_that_changes(core, monkeypatch):
     monkeypatch.setattr(xla_graph, "CHECK_AFTER", 4)
 
     def changing(y):
         return (y if len(traces) < 3 else y.tanh()).square().sum()
 
     step, traces, _ = small_step(core, changing)
-    changed = r"call 5 of `step`(?s:.*)New in it: aten::tanh in changing"
-    with pytest.raises(UnexpectedRecompilation, match=changed):
+    with pytest.raises(UnexpectedRecompilation, match="call 5 of `step`"):
         for _ in range(9):
             step(ones(core))
 
@@ -251,8 +236,8 @@ class Cut(MNIST):
         return super().loss(model, {name: value[:kept] for name, value in batch.items()}, epoch)
 
 
-def test_shapes_that_change_within_the_step_are_an_error_that_names_the_line(digits, tmp_path, xla):
+def test_shapes_that_change_within_the_step_are_an_error(digits, tmp_path, xla):
     task = Cut(dataset_dir=digits, epochs=1, batch_size=8)
     object.__setattr__(task, "calls", [])
-    with pytest.raises(UnexpectedRecompilation, match=r"New in it: .*, test_xla_graph\.py line \d+\n"):
+    with pytest.raises(UnexpectedRecompilation, match="call 1 of `step`"):
         train(task, Run.open(tmp_path, task), runtime=xla, progress=False)

@@ -3,7 +3,6 @@
 `python -m tests.devices.torch_tpu_mock '{"run": ..., "data": ..., "launches": [{...}, ...]}'` launches a
 training with each of these settings on two mock chips, and prints how they ended, as one JSON line."""
 
-import contextlib
 import json
 import os
 import sys
@@ -12,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from tpukit.devices import torch_tpu_private
+from tpukit.devices import torch_tpu
 from tpukit.host import environment
 
 VERSIONS = dict(torch="2.13.0+cpu", torch_tpu="0.2.0", libtpu="0.0.52")
@@ -24,7 +23,7 @@ OF_A_RANK += ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
 def install(replace=setattr):
     """Put the names of torch_tpu into this process, on CPU tensors. Returns a list that gets the name and the
     arguments of each call that matters. replace: as setattr."""
-    calls, resolved = [], {}
+    calls = []
 
     def recorded(name):
         return lambda *arguments, **keywords: calls.append((name, arguments, keywords))
@@ -34,20 +33,15 @@ def install(replace=setattr):
         addresses = ",".join(f"localhost:{8470 + index}" for index in range(nproc_per_node))
         found = dict(TORCH_TPU_SLICEBUILDER_ADDRESSES=addresses, TORCH_TPU_TOPOLOGY="2,4,1")
         for name in found.keys() - os.environ.keys():
-            os.environ[name] = resolved.setdefault(name, found[name])
+            os.environ[name] = found[name]
 
     def compiled(function, dynamic):
         name = getattr(function, "__name__", type(function).__name__)
         calls.append(("compile", (name,), dict(dynamic=dynamic)))
         return function
 
-    profiler = SimpleNamespace(
-        profile=lambda on_trace_ready: contextlib.nullcontext(),
-        xprof_trace_handler=recorded("xprof_trace_handler"),
-    )
     names = {
         "torch_tpu": {},
-        "torch_tpu._internal": dict(env_utils=SimpleNamespace(_resolved_values=resolved), profiler=profiler),
         "torch.tpu": dict(
             get_device_name=lambda: "TPU v5 lite",
             get_device_properties=lambda: SimpleNamespace(total_memory=16 * 2**30),
@@ -66,8 +60,8 @@ def install(replace=setattr):
     replace(torch, "set_float32_matmul_precision", recorded("set_float32_matmul_precision"))
     replace(torch.accelerator, "synchronize", recorded("synchronize"))
     replace(torch.accelerator, "current_device_index", lambda: 0)
-    replace(torch_tpu_private, "open_device", open_device)
-    replace(torch_tpu_private, "BACKEND", "gloo")
+    replace(torch_tpu, "open_device", open_device)
+    replace(torch_tpu, "BACKEND", "gloo")
     return calls
 
 

@@ -11,7 +11,6 @@ from tests.conftest import ROOT, refuses
 from tpukit.tools.doctor.hardware import FAIL, PASS, SKIP
 
 PAGES = ("README.md", "README.zh-CN.md", "docs/STATUS.md", "docs/hardware/README.md")
-SEEN = "tpukit/devices/seen.json"
 
 
 def report(outcomes, **changes):
@@ -31,25 +30,25 @@ def report(outcomes, **changes):
 
 @pytest.fixture
 def renewed(tmp_path):
-    """A function: the pages and seen.json of these reports, by name."""
+    """A function: the pages of these reports, by name."""
 
     def renew(*reports):
-        for name in (*PAGES, SEEN):
+        for name in PAGES:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
         for number, one in enumerate(reports):
             (tmp_path / f"docs/hardware/{number}.json").write_text(json.dumps(one))
         hardware.renew(tmp_path)
-        return {name: (tmp_path / name).read_text() for name in (*PAGES, SEEN)}
+        return {name: (tmp_path / name).read_text() for name in PAGES}
 
     return renew
 
 
-def test_the_pages_and_seen_json_of_the_repository_are_what_its_reports_make_of_them(renewed):
+def test_the_pages_of_the_repository_are_what_its_reports_make_of_them(renewed):
     reports = [json.loads(path.read_text()) for path in (ROOT / "docs/hardware").glob("*.json")]
     for name, text in renewed(*reports).items():
         assert text == (ROOT / name).read_text(), "python -m release.hardware"
-        assert name == SEEN or text.count("<!-- hardware -->") == 1
+        assert text.count("<!-- hardware -->") == 1
 
 
 def test_a_report_turns_not_seen_into_seen_with_versions_and_date(renewed):
@@ -66,16 +65,7 @@ def test_a_report_turns_not_seen_into_seen_with_versions_and_date(renewed):
     rows = {row.split("`")[1]: row for row in texts[PAGES[-1]].splitlines() if row.startswith("| `")}
     assert re.search(r"Tesla T4 .*\*\*does not hold\*\*<br>1 x TPU v5e .*: holds", rows["step"])  # by date
     assert "| not seen |" in rows["all_reduce"] and "of_tomorrow" not in rows
-    assert json.loads(texts[SEEN]) == [dict(chip="TPU v5e", torch="2.9", torch_xla="2.9", passed=["step"])]
     assert "on a TPU chip yet" in renewed(gpu, gpu)["README.md"]
-
-
-@pytest.mark.parametrize("together, passed", [(PASS, ["step", "all_reduce"]), (FAIL, ["step"])])
-def test_several_cores_are_spared_their_trial_where_a_training_on_all_of_them_was_right_too(
-    together, passed, renewed
-):
-    texts = renewed(report({"step": PASS, "all_reduce": PASS, "all_cores": together}))
-    assert [entry["passed"] for entry in json.loads(texts[SEEN])] == [passed]
 
 
 def test_what_a_stranger_calls_a_chip_is_text_on_the_page(renewed):

@@ -99,8 +99,7 @@ class WithAdagrad(Deep):
 
 class WithAdam(Deep):
     def optimizer(self, model):
-        is_xla = next(model.parameters()).is_xla
-        return torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.1, capturable=is_xla)
+        return torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.1)
 
 
 @pytest.mark.parametrize(

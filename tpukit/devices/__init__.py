@@ -67,7 +67,7 @@ def is_open(env: Environment) -> bool:
     if env.accelerator not in ("tpu", "xla"):
         return False
     if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu_private as private
+        from tpukit.devices import torch_tpu as private
     else:
         from tpukit.devices import xla_private as private
     return private.is_open()

@@ -29,15 +29,6 @@ class Chip:
         return self.name.removeprefix("TPU ")
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """A TPU machine for which libtpu's compiler compiles a step, whether or not the machine is present."""
-
-    chip: Chip
-    chips: int
-    topology: str  # its name in the compiler (`jax.experimental.topologies`)
-
-
 V5E = Chip(name="TPU v5e", cloud_type="v5litepod", hbm_bytes=15.75 * GIB, flops=197e12, bandwidth=819e9)
 V6E = Chip(name="TPU v6e", cloud_type="v6e", hbm_bytes=31.25 * GIB, flops=918e12, bandwidth=1640e9)
 CHIPS = (
@@ -48,15 +39,10 @@ CHIPS = (
     Chip(name="TPU v3", cloud_type="v3"),
     Chip(name="TPU v2", cloud_type="v2"),
 )
-MACHINES = {
-    "v5e-1": Machine(V5E, 1, "v5e:1x1"),
-    "v5e-8": Machine(V5E, 8, "v5e:2x4"),
-    "v6e-1": Machine(V6E, 1, "v6e:1x1"),
-}
 
 
 def find_chip(accelerator_type: str) -> Chip | None:
-    """The Chip of an accelerator type, which some hosts call v5litepod-8 and others v5e-8; None for an
-    unknown one."""
+    """Return the Chip of an accelerator type, which some hosts call v5litepod-8 and others v5e-8; None for
+    an unknown one."""
     generation = accelerator_type.partition("-")[0]
     return next((chip for chip in CHIPS if generation in (chip.cloud_type, chip.short_name)), None)

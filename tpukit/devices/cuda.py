@@ -12,7 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import copy_flattened, flattened, parameters_with_gradient
+from tpukit.devices.optimizers import (
+    copy_flattened,
+    count_steps_on_device,
+    flattened,
+    parameters_with_gradient,
+)
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
@@ -86,8 +91,7 @@ class CUDARuntime(Runtime):
         return wait
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
-        # A captured step cannot wait for an average in host memory.
-        if mutates is None or not self.trusts_graphs or self.reduces_on_the_host:
+        if mutates is None or not self.trusts_graphs:
             return self._searches_not_counted(function)
         return cuda_graph.CapturedStep(function, name or function.__name__, mutates, self)
 
@@ -109,10 +113,9 @@ class CUDARuntime(Runtime):
         return call
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
+        count_steps_on_device(optimizer)
         has_fused_step = type(optimizer) in _HAS_FUSED_STEP
         for group in optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = True
             chosen = group.get("foreach") or group.get("differentiable")  # a fused step is neither
             if has_fused_step and group["fused"] is None and not chosen:
                 group["fused"] = True
@@ -124,8 +127,10 @@ class CUDARuntime(Runtime):
     def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the weights, but leave everything on the device as it is where a gradient overflowed.
 
-        torch's scaler reads on the host whether one did, unless the optimizer's kernel can skip by itself."""
-        if self.allow_sync or getattr(optimizer, "_step_supports_amp_scaling", False):
+        torch's scaler reads on the host whether one did, unless the optimizer's kernel can skip by itself: a
+        step that is captured cannot wait for that."""
+        can_skip = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if can_skip or not torch.cuda.is_current_stream_capturing():
             scaler.step(optimizer)
             return
         [overflows] = scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found

@@ -34,22 +34,26 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Optimizer:
     """AdamW of what trains in a model on the device; weights that are no matrices, as those of norms, and
     biases do not decay."""
-    from tpukit.devices.tensors import is_on_xla
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim <= 1]
     groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
-    # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
-    capturable = is_on_xla(parameters[0])
-    return AdamW([g for g in groups if g["params"]], lr=lr, capturable=capturable, **options)
+    return AdamW([g for g in groups if g["params"]], lr=lr, **options)
+
+
+def count_steps_on_device(optimizer: Optimizer) -> None:
+    """Let an optimizer keep its step counters on the device where torch can (`capturable`). On the host they
+    would be constants of a graph."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
 
 
 class HostNumbers:
-    """What an optimizer's state has on the host, mostly counters, and what one step adds to its tensors
-    there: a graph of the device changes none of them.
+    """Optimizer state on the host, mostly step counters, which a graph of the device does not update.
 
-    Made before the step."""
+    Made before a step is traced; `measure` after it finds what the step adds."""
 
     def __init__(self, optimizer: Optimizer):
         self.states = [(state, dict(state)) for state in optimizer.state.values()]
@@ -58,11 +62,10 @@ class HostNumbers:
         self.increments: list[Tensor] = []
 
     def measure(self) -> None:
-        """After the step: what it added."""
         self.increments = [value - before for value, before in zip(self.tensors, self.before)]
 
     def were_replaced(self) -> bool:
-        """Whether the step put other numbers or tensors in place of those that it found."""
+        """Return whether the step put other numbers or tensors in place of those before."""
         return any(state[name] is not value for state, saved in self.states for name, value in saved.items())
 
     def restore(self) -> None:

@@ -105,8 +105,8 @@ def open_for_group(env: Environment, local_rank: int) -> str:
         torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
         return "cpu:gloo,cuda:nccl"
     if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu_private
+        from tpukit.devices import torch_tpu
 
-        torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
-        return torch_tpu_private.BACKEND
+        torch_tpu.open_device()  # which makes its backend known to torch.distributed
+        return torch_tpu.BACKEND
     return "gloo"

@@ -1,8 +1,5 @@
-"""Why a graph was compiled again: what differs from the call before it. Pure functions of arguments and
-traces."""
+"""Why a graph was compiled again: what differs from the call before it."""
 
-import collections
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +14,16 @@ from tpukit.host.errors import TpukitError
 class UnexpectedRecompilation(TpukitError):
     """A call of a compiled function traced a graph beyond the number it is allowed.
 
-    Its arguments: the function's name, the number of the call, the number of graphs allowed, and the first
-    operation that the expected graph does not have, as `new_operation` names it, or None."""
+    Its arguments: the function's name, the number of the call, and the number of graphs allowed."""
 
     causes: tuple[str, ...] = ()  # sentences about arguments that differ from the call before
 
     def __str__(self):
-        function, call, max_graphs, operation = self.args
+        function, call, max_graphs = self.args
         lines = [
             *self.causes,
             f"call {call} of `{function}` traced a new graph, but at most {max_graphs} may be compiled",
         ]
-        if operation:
-            lines.append(f"New in it: {operation}")
         lines.append(KEEP_ONE_GRAPH)
         return "\n".join(lines)
 
@@ -84,24 +78,3 @@ def _change(name, old, new):
         return f"{name} went from {old} to {new}"
     is_ragged = old.shape[1:] == new.shape[1:] and new.shape[:1] < old.shape[:1]
     return f"{name} went from {old.shape} to {new.shape}{': the last batch is ragged' if is_ragged else ''}"
-
-
-def new_operation(before: str, after: str) -> str | None:
-    """The first operation of a trace, as torch_xla prints it, that the previous trace does not have, or None:
-    "aten::mul in loss, mnist.py line 40" if torch_xla's IR debugging was on."""
-    known = collections.Counter(map(_without_numbers, before.splitlines()))
-    fresh = []
-    for line in after.splitlines():
-        plain = _without_numbers(line)
-        known[plain] -= 1
-        if known[plain] < 0 and (operation := re.search(r"\b(\w+::\w+)\(", line)):
-            fresh.append((operation[1], re.search(r"location=([^,]+)@([^,]+):(\d+)", line)))
-    if not fresh:
-        return None
-    # An input by itself says little, and the backward pass has no line of its own.
-    operation, line = min(fresh, key=lambda f: (f[0] == "xla::device_data", f[1] is None))
-    return f"{operation} in {line[1]}, {line[2]} line {line[3]}" if line else operation
-
-
-def _without_numbers(line):
-    return re.sub(r"%\d+|, scope=[^,]+|, ROOT=\d+", "", line)

@@ -61,24 +61,20 @@ class Runtime:
     as on XLA. has_graphs: whether they become these or captured ones. has_fp16: whether a user may ask for
     it. cores: the number of devices that share a global batch, over all processes. notes: sentences for the
     run's log about how the placed model is computed, or "".
-    allow_sync: whether a step may wait for the device; one that is captured may not. trusts_graphs: whether
-    training steps may be captured, replayed or compiled as a whole; False where a trial found them wrong (see
-    `trial`). reduces_on_the_host: whether gradients are averaged in host memory. step: of the last
-    `heartbeat`. watchdog: gets each heartbeat, or None."""
+    trusts_graphs: whether training steps may be captured, replayed or compiled as a whole; False where a
+    trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
+    step: of the last `heartbeat`. watchdog: gets each heartbeat, or None."""
 
     compiles = False
     has_graphs = False
     has_fp16 = True
     notes = ""
-    allow_sync = trusts_graphs = True
+    trusts_graphs = True
     reduces_on_the_host = False
     step = 0
     watchdog: Watchdog | None = None
     mesh: Any = None  # of the devices of SPMD
     last_signatures: dict[str, dict] = {}  # by compiled function: what it was last called with
-    # Numbers of the optimizer's parameters without a gradient: on this rank, and on all of them.
-    missing_gradients: list[int] = []
-    missing_everywhere: list[int] = []
     # Of random numbers: name -> (function that returns its state, function that takes it).
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "cpu": (torch.get_rng_state, torch.set_rng_state)
@@ -262,35 +258,22 @@ class Runtime:
         return batch
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Turn each rank's gradients into their mean over all ranks, where a missing one counts as zero; in
-        fp16 an overflow of one rank becomes one of all. A parameter without a gradient on any rank stays
-        without.
-
-        They go as one vector of each type, and nothing waits for the device, so that a captured step can hold
-        it. Whether a gradient that is missing here exists elsewhere only the host can tell: it looks at every
-        step, but in one that is to be captured only when other gradients are missing than before."""
+        """Turn each rank's gradients into their mean over all ranks, as one vector of each type. A missing
+        one counts as zero, even if no rank has it. In fp16 an overflow of one rank becomes one of all.
+        Nothing waits for the device, so a captured step can hold it."""
         if self.world.size == 1:
             return
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
-        exists = torch.ones(len(parameters), device=self.device)
-        missing = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
-        for number in missing:
-            parameters[number].grad = torch.zeros_like(parameters[number])
-            exists[number].zero_()
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         overflows = list(self.scaler._found_inf_per_device(optimizer).values()) if self.scaler else []
-        tensors = [*(parameter.grad for parameter in parameters), exists, *overflows]
+        tensors = [*(parameter.grad for parameter in parameters), *overflows]
         for dtype, vector in flattened(tensors).items():
-            sent = vector.cpu() if self.reduces_on_the_host else vector
-            mean = self.world.all_reduce(sent).to(self.device).div_(self.world.size)
+            mean = self.world.all_reduce(vector).div_(self.world.size)
             copy_flattened([tensor for tensor in tensors if tensor.dtype == dtype], mean)
         for overflow in overflows:
             overflow.sign_()  # optimizers look for exactly 1
-        if missing and (self.allow_sync or missing != self.missing_gradients):
-            exist = exists.tolist()
-            self.missing_gradients = missing
-            self.missing_everywhere = [number for number in missing if not exist[number]]
-        for number in self.missing_everywhere if missing else ():
-            parameters[number].grad = None
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float | None) -> Tensor | None:
         """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device."""

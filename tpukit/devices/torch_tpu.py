@@ -1,41 +1,41 @@
-"""The runtime of a TPU chip through torch_tpu, Google's backend for torch 2.11 and newer; its device is
-called "tpu".
+"""A TPU chip through torch_tpu, Google's backend for torch 2.11 and newer; its device is called "tpu".
 
 Not yet run on a TPU. Tests run it on CPU tensors with a mock of the package, and look the names that are used
-here up in the package itself; docs/TPU_GUIDE.md, section 12, says what that leaves open."""
+here up in the package itself; docs/TPU_GUIDE.md, section 12, says what that leaves open. torch_tpu, which
+adds torch.tpu, is imported within functions, because most machines lack it."""
 
-from pathlib import Path
+# It is not installed where types are checked.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+import atexit
+import os
 
-# torch_tpu, which adds torch.tpu, is not installed where types are checked.
-# pyright: reportAttributeAccessIssue=false
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from tpukit.devices import torch_tpu_private
+from tpukit.devices.optimizers import count_steps_on_device
 from tpukit.devices.runtime import Runtime
+from tpukit.host.errors import TpukitError
+
+BACKEND = "cpu:gloo,tpu:tpu_dist"  # of torch.distributed: host memory, and the links between chips
 
 
 class TorchTPURuntime(Runtime):
     """One TPU chip in this process. Models and predictions are compiled graphs; what is around them runs by
-    operations.
-
-    Ranks average their gradients as one vector, over the chips' own links. `seed` is the base class's:
-    torch.manual_seed seeds every device's generator. torch_tpu reports no peak of memory."""
+    operations. Ranks average their gradients as one vector, over the chips' own links."""
 
     compiles = has_graphs = True
     has_fp16 = False
+    # `torch.tpu.get_rng_state` refuses from torch 2.13 on.
     generators = {
         **Runtime.generators,
-        "tpu": (
-            lambda: torch_tpu_private.random_generator().get_state(),
-            lambda state: torch_tpu_private.random_generator().set_state(state),
-        ),
+        "tpu": (lambda: random_generator().get_state(), lambda state: random_generator().set_state(state)),
     }
 
     def _open_device(self) -> torch.device:
         # Else a TPU rounds fp32 factors to bfloat16, in a bf16 training too.
         torch.set_float32_matmul_precision("highest")
-        return torch_tpu_private.open_device()
+        return open_device()
 
     def _best_precision(self) -> str:
         return "bf16"
@@ -54,11 +54,66 @@ class TorchTPURuntime(Runtime):
         # torch_tpu refuses modes
         return torch.compile(model, dynamic=False) if self.trusts_graphs else model
 
+    def init_optimizer_state(self, optimizer: Optimizer) -> bool:
+        if self.device.type == "tpu":
+            count_steps_on_device(optimizer)
+        return True
+
     def sync(self) -> None:
         torch.accelerator.synchronize()
 
-    def traced(self, folder: Path):
-        return torch_tpu_private.profile(folder)
-
     def memory_size(self) -> float:
         return torch.tpu.get_device_properties().total_memory
+
+
+def random_generator() -> torch.Generator:
+    return torch.tpu.default_generators[torch.accelerator.current_device_index()]
+
+
+def open_device() -> torch.device:
+    """Return the TPU of this process. Raises TpukitError where torch_tpu finds none."""
+    import torch_tpu  # noqa: F401  registers the device, if there is one
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "tpu":
+        raise TpukitError(
+            f"torch_tpu finds no TPU here (torch's accelerator is {accelerator}): `tpukit doctor` shows why"
+        )
+    return torch.device("tpu")
+
+
+def is_open() -> bool:
+    """Return whether this process has opened the TPU, so that processes forked from it cannot."""
+    import torch_tpu  # noqa: F401
+
+    return torch.tpu.is_initialized()
+
+
+def set_launch_variables(processes: int) -> None:
+    """Set the variables by which the processes of this host, forked later, find each other and their
+    chips. Those of an earlier launch stay, so a session launches one number of processes."""
+    import torch_tpu  # noqa: F401
+    from torch.tpu.distributed import set_tpu_launch_env
+
+    set_tpu_launch_env(nproc_per_node=processes)
+    check_launch_variables(processes)
+
+
+def check_launch_variables(processes: int) -> None:
+    """Raise TpukitError unless these variables are set for this number of processes: others would wait for
+    chips that nobody opens."""
+    addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
+    chips = len(addresses.split(",")) if addresses else 0
+    if chips != processes:
+        raise TpukitError(
+            f"TORCH_TPU_SLICEBUILDER_ADDRESSES names {chips} TPU chips, but {processes} processes were to"
+            " run, one on each. `tpukit train` without torchrun sets it: unset it. Before torchrun run"
+            ' `set -a; eval "$(python -m torch.tpu.distributed)"; set +a`, and start as many processes as it'
+            " names chips"
+        )
+
+
+def leave_without_waiting() -> None:
+    """Let this process end after an error. (torch_tpu would first wait for the other ranks, which wait for
+    this one.)"""
+    atexit.unregister(torch.tpu._shutdown_runtime)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpukit.devices import lanes, xla_counters, xla_private
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import gradients, parameters_of, state_tensors
+from tpukit.devices.optimizers import count_steps_on_device, gradients, parameters_of, state_tensors
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.devices.xla_graph import CompiledFunction, ReplayedStep
 from tpukit.host.errors import TpukitError
@@ -208,6 +208,10 @@ class XLARuntime(Runtime):
         One step with zero gradients and no weight decay creates it; then it is set to zero, which is where
         the optimizers of `_STATE_STARTS_AT_ZERO` start. For others it returns False: their second step
         compiles once more."""
+        # torch refuses that on XLA to Adadelta, and to updates of many tensors at once.
+        has_foreach = any(group.get("foreach") for group in optimizer.param_groups)
+        if not has_foreach and not isinstance(optimizer, torch.optim.Adadelta):
+            count_steps_on_device(optimizer)
         parameters = parameters_of(optimizer)
         exists = all(optimizer.state.get(p) for p in parameters)  # Adagrad has made it already
         dampens = any(group.get("dampening") for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""A function on an XLA device as one compiled graph; and the graph of a training step, captured and replayed.
+"""A function on an XLA device as one compiled graph; and a training step, captured once and replayed.
 
 torch_xla traces a function at every call, only to find that it has compiled the graph already. For a step of
 a thousand operations that can take the host longer than the device needs for it. Here the traced graph is
@@ -6,18 +6,15 @@ kept with the list of its inputs, and later steps hand it the current tensors. (
 torch_xla's own bridge to torch.compile, which takes no optimizer.) With several cores every process does so,
 and the all-reduce is part of the graph; under SPMD it is the one graph of all cores.
 
-    first call                  capture: trace the step, twice, to check that both traces agree
-    later calls                 replay: run the compiled graph, move its outputs into the model, the
-                                optimizer and the gradients
-    another signature, or       check: capture again, to see that the step is still that graph; the first
-    after some replays          time after CHECK_AFTER replays, then after twice as many as before, up to
-                                MAX_UNCHECKED
+    first call         capture: trace the step twice, check that both traces agree, compile and run the graph
+    later calls        replay: run the graph, move its outputs into the model, the optimizer, the gradients
+    another signature  refuse: a step is one graph
+    now and then       check: capture again, to see that the step is still that graph
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla
@@ -32,9 +29,7 @@ from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.runtime import Runtime
 
 GUARDED_CALLS = 3
-CHECK_AFTER = 64  # replays of a new graph
-# replays. A check drains the device and traces the step, which takes as long as some 20 fast replays
-MAX_UNCHECKED = 4096
+CHECK_AFTER = 64  # calls; then after twice as many as before
 MAX_COMPARED = 4096  # elements of a constant that is compared by its values
 
 
@@ -66,29 +61,27 @@ class CompiledFunction:
 
     def __call__(self, *arguments) -> Any:
         signature = recompiles.signature(self.parameter_names, arguments, self.mutates) | self.bound
-        before, refusal = self.runtime.compilations(), None
+        last = self.runtime.last_signatures.get(self.name, signature)
+        self.runtime.last_signatures[self.name] = signature
+        graphs_before, seconds_before = self.runtime.compilations()
+        is_refused = False
         self.calls += 1
         try:
             return self._call(arguments, signature)
         except UnexpectedRecompilation as error:
-            refusal = error
+            is_refused = True
+            error.causes = tuple(recompiles.differences(last, signature))
             raise
         finally:
-            self._record(signature, before, refusal)
-
-    def _record(self, signature: dict[str, Any], before, refusal):
-        """Keep what this call was made with, and an event where it compiled, or was refused."""
-        last = self.runtime.last_signatures.get(self.name, signature)
-        self.runtime.last_signatures[self.name] = signature
-        graphs, seconds = (after - earlier for earlier, after in zip(before, self.runtime.compilations()))
-        if not graphs and refusal is None:
-            return
-        causes = recompiles.differences(last, signature)
-        if refusal is not None:
-            refusal.causes = tuple(causes)
-            if operation := refusal.args[3]:
-                causes.append(f"first new operation: {operation}")
-        self.runtime.record_compilation(self.name, graphs, seconds, causes, refused=refusal is not None)
+            graphs, seconds = self.runtime.compilations()
+            if graphs > graphs_before or is_refused:
+                self.runtime.record_compilation(
+                    self.name,
+                    graphs - graphs_before,
+                    seconds - seconds_before,
+                    recompiles.differences(last, signature),
+                    refused=is_refused,
+                )
 
     def _call(self, arguments, signature):
         before, _ = self.runtime.compilations()
@@ -106,42 +99,62 @@ class CompiledFunction:
         # pending.
         self.graphs = self.graphs + compiled if self.graphs else 1
         if self.graphs > self.max_graphs and is_one_graph:
-            raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs, None)
+            raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs)
         return result
+
+
+class Graph(NamedTuple):
+    """A traced step: where its inputs come from, and where its outputs go."""
+
+    hash: str  # torch_xla's name of it
+    state: list[Tensor]  # on the device, which the step may write
+    written: list[int]  # indices of those of `state` that it writes; its first outputs
+    parameters: list[nn.Parameter]  # those that get a gradient; its next outputs, before the result
+    inputs: list[tuple[str, int]]  # in the graph's order: which "argument", "state" or "constant" each is
+    constants: list[Tensor]
+    draws_random_numbers: bool
+    host: HostNumbers  # which a replay does not change
 
 
 class ReplayedStep(CompiledFunction):
     """A training step as a captured graph that is replayed, where that gives the same result.
 
     Its function takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters
-    and buffers of the model and the state of the optimizer. A new number among the arguments, a new shape or
-    sharding, or a new setting of the optimizer is captured again. A graph that then differs raises
-    UnexpectedRecompilation.
+    and buffers of the model and the state of the optimizer.
 
-    may_replay: False once a capture has found that every step has to be traced: on some rank two captures
-    have different constants (Adam's bias corrections on the host), or it draws random numbers on the device,
-    or under SPMD it shards the state in another way than it found it."""
+    may_replay: False where a replay would be wrong on some rank, so that all trace every step: it draws
+    random numbers on the device, replaces numbers of the optimizer's state on the host, has other constants
+    in each trace, or under SPMD shards the state in another way than it found it."""
 
     mutates: tuple[nn.Module, Optimizer]
     may_replay = True
-    graph: "CapturedGraph | None" = None
-    key = trace = ""  # of the graph: the signature of the call, and its text
+    graph: Graph | None = None
+    key = ""  # the signature of the call that was captured
+    check_at = 0  # the number of a call
     # While a step is traced: (tensor that the step may write, its data before).
     state_before: list[tuple[Tensor, Tensor]] = []
-    written: list[list[Tensor]] = []  # the state, by each of the last two replays
+    kept: list[list[Tensor]] = []  # the state, by each of the last two replays
 
     def _call(self, arguments, signature):
         if not self.may_replay:
             return super()._call(arguments, signature)
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         key = repr((signature, self._shardings(tensors)))
-        graph = self.graph
-        if graph is None or key != self.key or graph.replays == graph.check_after:
-            # full_graph: a hidden `.item()` raises instead of cutting the step.
-            traced: Any = torch_xla.compile(self._trace_or_discard, full_graph=True, name=self.name)
-            return traced(arguments, key, tensors)
-        graph.host.advance()
-        return self._replay(graph, tensors)
+        if self.graph is None:
+            result = self._traced(self._first_call, arguments, tensors)
+            self.key, self.check_at = key, self.calls + CHECK_AFTER
+            return result
+        if key != self.key:
+            raise UnexpectedRecompilation(self.name, self.calls, 1)
+        if self.calls == self.check_at:
+            self._traced(self._check, arguments, tensors)
+            self.check_at = 2 * self.calls
+        return self._replay(self.graph, tensors)
+
+    def _traced(self, function, arguments, tensors):
+        # full_graph: a hidden `.item()` raises instead of cutting the step.
+        traced: Any = torch_xla.compile(function, full_graph=True, name=self.name)
+        return traced(arguments, tensors)
 
     def _shardings(self, tensors):
         """How SPMD spreads each tensor over the devices, as text; nothing without SPMD."""
@@ -149,62 +162,55 @@ class ReplayedStep(CompiledFunction):
             return []
         return [sharding or "{replicated}" for sharding in xla_private.shardings(tensors)]
 
-    def _trace_or_discard(self, arguments, key, tensors):
-        """Capture the step, check it against what was captured before, and run it."""
+    def _first_call(self, arguments, tensors):
+        """Capture the step and run its graph, or trace it as it is where it cannot be replayed."""
+        seed = xm.get_rng_state()
         try:
-            if self.graph is None:
-                graph = self._capture_twice(arguments, tensors)
-            else:
-                graph = self._check(self.graph, arguments, tensors, is_new_signature=key != self.key)
-            if graph is None:
+            graph, outputs = self._capture(arguments, tensors)
+            is_fixed = not graph.draws_random_numbers and not graph.host.were_replaced()
+            if is_fixed:
+                self._discard()
+                again, outputs = self._capture(arguments, tensors)
+                if again.hash != graph.hash:
+                    raise UnexpectedRecompilation(self.name, self.calls, 1)
+                is_fixed = _is_same(graph, again)
+            # A traced step and a replayed one are different graphs, and an all-reduce needs the same graph on
+            # all ranks.
+            answers = self.runtime.world.all_gather([is_fixed])
+            self.may_replay = all(answer for [answer] in answers)
+            graph.host.restore()
+            if not self.may_replay:
+                self._discard()
+                xm.set_rng_state(seed)
                 return self.function(*arguments)  # the end of torch_xla.compile runs it
-            return self._run(graph, key, tensors)
+            xla_private.allow_execution(True)
+            xla_private.compile_graph(outputs)
+            self._discard()
         except BaseException:
             # torch_xla.compile compiles and runs what is pending when it ends, also after an error
             self._discard()
             raise
+        self.graph = graph
+        shardings = self._shardings(graph.state)
+        result = self._replay(graph, tensors)
+        # The next replay reads what this one wrote.
+        self.may_replay = self._shardings(graph.state) == shardings
+        return result
 
-    def _check(self, known, arguments, tensors, *, is_new_signature):
-        """Capture a known graph again; UnexpectedRecompilation where the step has become another one."""
-        graph = self._capture(arguments, tensors, with_lines=False)  # which take time
-        if known.hash == graph.hash and (is_new_signature or known.is_equivalent(graph)):
-            graph.check_after = min(2 * known.check_after, MAX_UNCHECKED)
-            return graph
-        self._discard()
-        graph.host.restore()
-        raise self._unexpected(self.trace, self._capture(arguments, tensors))
+    def _check(self, arguments, tensors):
+        """Capture the step again; raise UnexpectedRecompilation where it has become another graph."""
+        assert self.graph is not None
+        try:
+            again, _ = self._capture(arguments, tensors)
+            again.host.restore()
+            is_same = _is_same(self.graph, again)
+        finally:
+            self._discard()
+        if not is_same:
+            raise UnexpectedRecompilation(self.name, self.calls, 1)
 
-    def _capture_twice(self, arguments, tensors):
-        """Find out whether the step can be replayed (`may_replay`). Returns its graph, or None."""
-        seed = xm.get_rng_state()
-        first = self._capture(arguments, tensors)
-        first_trace = xla_private.trace_text(first.outputs)
-        self._discard()
-        # The second capture finds the optimizer's numbers on the host one step further: what depends on them
-        # differs.
-        second = self._capture(arguments, tensors)
-        if second.hash != first.hash and not first.draws_random_numbers:
-            raise self._unexpected(first_trace, second)
-        # A traced step and a replayed one are different graphs, and an all-reduce needs the same graph on all
-        # ranks.
-        answers = self.runtime.world.all_gather([first.is_equivalent(second)])
-        self.may_replay = all(is_equivalent for [is_equivalent] in answers)
-        if self.may_replay:
-            second.host.restore()  # to one step further
-            return second
-        self._discard()
-        first.host.restore()
-        if first.draws_random_numbers:
-            xm.set_rng_state(seed)
-        return None
-
-    def _unexpected(self, expected_trace, graph):
-        operation = recompiles.new_operation(expected_trace, xla_private.trace_text(graph.outputs))
-        return UnexpectedRecompilation(self.name, self.calls, 1, operation)
-
-    def _capture(self, arguments, tensors, with_lines=True):
-        """Trace the function, which leaves its results uncomputed: a `CapturedGraph`. with_lines: its text
-        names the line of each operation; the graph is the same."""
+    def _capture(self, arguments, tensors):
+        """Trace the function, which leaves its results uncomputed: (its `Graph`, the results)."""
         model, optimizer = self.mutates
         of_optimizer = [value for value in state_tensors(optimizer) if value.device.type == "xla"]
         state = [*model.parameters(), *model.buffers(), *of_optimizer]
@@ -216,8 +222,7 @@ class ReplayedStep(CompiledFunction):
         data_of = dict(zip(xla_private.handles(held), held))
         self.state_before = [(v, data_of[handle]) for v, handle in zip(state, xla_private.handles(state))]
         host = HostNumbers(optimizer)
-        with xla_private.lines_named(with_lines):
-            result = self.function(*arguments)
+        result = self.function(*arguments)
         host.measure()
         written = [i for i, is_changed in enumerate(xla_private.are_pending(state)) if is_changed]
         parameters = [p for p in model.parameters() if p.grad is not None]
@@ -231,48 +236,25 @@ class ReplayedStep(CompiledFunction):
                 constants.append(value)
             elif kind == "state" and number in written:  # which may take the memory of its old value
                 xla_private.set_donated(value, True)
-        return CapturedGraph(
-            hash=xla_private.graph_hash(outputs),
-            state=state,
-            host=host,
-            written=written,
-            parameters=parameters,
-            outputs=outputs,
-            inputs=inputs,
-            constants=constants,
-            draws_random_numbers=xla_private.random_seed_id() in ids,
-            check_after=CHECK_AFTER,
-        )
+        is_random = xla_private.random_seed_id() in ids
+        name = xla_private.graph_hash(outputs)
+        return Graph(name, state, written, parameters, inputs, constants, is_random, host), outputs
 
     def _discard(self):
         """Undo the traced step, if there is one, except for the optimizer's numbers on the host."""
+        if not self.state_before:
+            return
         for tensor, data in self.state_before:
             tensor.data = data
-        if self.state_before:
-            self.state_before = []
-            self.mutates[0].zero_grad(set_to_none=True)
-            xla_private.discard_pending(str(self.runtime.device))
-
-    def _run(self, graph, key, tensors):
-        """Run a captured graph, compiled if it is the first one, and keep it."""
-        xla_private.allow_execution(True)
-        if self.graph is None:
-            self.trace = xla_private.trace_text(graph.outputs)
-            xla_private.compile_graph(graph.outputs)
-        self._discard()
-        graph.outputs = []  # of this step alone
-        self.graph, self.key = graph, key
-        shardings = self._shardings(graph.state)
-        result = self._replay(graph, tensors)
-        # The next replay reads what this one wrote.
-        self.may_replay = self._shardings(graph.state) == shardings
-        return result
+        self.state_before = []
+        self.mutates[0].zero_grad(set_to_none=True)
+        xla_private.discard_pending(str(self.runtime.device))
 
     def _replay(self, graph, tensors):
-        graph.replays += 1
         current = dict(argument=tensors, state=graph.state, constant=graph.constants)
         inputs = [current[kind][number] for kind, number in graph.inputs]
         *outputs, result = xla_private.run_graph(graph.hash, inputs)
+        graph.host.advance()
         written, gradients = outputs[: len(graph.written)], outputs[len(graph.written) :]
         for index, value in zip(graph.written, written):
             graph.state[index].data = value
@@ -280,42 +262,23 @@ class ReplayedStep(CompiledFunction):
             p.grad = gradient
         # Keeps the state that this graph reads until the next replay: the host would wait here for the graph
         # to release it.
-        self.written = [*self.written[-1:], written]
+        self.kept = [*self.kept[-1:], written]
         return result
 
 
-@dataclasses.dataclass(kw_only=True)
-class CapturedGraph:
-    """A traced step: where its inputs come from, and where its outputs go."""
-
-    hash: str  # torch_xla's name of the graph
-    state: list[Tensor]  # on the device, which the step may write
-    host: HostNumbers  # which a replay does not change
-    written: list[int]  # indices of those of `state` that the step writes; its first outputs
-    parameters: list[nn.Parameter]  # those that get a gradient; its next outputs
-    outputs: list[Tensor]  # as traced, the function's result last
-    inputs: list[tuple[str, int]]  # in the graph's order: which "argument", "state" or "constant" each is
-    constants: list[Tensor]
-    draws_random_numbers: bool
-    check_after: int  # how many replays
-    replays: int = 0
-
-    def is_equivalent(self, other: "CapturedGraph") -> bool:
-        """Whether the two differ in nothing but the values of state and arguments, so that one can replace
-        the other."""
-        if self.draws_random_numbers or self.host.were_replaced():
-            return False
-        if (self.written, self.inputs) != (other.written, other.inputs):
-            return False
-        if not set(self.written) <= {number for kind, number in self.inputs if kind == "state"}:
-            return False
-        if not all(map(torch.equal, self.host.increments, other.host.increments)):
-            return False
-        return all(map(_same_constant, self.constants, other.constants))
+def _is_same(a: Graph, b: Graph) -> bool:
+    """Return whether two traces differ in nothing but the values of state and arguments."""
+    if (a.hash, a.written, a.inputs) != (b.hash, b.written, b.inputs):
+        return False
+    if not set(a.written) <= {number for kind, number in a.inputs if kind == "state"}:
+        return False
+    if not all(map(torch.equal, a.host.increments, b.host.increments)):
+        return False
+    return all(map(_same_constant, a.constants, b.constants))
 
 
 def _same_constant(a: Tensor, b: Tensor) -> bool:
-    """Whether two constants are the same data on the device, or small and equal."""
+    """Return whether two constants are the same data on the device, or small and equal."""
     mine, other = xla_private.handles([a, b])
     if mine == other:
         return True

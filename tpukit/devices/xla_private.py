@@ -3,7 +3,6 @@ bridge to torch.compile.
 
 A handle is the number of the data that a tensor has on the device; what is still to be computed has none."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +48,6 @@ shardings: Callable[[list[Tensor]], list[str]] = _XLAC._get_xla_sharding_specs
 are_pending: Callable[[list[Tensor]], list[bool]] = _XLAC._check_tensor_need_materialization
 # Whether graphs that are traced from here on keep the line of each operation.
 name_lines: Callable[[bool], None] = _XLAC._set_ir_debug
-# The graph that computes the outputs as torch_xla prints it, see `recompiles.new_operation`.
-trace_text: Callable[[list[Tensor]], str] = _XLAC._get_xla_tensors_text
 # Of the graph of outputs for a device, with [] and whether it is to be a portable artifact: StableHLO.
 stablehlo: Callable[[list[Tensor], str, list, bool], bytes] = _XLAC._get_stablehlo
 # Whether anything may run: not within `torch_xla.compile(full_graph=True)`, which ends that itself.
@@ -60,17 +57,6 @@ allow_execution: Callable[[bool], None] = _XLAC._set_allow_execution
 tpu_custom_call: Callable[[list[Tensor], str, list, list], list[Tensor]] = _XLAC._xla_tpu_custom_call
 # Run a compiled graph, named by its `graph_hash`, on these inputs.
 run_graph: Callable[[str, list[Tensor]], list[Tensor]] = _XLAC._run_cached_graph
-
-
-@contextlib.contextmanager
-def lines_named(enabled: bool):
-    """Context manager: `name_lines` within it."""
-    before = _XLAC._get_ir_debug()
-    name_lines(enabled)
-    try:
-        yield
-    finally:
-        name_lines(before)
 
 
 def graph_hash(outputs: list[Tensor]) -> str:

@@ -25,7 +25,7 @@ import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._pytree import tree_map_only
 
-from tpukit.devices import add_libtpu_args, open_runtime, processes, torch_tpu_private
+from tpukit.devices import add_libtpu_args, open_runtime, processes, torch_tpu
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
@@ -94,7 +94,7 @@ def call_under_torchrun(job: Job, parallel: str) -> Any:
             "torchrun is for GPUs. On TPUs run `tpukit train` without it, which starts all cores of this host"
         )
     if by_torch_tpu:
-        torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
+        torch_tpu.check_launch_variables(int(os.environ["WORLD_SIZE"]))
         processes.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
     core = None
     try:
@@ -110,7 +110,7 @@ def call_under_torchrun(job: Job, parallel: str) -> Any:
     except Exception as error:
         print(f"{describe(job, environment.rank(), core)} failed: {error}", file=sys.stderr)
         if by_torch_tpu:
-            torch_tpu_private.leave_without_waiting()
+            torch_tpu.leave_without_waiting()
         raise
 
 

@@ -79,9 +79,9 @@ def launch(
         with running(Core(open_runtime(env, plan.precision, libtpu_args=plan.libtpu_args(1)))) as core:
             return job.call(core)
     if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu_private
+        from tpukit.devices import torch_tpu
 
-        torch_tpu_private.set_launch_variables(count)
+        torch_tpu.set_launch_variables(count)
     from tpukit.launching.supervisor import Supervisor
 
     shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)

@@ -17,10 +17,16 @@ from release import twins
 from tests.conftest import ROOT
 from tpukit import CDEIT
 from tpukit.devices import kernel_counts, xla_private
-from tpukit.devices.chips import MACHINES
 from tpukit.tasks.cdeit.tpu import attention as module
 from tpukit.tasks.cdeit.tpu.attention import attention
-from tpukit.tools.plan.compiler import COMPILER, compile_graph, install_compiler, read_answer, run_compiler
+from tpukit.tools.plan.compiler import (
+    COMPILER,
+    MACHINES,
+    compile_graph,
+    install_compiler,
+    read_answer,
+    run_compiler,
+)
 from tpukit.tools.plan.trace import trace_step
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")

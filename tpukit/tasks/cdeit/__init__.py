@@ -141,11 +141,9 @@ class CDEIT(Task):
     def optimizer(self, model):
         from torch.optim import Adam
 
-        from tpukit.devices.tensors import is_on_xla
-
         parameters = [p for p in model.parameters() if p.requires_grad]
         # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
-        return Adam(parameters, lr=self.lr, capturable=is_on_xla(parameters[0]))
+        return Adam(parameters, lr=self.lr)
 
     def loss(self, model: "CDEITModel", batch: "dict[str, Tensor]", epoch: "Tensor | int") -> "Tensor":
         image, voltages, alphas = batch["image"], batch["voltages"], model.alphas_cumprod

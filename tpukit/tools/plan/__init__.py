@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tpukit.devices.chips import MACHINES, Chip
+from tpukit.devices.chips import Chip
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, Table
-from tpukit.tools.plan.compiler import COMPILER, compile_graph, install_compiler
+from tpukit.tools.plan.compiler import COMPILER, MACHINES, compile_graph, install_compiler
 from tpukit.tools.plan.trace import trace_step
 
 if TYPE_CHECKING:

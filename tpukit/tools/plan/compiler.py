@@ -10,21 +10,34 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+from tpukit.devices.chips import V5E, V6E, Chip
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
 from tpukit.tools.child import last_line, run_python
 from tpukit.tools.plan import hlo
 
-if TYPE_CHECKING:
-    from tpukit.devices.chips import Machine
-
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
 SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 Log = Callable[[str], object]
+
+
+class Machine(NamedTuple):
+    """A TPU machine for which libtpu's compiler compiles a step, whether or not the machine is present."""
+
+    chip: Chip
+    chips: int
+    topology: str  # its name in the compiler (`jax.experimental.topologies`)
+
+
+MACHINES = {
+    "v5e-1": Machine(V5E, 1, "v5e:1x1"),
+    "v5e-8": Machine(V5E, 8, "v5e:2x4"),
+    "v6e-1": Machine(V6E, 1, "v6e:1x1"),
+}
 
 
 def folder_of(packages: tuple[str, ...] = COMPILER) -> Path:

@@ -14,8 +14,8 @@ from tpukit.tools.child import from_request, to_request
 from tpukit.tools.plan import compiler
 
 if TYPE_CHECKING:
-    from tpukit.devices.chips import Machine
     from tpukit.devices.runtime import Runtime
+    from tpukit.tools.plan.compiler import Machine
     from tpukit.training.data import Batch
     from tpukit.training.task import Task
 
