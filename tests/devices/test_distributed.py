@@ -71,10 +71,9 @@ def test_every_rank_gets_what_a_collective_promises(told):
 def test_gradients_become_their_mean_and_an_overflow_of_one_rank_skips_the_step_of_all(told):
     """Parameters: with a gradient on all ranks, on one rank in the first step, on none, frozen. Weight decay
     of 0.5 tells a gradient of zero from none."""
-    missing = [False, False, False, True]
-    first = [missing, [1 - 0.5 - 2 * 22.0, 1 - 0.5 - 2 * 23.0], 1 - 0.5 - 1.0, 0.5]
+    first = [[False, False, True, True], [1 - 0.5 - 2 * 22.0, 1 - 0.5 - 2 * 23.0], 1 - 0.5 - 1.0, 1.0]
     moved = [x / 2 - 2 * n for x, n in zip(first[1], (22.0, 23.0))]
-    second = [missing, moved, first[2] / 2, 0.25]
+    second = [[False, True, True, True], moved, *first[2:]]
     third = second  # that overflowed
     wanted = [*(" ".join(map(str, row)) for row in (first, second, third)), str(2.0**15)]
     assert [lines[4:] for lines in told] == [wanted] * 3

@@ -258,22 +258,30 @@ class Runtime:
         return batch
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Turn each rank's gradients into their mean over all ranks, as one vector of each type. A missing
-        one counts as zero, even if no rank has it. In fp16 an overflow of one rank becomes one of all.
-        Nothing waits for the device, so a captured step can hold it."""
+        """Turn each rank's gradients into their mean over all ranks, as one vector of each type, where a
+        missing one counts as zero; in fp16 an overflow of one rank becomes one of all. A parameter without a
+        gradient on any rank stays without, as on one core: to tell, the host waits for the device, so such a
+        step cannot be captured."""
         if self.world.size == 1:
             return
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        exists = torch.ones(len(parameters), device=self.device)
+        missing = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+        for number in missing:
+            parameters[number].grad = torch.zeros_like(parameters[number])
+            exists[number].zero_()
         overflows = list(self.scaler._found_inf_per_device(optimizer).values()) if self.scaler else []
-        tensors = [*(parameter.grad for parameter in parameters), *overflows]
+        tensors = [*(parameter.grad for parameter in parameters), exists, *overflows]
         for dtype, vector in flattened(tensors).items():
             mean = self.world.all_reduce(vector).div_(self.world.size)
             copy_flattened([tensor for tensor in tensors if tensor.dtype == dtype], mean)
         for overflow in overflows:
             overflow.sign_()  # optimizers look for exactly 1
+        if missing:
+            is_somewhere = exists.tolist()
+            for number in missing:
+                if not is_somewhere[number]:
+                    parameters[number].grad = None
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float | None) -> Tensor | None:
         """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device."""
