@@ -112,6 +112,7 @@ SILENT = {
     "by number": "model = net.to(0)\n",
     "no device": "optimizer = torch.optim.SGD(net.parameters(), 0.1)\nlose(net(x)).backward()\n",
     "elsewhere": "from utils import train\ntrainer = MyTrainer(net)\ntrainer.train()\n",
+    "of a library": "from utils import Runner\nrunner = Runner(net)\nrunner.train(epochs=3)\n",
     "prediction": "model.eval()\nwith torch.no_grad():\n    print(model(x))\n",
 }
 
@@ -124,7 +125,6 @@ def test_a_file_that_runs_a_model_on_no_xla_device_is_never_told_that_nothing_wa
 
 
 def test_a_file_that_runs_no_model_needs_no_device():
-    module = "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x.to(self.dtype)\n"
-    assert (
-        Checker(module).findings == [] == Checker("from sklearn.svm import SVC\nSVC().fit(x, y)\n").findings
-    )
+    module = "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x.to(x)\n"
+    assert Checker(module).findings == []
+    assert Checker("from sklearn.svm import SVC\nSVC().fit(x, y)\n").findings == []

@@ -166,7 +166,11 @@ class Checker:
     def _check_device(self):
         """Check that a file which runs a model chooses an XLA device somewhere, or has been told to."""
         told = {rule for _, _, rule, *_ in self.findings} & {"cuda", "library"}
-        if told or re.search(TABLES["knows_xla"], self.text) or not re.search("torch|[tT]rainer", self.text):
+        if (
+            told
+            or re.search(TABLES["knows_xla"], self.text)
+            or not re.search("torch|[tT]rain|[lL]earner", self.text)
+        ):
             return
         is_script = "'__main__'" in self.text
         for call in self.source.calls:

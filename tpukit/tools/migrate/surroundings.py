@@ -15,10 +15,10 @@ SCHEDULE = re.compile(
     r"(?i)%|log|print|interval|every|eval|verbose|debug|report|freq|first|is_last|sync_grad|\btime\b"
     r"|step|iter|batch|idx|index|epoch|count|\b([ijkn]|it)\b"
 )
-MASK = re.compile(r"[<>]|[!=]=|~|mask$", re.IGNORECASE)
+MASK = re.compile(r"[<>]|[!=]=|~|mask$|\.bool\(\)$", re.IGNORECASE)
 NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
 # A number that the host reads from a tensor: `n = int(mask.sum())`.
-READ = re.compile(r"\.(item|tolist)\(|^int\(.*\.(sum|max|min|count_nonzero)\(")
+READ = re.compile(r"\.(item|tolist)\(|^(int\(.*|[\w.]+)\.(sum|max|min|count_nonzero)\(")
 EVALUATES = re.compile(r"(?i)val|test|eval|dev|pred|infer|train=False")
 # Methods of models, optimizers and loaders: a function of the same name in the file is another one.
 FOREIGN = {"train", "eval", "step"}
@@ -52,22 +52,21 @@ class Surroundings:
         by_name = {}
         for function in functions:
             by_name.setdefault((function.name, function in methods), []).append(function)
+        for name, values in source.assigned.items():
+            by_name.setdefault((name, False), []).extend(_functions_of(values, methods, source))
         while new := set(self._called_in_steps(by_name)) - self.reached:
             self.reached |= new
 
     def _body_of(self, backward):
-        """Return the loop or function, as a set, of a training step: the innermost one in which weights are
-        also updated, since gradients may be summed in a loop of their own."""
-        loops = []
-        for outer in self.source.ancestors(backward):
-            if isinstance(outer, ast.For | ast.While | ast.FunctionDef):
-                loops.append(outer)
-            if isinstance(outer, Function):
-                break
+        """Return what is run in each training step, as a set: the innermost loop or function around the
+        gradient, and that in which weights are also updated. Gradients may have a loop of their own, which
+        sums them, or a function, which optimizer.step() calls."""
+        outers = self.source.ancestors(backward)
+        loops = [one for one in outers if isinstance(one, ast.For | ast.While | ast.FunctionDef)]
         steps = [call for call in self.source.calls if method_of(call) == "step"]
         updates = [call for call in steps if "sched" not in ast.unparse(call.func).lower()]
         around = {outer for call in updates for outer in self.source.ancestors(call)}
-        return set([loop for loop in loops if loop in around][:1] or loops[:1])
+        return {*loops[:1], *[loop for loop in loops if loop in around][:1]}
 
     def _called_in_steps(self, by_name):
         """Yield the functions of the file that compiled code calls."""
@@ -211,3 +210,11 @@ class Surroundings:
         while isinstance(outer := self.source.parents[condition], ast.If) and outer.orelse == [condition]:
             condition = outer
         return MENTIONS_XLA.search(ast.unparse(condition)) is not None
+
+
+def _functions_of(values, methods, source):
+    """Yield the functions that a name calls, of the values that it was given: a lambda, or `Loss()` of a
+    class in the file."""
+    made = {last_name(value.func) for value in values if isinstance(value, ast.Call)}
+    yield from (value for value in values if isinstance(value, ast.Lambda))
+    yield from (one for one in methods if one.name == "__call__" and source.parents[one].name in made)
