@@ -19,6 +19,7 @@ MASK = re.compile(r"[<>]|[!=]=|~|mask$|\.bool\(\)$", re.IGNORECASE)
 NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
 # A number that the host reads from a tensor: `n = int(mask.sum())`.
 READ = re.compile(r"\.(item|tolist)\(|^(int\(.*|[\w.]+)\.(sum|max|min|count_nonzero)\(")
+DRAWN = re.compile(r"torch\.(rand|normal|empty\(\d+\))")
 EVALUATES = re.compile(r"(?i)val|test|eval|dev|pred|infer|train=False")
 # Methods of models, optimizers and loaders: a function of the same name in the file is another one.
 FOREIGN = {"train", "eval", "step"}
@@ -109,6 +110,10 @@ class Surroundings:
         parts = [part for value in values for part in getattr(value, "values", [value])]
         names = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
         return any(isinstance(name, ast.Name) and name.id in self.losses for name in names)
+
+    def is_not_drawn(self, call: ast.Call) -> bool:
+        """Return whether a value is no random number, which is drawn on the host: `torch.rand(1).item()`."""
+        return DRAWN.search(ast.unparse(call)) is None
 
     def is_decisive(self, call: ast.Call) -> bool:
         """Return whether a call decides which code runs next: `if torch.isnan(loss)`."""
