@@ -9,7 +9,7 @@ HEAD = """# Troubleshooting
 [中文](TROUBLESHOOTING.zh-CN.md) · [README](../README.md)
 
 The problems that users of TPUs and GPUs on Colab and Kaggle meet most often, by the text that they see.
-Each fix is the one that tpukit adds to such an error, and that it gives for messages from elsewhere:
+These fixes are also in tpukit's own errors, and given for messages from elsewhere:
 
     tpukit doctor                                # checks this machine
     tpukit doctor --error "Unsupported nprocs (8)"

@@ -63,7 +63,7 @@ def test_code_that_breaks_a_rule_is_named_with_its_line_and_once_fixed_stays_as_
     assert {f.rule for f in findings} == rules, migrate.as_text(findings)
     lines = code.splitlines()
     assert all(f.line > IMPORTS.count("\n") and lines[f.line - 1].strip() for f in findings)
-    assert len({f.line for f in findings}) == len(findings)
+    assert len({(f.line, f.column) for f in findings}) == len(findings)
     assert (fixed != code) == any(f.fixable for f in findings)
     if rules != {"unreadable"}:
         compile(fixed, "fixed", "exec")
@@ -79,7 +79,8 @@ def test_code_that_only_looks_like_trouble_is_left_alone(code, tmp_path):
 
 def test_every_rule_has_an_example_and_every_entry_a_rule_and_a_condition_that_exist():
     seen = set().union(*(rules for rules, _ in CASES))
-    assert seen | {"install"} == set(migrate.RULES)  # test_notebook.py has installs
+    # test_notebook.py has installs; every case here imports torch_xla
+    assert seen | {"install", "no-device"} == set(migrate.RULES)
     entries = [
         *TABLES["names"].values(),
         *(entry for table in TABLES["patterns"].values() for entry in table),
@@ -104,3 +105,26 @@ def test_an_optimizers_state_beside_a_copied_model_is_still_a_warning():
     code = f"import torch\nboth = {{'model': {model}, 'opt': opt.state_dict()}}\ntorch.save(both, 'a.pt')\n"
     assert [rule for _, _, rule, *_ in Checker(code).findings] == ["save"]
     assert Checker(code.replace("opt.state_dict()", "3")).findings == []
+
+
+SILENT = {
+    "mps": "device = 'mps' if torch.backends.mps.is_available() else 'cpu'\nmodel = net.to(device)\n",
+    "by number": "model = net.to(0)\n",
+    "no device": "optimizer = torch.optim.SGD(net.parameters(), 0.1)\nlose(net(x)).backward()\n",
+    "elsewhere": "from utils import train\ntrainer = MyTrainer(net)\ntrainer.train()\n",
+    "of a library": "from utils import Runner\nrunner = Runner(net)\nrunner.train(epochs=3)\n",
+    "prediction": "model.eval()\nwith torch.no_grad():\n    print(model(x))\n",
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_file_that_runs_a_model_on_no_xla_device_is_never_told_that_nothing_was_found(name):
+    code = f"import torch\n{SILENT[name]}"
+    assert [rule for _, _, rule, *_ in Checker(code).findings] == ["no-device"]
+    assert Checker(f"import torch_xla\n{code}").findings == []
+
+
+def test_a_file_that_runs_no_model_needs_no_device():
+    module = "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x.to(x)\n"
+    assert Checker(module).findings == []
+    assert Checker("from sklearn.svm import SVC\nSVC().fit(x, y)\n").findings == []

@@ -30,6 +30,7 @@ class Checker:
             self._check(node)
         for call in self.source.calls:  # last: what asks for CUDA may be a part of a device's name
             self._check_condition(call)
+        self._check_device()
         self.fixed = self._apply([*self.edits, *self._imports()])
 
     def _check(self, node):
@@ -38,7 +39,7 @@ class Checker:
                 self._check_import(node)
             case ast.Name() | ast.Attribute():
                 self._check_name(node)
-            case ast.Constant(value=str()) | ast.JoinedStr():
+            case ast.Constant() | ast.JoinedStr():
                 self._check_word(node)
             case ast.Call():
                 self._check_call(node)
@@ -84,8 +85,12 @@ class Checker:
     # Words
 
     def _check_word(self, word):
-        """Check `"cuda"` where it names a device."""
+        """Check `"cuda"` where it names a device, `True` of fp16=True, and commands for a shell."""
         text = ast.unparse(word)
+        if re.fullmatch(TABLES["runs_a_command"], self._place_of(word)):
+            for entry in TABLES["patterns"]["commands"]:
+                if re.search(entry["find"], str(getattr(word, "value", ""))):
+                    self._add(word, entry)
         entries = [entry for entry in TABLES["patterns"]["words"] if re.fullmatch(entry["word"], text)]
         if not entries or isinstance(self.source.parents[word], ast.JoinedStr):
             return
@@ -93,7 +98,7 @@ class Checker:
         while (outer := self._device_expression(node)) is not None:
             node, place = outer, f"{place} in {self._place_of(outer)}"
         for entry in entries:
-            if re.fullmatch(entry["place"], place):
+            if re.fullmatch(entry["place"], place) and self._holds(entry):
                 self._add(node, entry, use=entry.get("use", ""))
                 return
 
@@ -123,6 +128,8 @@ class Checker:
                 return f"{ast.unparse(owner)} ="
             case ast.Subscript(ctx=ast.Load()):
                 return "read"
+            case ast.Dict() if node in owner.values:
+                return f"{ast.unparse(owner.keys[owner.values.index(node)] or owner)} ="
         return type(owner).__name__.lower()
 
     # Calls
@@ -133,7 +140,7 @@ class Checker:
             if re.fullmatch(entry["call"], called) is None or not self._holds(entry):
                 continue
             values = dict(zip(entry.get("positions", "").split(), call.args))
-            values |= {arg.arg: arg.value for arg in call.keywords}
+            values |= {arg.arg or "**": arg.value for arg in call.keywords}
             texts = {name: ast.unparse(value) for name, value in values.items()}
             conditions = [getattr(self.around, name) for name in entry.get("where", "").split()]
             if _has(call, texts, entry.get("when", {})) and all(condition(call) for condition in conditions):
@@ -143,9 +150,11 @@ class Checker:
     # What no table says
 
     def _check_mask(self, node):
-        """Check `x[mask]`."""
+        """Check `x[mask]`, and `x[:n]` of an n that is read from a tensor."""
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if any(map(self.around.is_mask, indices)) and self.around.in_compiled_code(node):
+        slices = [index for index in indices if isinstance(index, ast.Slice)]
+        reads = [one for index in slices for one in (index.lower, index.upper) if self.around.is_read(one)]
+        if (reads or any(map(self.around.is_mask, indices))) and self.around.in_compiled_code(node):
             self._add(node, dict(rule="dynamic-shape"))
 
     def _check_condition(self, call):
@@ -153,6 +162,23 @@ class Checker:
         if self.source.name(call.func) in TABLES["asks_for_cuda"]:
             if re.fullmatch(TABLES["harmless_after_it"], ast.unparse(self.source.parents[call])) is None:
                 self._add(call, dict(rule="cuda-check"))
+
+    def _check_device(self):
+        """Check that a file which runs a model chooses an XLA device somewhere, or has been told to."""
+        told = {rule for _, _, rule, *_ in self.findings} & {"cuda", "library"}
+        if (
+            told
+            or re.search(TABLES["knows_xla"], self.text)
+            or not re.search("torch|[tT]rain|[lL]earner", self.text)
+        ):
+            return
+        is_script = "'__main__'" in self.text
+        for call in self.source.calls:
+            name = self.source.name(call.func)
+            is_outside = is_script or self.source.function_of(call) is self.source.tree
+            if re.fullmatch(TABLES["trains"], name) or is_outside and re.fullmatch(TABLES["predicts"], name):
+                self._add(call, dict(rule="no-device"))
+                return
 
     # Findings and fixes
 
@@ -168,6 +194,8 @@ class Checker:
                 "",
             )
         elif condition:
+            return
+        if rule == "library" and any(one[2] == rule and one[4] == advice for one in self.findings):
             return
         outers = list(self.source.ancestors(node))
         if not self.covered.isdisjoint((outer, one) for outer in [node, *outers] for one in (rule, "")):
@@ -211,9 +239,10 @@ class Checker:
 
 
 def _has(call, texts, when):
-    """Return whether each argument is as `when` says, in a call of which all arguments are known."""
-    is_unknown = None in texts or any(isinstance(one, ast.Starred) for one in call.args)
-    if when and is_unknown:
+    """Return whether each argument is as `when` says. What `**` may hold is unknown."""
+    if when and any(isinstance(one, ast.Starred) for one in call.args):
+        return False
+    if "**" in texts and not when.keys() <= texts.keys():
         return False
     return all(re.fullmatch(pattern, texts.get(name, "None")) for name, pattern in when.items())
 

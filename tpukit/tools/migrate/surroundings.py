@@ -12,50 +12,92 @@ NAMES_CUDA = re.compile(r"""["']cuda["':]|\.is_cuda\b""")
 MENTIONS_XLA = re.compile(r"torch_xla\.device|xla_device|[\"']xla|(?<![a-z])tpu(?![a-z])", re.IGNORECASE)
 # How conditions look that hold only in some steps: `step % 100 == 0`, `step < 3`, `args.log_every`.
 SCHEDULE = re.compile(
-    r"(?i)%|log|print|interval|every|eval|verbose|debug|report|freq|first|is_last|\btime\b"
+    r"(?i)%|log|print|interval|every|eval|verbose|debug|report|freq|first|is_last|sync_grad|\btime\b"
     r"|step|iter|batch|idx|index|epoch|count|\b([ijkn]|it)\b"
 )
-MASK = re.compile(r"[<>]|[!=]=|~|mask$", re.IGNORECASE)
+MASK = re.compile(r"[<>]|[!=]=|~|mask$|\.bool\(\)$", re.IGNORECASE)
 NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
+# A number that the host reads from a tensor: `n = int(mask.sum())`.
+READ = re.compile(r"\.(item|tolist)\(|^(int\(.*|[\w.]+)\.(sum|max|min|count_nonzero)\(")
+DRAWN = re.compile(r"torch\.(rand|normal|empty\(\d+\))")
+EVALUATES = re.compile(r"(?i)val|test|eval|dev|pred|infer|train=False")
+# Methods of models, optimizers and loaders: a function of the same name in the file is another one.
+FOREIGN = {"train", "eval", "step"}
+# Methods in which a library runs the step.
+LIBRARY_STEPS = {"training_step", "compute_loss"}
 LAUNCHES = {"torch_xla.launch", "torch_xla.distributed.xla_multiprocessing.spawn"}
 # Moves that are none to another device.
 MOVED_ELSEWHERE = re.compile(r"\(['\"]cpu|dtype|float|half|memory_format")
 
 
 class Surroundings:
-    """losses: names whose gradients are asked for. bodies: the loops (or functions) of training steps.
-    forwards: `forward` methods."""
+    """losses: names whose gradients are asked for. bodies: the loops (or functions) of training steps;
+    library_bodies: those whose step a library takes. forwards: `forward` methods. reached: functions of the
+    file that one of these calls, also through others."""
 
     def __init__(self, source: Source):
         self.source = source
-        self.losses, self.bodies = set(), set()
+        self.losses, self.bodies, self.library_bodies, self.reached = set(), set(), set(), set()
         for call in source.calls:
-            if method_of(call) == "backward" and not call.args:  # accelerator.backward(loss) has its own step
-                names = {one.id for one in ast.walk(call.func.value) if isinstance(one, ast.Name)}
+            if method_of(call) == "backward":
+                loss = call.args[0] if call.args else call.func.value  # accelerator.backward(loss)
+                names = {one.id for one in ast.walk(loss) if isinstance(one, ast.Name)}
                 self.losses |= {name for name in names if len(names) == 1 or "loss" in name}
-                outers = source.ancestors(call)
-                loops = [one for one in outers if isinstance(one, ast.For | ast.While | ast.FunctionDef)]
-                self.bodies |= set(loops[:1])
+                bodies = self.library_bodies if call.args else self.bodies
+                bodies |= self._body_of(call)
         functions = [one for one in source.nodes if isinstance(one, ast.FunctionDef)]
         self.forwards = {function for function in functions if function.name == "forward"}
+        methods = {one for one in functions if isinstance(source.parents[one], ast.ClassDef)}
+        self.library_bodies |= {method for method in methods if method.name in LIBRARY_STEPS}
         self.launches = [call for call in source.calls if source.name(call.func) in LAUNCHES]
+        by_name = {}
+        for function in functions:
+            by_name.setdefault((function.name, function in methods), []).append(function)
+        for name, values in source.assigned.items():
+            by_name.setdefault((name, False), []).extend(_functions_of(values, methods, source))
+        while new := set(self._called_in_steps(by_name)) - self.reached:
+            self.reached |= new
+
+    def _body_of(self, backward):
+        """Return what is run in each training step, as a set: the innermost loop or function around the
+        gradient, and that in which weights are also updated. Gradients may have a loop of their own, which
+        sums them, or a function, which optimizer.step() calls."""
+        outers = self.source.ancestors(backward)
+        loops = [one for one in outers if isinstance(one, ast.For | ast.While | ast.FunctionDef)]
+        steps = [call for call in self.source.calls if method_of(call) == "step"]
+        updates = [call for call in steps if "sched" not in ast.unparse(call.func).lower()]
+        around = {outer for call in updates for outer in self.source.ancestors(call)}
+        return {*loops[:1], *[loop for loop in loops if loop in around][:1]}
+
+    def _called_in_steps(self, by_name):
+        """Yield the functions of the file that compiled code calls."""
+        for call in self.source.calls:
+            name, is_method = last_name(call.func), isinstance(call.func, ast.Attribute)
+            if (name, is_method) in by_name and name not in FOREIGN and self.in_compiled_code(call):
+                yield from by_name[name, is_method]
 
     # The training step
 
     def in_step(self, node: ast.AST) -> bool:
         """Return whether a node runs in every training step."""
+        return self._runs_in(node, self.bodies | self.library_bodies)
+
+    def _runs_in(self, node, bodies):
         for outer in self.source.ancestors(node):
             if isinstance(outer, ast.If) and SCHEDULE.search(ast.unparse(outer.test)):
                 return False
-            if outer in self.bodies:
+            if isinstance(outer, ast.arguments):  # a default, or an annotation
+                return False
+            if outer in bodies:
                 return True
             if isinstance(outer, Function):
                 return False
         return False
 
     def in_compiled_code(self, node: ast.AST) -> bool:
-        """Return whether a node is in a training step or a forward method."""
-        return self.in_step(node) or not self.forwards.isdisjoint(self.source.ancestors(node))
+        """Return whether a node is in a training step, a forward method, or a function that they call."""
+        is_in_step = self._runs_in(node, self.bodies | self.library_bodies | self.reached)
+        return is_in_step or not self.forwards.isdisjoint(self.source.ancestors(node))
 
     def in_training(self, call: ast.Call) -> bool:
         """Return whether a call is in a function that has training steps."""
@@ -69,6 +111,10 @@ class Surroundings:
         names = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
         return any(isinstance(name, ast.Name) and name.id in self.losses for name in names)
 
+    def is_not_drawn(self, call: ast.Call) -> bool:
+        """Return whether a value is no random number, which is drawn on the host: `torch.rand(1).item()`."""
+        return DRAWN.search(ast.unparse(call)) is None
+
     def is_decisive(self, call: ast.Call) -> bool:
         """Return whether a call decides which code runs next: `if torch.isnan(loss)`."""
         parent = self.source.parents[call]
@@ -79,6 +125,21 @@ class Surroundings:
         values = self.source.assigned.get(last_name(index), [])
         texts = [ast.unparse(one) for one in [index, *values]]
         return not NO_MASK.search(texts[0]) and any(map(MASK.search, texts))
+
+    def is_read(self, bound: ast.AST | None) -> bool:
+        """Return whether a bound of a slice is read from a tensor."""
+        values = [] if bound is None else [bound, *self.source.assigned.get(last_name(bound), [])]
+        return any(READ.search(ast.unparse(value)) for value in values)
+
+    def feeds_training(self, call: ast.Call) -> bool:
+        """Return whether no name around a DataLoader speaks of an evaluation, whose last samples count."""
+        owner = self.source.parents[call]
+        data = [*call.args[:1], *(arg.value for arg in call.keywords if arg.arg == "dataset")]
+        made = [value for one in data for value in self.source.assigned.get(last_name(one), [])]
+        texts = [*map(ast.unparse, [*getattr(owner, "targets", []), *data])]
+        texts += ["train=False" for value in made if "train=False" in ast.unparse(value)]
+        texts.append(getattr(self.source.function_of(call), "name", ""))
+        return not any(map(EVALUATES.search, texts))
 
     # Optimizers and processes
 
@@ -154,3 +215,11 @@ class Surroundings:
         while isinstance(outer := self.source.parents[condition], ast.If) and outer.orelse == [condition]:
             condition = outer
         return MENTIONS_XLA.search(ast.unparse(condition)) is not None
+
+
+def _functions_of(values, methods, source):
+    """Yield the functions that a name calls, of the values that it was given: a lambda, or `Loss()` of a
+    class in the file."""
+    made = {last_name(value.func) for value in values if isinstance(value, ast.Call)}
+    yield from (value for value in values if isinstance(value, ast.Lambda))
+    yield from (one for one in methods if one.name == "__call__" and source.parents[one].name in made)
