@@ -95,7 +95,8 @@ class MSHNet(Task):
         train = InfraredSet(self.dataset_dir, "train", *settings, _kept_levels(self.weights))
         test = InfraredSet(self.dataset_dir, "test", *settings, train.levels)
         labels.require_targets(train)
-        train.notices += labels.find_leaks(train, test)
+        train.notices += labels.notices(train) + labels.find_leaks(train, test)
+        test.notices += labels.notices(test)
         return train, test
 
     def model(self) -> nn.Module:

@@ -20,7 +20,8 @@ from torch import Tensor
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import pictures
-from tpukit.tasks.mshnet import augment, labels
+from tpukit.tasks.mshnet import augment
+from tpukit.tasks.mshnet.scores import regions
 from tpukit.tasks.splits import hold_out
 
 # Where the published sets keep their lists, relative to the set's folder.
@@ -72,7 +73,7 @@ class InfraredSet:
         used = f"{split}: {len(decoded['names'])} names of {listing}"
         beside = pictures.left_out(images.rglob("*.*"))
         self.notes = "\n".join(filter(None, (used, beside, levels_note, str(decoded["notes"]))))
-        self.targets = decoded["targets"]  # see `labels.measure`
+        self.targets = decoded["targets"]  # (N, 4), see `_measure_targets`
         self.digests = decoded["digests"].tolist()
         self.names = decoded["names"].tolist()
         self.masks_digest = str(decoded["masks_digest"])
@@ -80,7 +81,7 @@ class InfraredSet:
         self.masks = [sample[-1] for sample in self.samples]  # (H, W) each
         channels, self.height, self.width = decoded["shapes"].max(0).tolist()
         self.colours = channels - 1
-        self.notices = labels.notices(self)
+        self.notices: list[str] = []
 
     def __len__(self) -> int:
         return len(self.names)
@@ -253,10 +254,17 @@ def _read_split(files, listing, names, skip_bad, levels):
         notes=np.array(notes),
         masks_digest=np.array(arrays.digest(masks)),
         digests=np.array([hashlib.sha256(sample[:-1]).hexdigest() for sample in samples.values()]),
-        targets=np.array([labels.measure(sample[-1]) for sample in samples.values()]),
+        targets=np.array([_measure_targets(sample[-1]) for sample in samples.values()]),
         shapes=np.array([sample.shape for sample in pixels]),
         pixels=np.concatenate([sample.ravel() for sample in pixels]),
     )
+
+
+def _measure_targets(mask):
+    """(The brightest value of a mask (H, W) uint8, the share of the image that its targets are, the share of
+    the smallest and of the largest target); the last three are 0 without one."""
+    areas = [area / mask.size for area, _ in regions(mask >= 128)]
+    return float(mask.max()), sum(areas), min(areas, default=0.0), max(areas, default=0.0)
 
 
 def _read_pair(images, masks, name, levels):

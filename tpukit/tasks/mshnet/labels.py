@@ -18,13 +18,6 @@ TINY = 3  # pixels at the network's size: fewer are lost when an image is scaled
 WHITE = 0.5  # share of a mask: more is not targets on black
 
 
-def measure(mask: np.ndarray) -> tuple[float, ...]:
-    """(The brightest value of a mask (H, W) uint8, the share of the image that its targets are, the share of
-    the smallest and of the largest target); the last two are 0 without one."""
-    areas = [area / mask.size for area, _ in regions(mask >= 128)]
-    return float(mask.max()), sum(areas), min(areas, default=0.0), max(areas, default=0.0)
-
-
 def require_targets(data: InfraredSet) -> None:
     """Raise TpukitError for a training set in which no mask labels a target on black."""
     share = data.targets[:, 1]
