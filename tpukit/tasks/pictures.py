@@ -13,6 +13,7 @@ from PIL import Image
 
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, first_line
+from tpukit.runs import weights
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -151,6 +152,11 @@ def parse_levels(text: str | None) -> Levels | None:
     except ValueError:
         return None
     return (low, high) if -np.inf < low < high < np.inf else None
+
+
+def kept_levels(file: Path | None) -> Levels | None:
+    """Return the levels that a training kept with its weights; None where the file or they are missing."""
+    return parse_levels(weights.metadata(file).get("grey_levels")) if file else None
 
 
 def format_levels(levels: Levels | None) -> dict[str, str]:

@@ -349,7 +349,7 @@ class ImageClassifier(Task):
 
     def read_files(self, paths, best):
         size = self._size()
-        levels = pictures.parse_levels(weights.metadata(best).get("grey_levels"))
+        levels = pictures.kept_levels(best)
         images = pictures.read_images(paths, lambda path: read_image(path, size, levels).transpose(2, 0, 1))
         return dict(image=np.stack(images)), [path.name for path in paths]
 

@@ -276,7 +276,7 @@ def _decode(samples, size, skip_bad, split, levels):
             """Return what is wrong with an image, or None."""
             try:
                 images[index] = read_image(samples[index].path, size, levels).transpose(2, 0, 1)
-                digests[index] = hashlib.sha256(images[index]).hexdigest()
+                digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
             except Exception as error:  # Pillow raises many types for a damaged file
                 return f"{samples[index].name}: {first_line(error)}"
 

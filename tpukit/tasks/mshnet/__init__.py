@@ -92,7 +92,7 @@ class MSHNet(Task):
         assert self.dataset_dir is not None  # `check_dataset_dir` explained it
         settings = (self.base_size, self.crop_size, self.skip_bad)
         # By other levels than in training, an image would be another for these weights.
-        train = InfraredSet(self.dataset_dir, "train", *settings, _kept_levels(self.weights))
+        train = InfraredSet(self.dataset_dir, "train", *settings, pictures.kept_levels(self.weights))
         test = InfraredSet(self.dataset_dir, "test", *settings, train.levels)
         labels.require_targets(train)
         train.notices += labels.notices(train) + labels.find_leaks(train, test)
@@ -194,7 +194,7 @@ class MSHNet(Task):
         """Images in their own size; several at once must have the same."""
         from tpukit.tasks.mshnet.data import read_image
 
-        levels = _kept_levels(best)
+        levels = pictures.kept_levels(best)
         images = pictures.read_images(paths, lambda path: read_image(path, levels))
         images = [planes.repeat(3 // len(planes), 0) for planes in images]  # (3, H, W) each
         return dict(image=np.stack(images)), [path.name for path in paths]
@@ -217,11 +217,6 @@ class MSHNet(Task):
             dict(height=mask.shape[0], width=mask.shape[1], targets=len(rows), mask=mask, boxes=rows)
             for mask, rows in found
         ]
-
-
-def _kept_levels(file):
-    """The `pictures.Levels` that a training kept with its weights, or None."""
-    return pictures.parse_levels(weights.metadata(file).get("grey_levels")) if file else None
 
 
 def network_for(image: Tensor) -> ModuleType:

@@ -231,9 +231,10 @@ def _read_split(files, listing, names, skip_bad, levels):
     entries = [(number, name) for number, name in enumerate(names, 1) if name]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
+    image_files, mask_files = files
     samples, bad = {}, []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        futures = [pool.submit(_read_pair, *files, name, levels) for _, name in entries]
+        futures = [pool.submit(_read_pair, image_files, mask_files, name, levels) for _, name in entries]
     for (number, name), future in zip(entries, futures):
         try:
             samples[number, name] = future.result()
