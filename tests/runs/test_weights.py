@@ -1,10 +1,12 @@
 """Weight files: every published form, damaged ones, and ones that would run code."""
 
+import argparse
 import os
 import re
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,3 +107,34 @@ def test_odd_weights_from_elsewhere_are_explained_or_taken(tmp_path):
         save_file(dict(a=torch.ones(1)), tmp_path / "odd.safetensors", metadata=dict(epoch=epoch))
         assert weights.epoch_of(tmp_path / "odd.safetensors") is None
         assert weights.read(tmp_path / "odd.safetensors")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
+        lambda state: {"state_dict": {f"model._orig_mod.{name}": value for name, value in state.items()}},
+        lambda state: {"model_state_dict": state, "epoch": 3},
+        lambda state: {"net": state, "iou": np.float64(0.5), "epoch": np.int64(3), "ok": np.bool_(True)},
+        lambda state: {"model": state, "args": argparse.Namespace(lr=np.float32(0.1), name="a")},
+    ],
+)
+def test_weights_load_as_compiled_models_trainers_and_scripts_save_them(wrap, tmp_path, model):
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    torch.save(wrap(state), tmp_path / "weights.pth")
+    weights.load(model, tmp_path / "weights.pth")
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_hash_in_the_metadata_of_another_program_is_not_taken_for_ours(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "w.safetensors"
+    save_file(dict(a=torch.ones(1)), path, metadata={"modelspec.hash_sha256": "0x" + "0" * 64})
+    assert weights.read(path)["a"] == 1
+
+
+def test_a_dict_without_weights_is_refused_with_the_keys_that_it_has(tmp_path):
+    torch.save({"generator": {"a": torch.ones(1)}, "step": 3}, tmp_path / "gan.pth")
+    with refuses("generator, step", "state_dict"):
+        weights.read(tmp_path / "gan.pth")

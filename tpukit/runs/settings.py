@@ -75,7 +75,7 @@ def check_settings(folder: Path, config: Mapping[str, Any], task: Described) -> 
     if not changed:
         return
     lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
-    advice = "Set them back to resume it, or choose another run folder."
+    advice = "Set them back to resume it, or choose another run folder (--run outputs/NAME)."
     raise TpukitError("\n".join([f"{folder} holds a run with other settings:", *lines, advice]))
 
 

@@ -1,11 +1,14 @@
 """Weight files of any kind, read without running code from them."""
 
+import argparse
 import contextlib
 import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError, first_line
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+KEYS = ("state_dict", "model_state_dict", "model", "net")
+PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
+
+
 def local(path: str | Path) -> Path:
     """Return the path of a weights file. Raises TpukitError for an address."""
     return files.local_path(path, "weights are read from a file: download it first")
@@ -24,9 +31,9 @@ def local(path: str | Path) -> Path:
 def read(path: str | Path) -> "dict[str, Tensor]":
     """Return name -> CPU tensor of a .safetensors, .pth, .pt, .pkl or .tar file.
 
-    Takes a bare state dict, or one under `state_dict`, `model` or `net`; a `module.` prefix (DataParallel) is
-    dropped. Raises TpukitError for a missing or damaged file (the best weights of a run have a SHA-256), and
-    for a pickle that would run code: it is never run."""
+    Takes a bare state dict, or one under one of `KEYS`; the prefixes of wrappers (`PREFIXES`) are dropped.
+    Raises TpukitError for a missing or damaged file (the best weights of a run have a SHA-256), and for a
+    pickle that would run code: it is never run."""
     import torch
 
     path = local(path)
@@ -40,18 +47,34 @@ def read(path: str | Path) -> "dict[str, Tensor]":
             content = load_file(path)
         else:
             content = load_tensors(path)
-    for key in ("state_dict", "model", "net"):
+    keys: list = []
+    for key in KEYS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
+    if isinstance(content, dict):
+        keys = [str(key) for key in content]
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     ):
-        raise TpukitError(f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__}")
+        holds = f", which has {', '.join(keys[:8])}" if keys else ""
+        raise TpukitError(
+            f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__}{holds}: save the"
+            " state dict alone, or under state_dict"
+        )
     for name, tensor in content.items():
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not is_dense or tensor.is_quantized or tensor.is_nested:
             raise TpukitError(f"weights {path}: {name} is no plain tensor (use .to_dense() or .dequantize())")
-    return {name.removeprefix("module."): tensor for name, tensor in content.items()}
+    return _without_prefixes(content)
+
+
+def _without_prefixes(content):
+    """The tensors without the prefixes that all their names begin with."""
+    while content and (
+        found := [each for each in PREFIXES if all(name.startswith(each) for name in content)]
+    ):
+        content = {name.removeprefix(found[0]): tensor for name, tensor in content.items()}
+    return content
 
 
 def load_tensors(path: Path | BinaryIO) -> Any:
@@ -60,7 +83,8 @@ def load_tensors(path: Path | BinaryIO) -> Any:
     import torch
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_plain_types()):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         if "weights_only" not in str(error):
             raise
@@ -68,6 +92,19 @@ def load_tensors(path: Path | BinaryIO) -> Any:
         found = re.search(r"GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", str(error))
         asked = found[1] or found[2] if found else "something that is not a tensor"
         raise pickle.UnpicklingError(f"this pickle asks to load {asked}, which could run code") from None
+
+
+def _plain_types():
+    """Types of numbers and settings that checkpoints hold besides tensors, and that run no code."""
+    numbers = (np.float16, np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_)
+    scalar = np.float64(0).__reduce__()[0]
+    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # of NumPy 1 and 2
+    return [
+        *((scalar, name) for name in names),
+        np.dtype,
+        *{type(np.dtype(number)) for number in numbers},
+        argparse.Namespace,
+    ]
 
 
 def load(model: "torch.nn.Module", path: str | Path) -> None:

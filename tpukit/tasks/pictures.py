@@ -1,18 +1,45 @@
-"""Image files of users: which formats are opened, how large one may be, 16 bits, and errors that name the
-file."""
+"""Image files of users: which formats are opened, how large one may be, grey deeper than 8 bits, and errors
+that name the file."""
 
+import collections
+import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from PIL import Image
 
+from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, first_line
+from tpukit.runs import weights
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+JPEG_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif")
+DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats that can have more than 8 bits of grey
+ENDINGS = (*JPEG_ENDINGS, *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
+# Of files that belong beside images: they are left out without a word.
+BESIDE = (
+    "",
+    ".txt",
+    ".csv",
+    ".json",
+    ".jsonl",
+    ".xml",
+    ".md",
+    ".html",
+    ".yaml",
+    ".yml",
+    ".db",
+    ".ini",
+    ".py",
+)
+LEVELS = 256
+FEW_LEVELS = 32
+PERCENTILES = (0, 0.5, 99.5, 100)
+Levels = tuple[float, float]  # values of grey that become 0 and 255
 T = TypeVar("T")
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
 
@@ -30,12 +57,111 @@ def opened(path: Path | str) -> Iterator[Image.Image]:
         yield image
 
 
-def to_uint8(image: Image.Image) -> Image.Image:
-    """A Pillow image of 16-bit grey with its whole range 0..65535 mapped to 0..255; any other as it is."""
-    if not image.mode.startswith("I"):  # I;16, I;16B, I
+def left_out(paths: Iterable[Path]) -> str:
+    """Return a sentence that counts the files, by their endings, that are not read as images; empty if there
+    are none."""
+    endings = [path.suffix.lower() for path in paths if path.name[0] != "."]
+    counts = collections.Counter(each for each in endings if each not in (*ENDINGS, *BESIDE))
+    listed = ", ".join(f"{count} {ending}" for ending, count in counts.most_common(5))
+    return f"files that are not read, and so left out: {listed} (convert images to PNG)" if counts else ""
+
+
+# Grey deeper than 8 bits
+
+
+def to_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
+    """A Pillow image of 16 or 32 bits of grey as 8 bits; any other as it is.
+
+    levels: of the training set. Without them the whole range of 16 bits, or of floats from 0 to 1, becomes
+    0 to 255. Raises TpukitError for an image that uses so little of it that its contrast would be lost."""
+    if not image.mode.startswith(("I", "F")):  # I;16, I;16B, I, F
         return image
-    values = np.asarray(image).astype(np.float64).clip(0, 65535) / 257
-    return Image.fromarray(np.rint(values).astype(np.uint8))
+    values = np.asarray(image).astype(np.float64)
+    low, high = levels or _whole_range(values, image.mode)
+    scaled = np.nan_to_num((values - low) * ((LEVELS - 1) / (high - low)))
+    return Image.fromarray(np.rint(scaled.clip(0, LEVELS - 1)).astype(np.uint8))
+
+
+def _whole_range(values, mode):
+    least, low, high, most = np.percentile(values[np.isfinite(values)], PERCENTILES)
+    whole = 1 if mode == "F" else 2**16 - 1
+    is_flat = least == most
+    if least < 0 or most > whole or not is_flat and (high < whole / 4 or high - low < whole / 8):
+        raise TpukitError(
+            f"its grey values are {low:g} to {high:g}, deeper than 8 bits, and nothing says how the training"
+            " set's were scaled: convert it to 8 bits as those were"
+        )
+    return 0.0, float(whole)
+
+
+def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
+    """Return (the levels that a set of images is scaled by, a sentence for the log); (None, "") if none is
+    deeper than 8 bits.
+
+    From half a percent to 99.5 % of the pixels, and as much again at both ends, as far as there are such
+    values: a broken pixel counts for nothing, and a few bright ones keep their place."""
+    paths = [path for path in paths if path.suffix.lower() in DEEP_ENDINGS and path.is_file()]
+    stats = [(str(path.resolve()), path.stat()) for path in paths]
+    key = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    if not paths:
+        return None, ""
+    ranges = arrays.mapped("grey-levels", key, lambda: dict(ranges=_measure(paths)))["ranges"]
+    if not len(ranges):
+        return None, ""
+    least, lows, highs, most = np.asarray(ranges).T
+    low, high = np.percentile(lows, 1), np.percentile(highs, 99)
+    span = high - low
+    low, high = max(least.min(), low - span), min(most.max(), high + span)
+    high = high if high > low else low + 1
+    note = (
+        f"{len(ranges)} images have grey deeper than 8 bits: {low:g} to {high:g}, of the training set, become"
+        f" 0 to {LEVELS - 1}, in predictions, too"
+    )
+    if (used := np.median(highs - lows) / (high - low) * LEVELS) < FEW_LEVELS:
+        note += (
+            f". Half of them use only {used:.0f} of {LEVELS} levels, because the images differ more from each"
+            " other than within: subtract from each its own background"
+        )
+    return (float(low), float(high)), note
+
+
+def _measure(paths):
+    """(N, 4): the least value, two percentiles, and the largest of each image that is deeper than 8 bits. One
+    that cannot be read is left to whoever decodes it."""
+
+    def measure(path):
+        try:
+            with opened(path) as image:
+                if not image.mode.startswith(("I", "F")):
+                    return None
+                values = np.asarray(image).astype(np.float64)
+        except Exception:  # Pillow raises many types for a damaged file
+            return None
+        values = values[np.isfinite(values)]
+        return np.percentile(values, PERCENTILES) if values.size else None
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = [each for each in pool.map(measure, paths) if each is not None]
+    return np.array(found).reshape(-1, 4)
+
+
+def parse_levels(text: str | None) -> Levels | None:
+    """Return the levels that are kept with weights as "LOW HIGH"; None for other text."""
+    try:
+        low, high = map(float, (text or "").split())
+    except ValueError:
+        return None
+    return (low, high) if -np.inf < low < high < np.inf else None
+
+
+def kept_levels(file: Path | None) -> Levels | None:
+    """Return the levels that a training kept with its weights; None where the file or they are missing."""
+    return parse_levels(weights.metadata(file).get("grey_levels")) if file else None
+
+
+def format_levels(levels: Levels | None) -> dict[str, str]:
+    """Return what a task keeps of levels with its weights, for `parse_levels`."""
+    return dict(grey_levels=f"{levels[0]!r} {levels[1]!r}") if levels else {}
 
 
 def read_images(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:

@@ -13,7 +13,17 @@ SPLITS = {  # names of folders, of files and in a column of splits, in lower cas
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
+CHINESE = {"训练": "train", "验证": "val", "测试": "test"}
 TABLES = (".parquet", ".arrow")
+
+
+def split_of(name: str) -> str | None:
+    """Return train, val or test of a name that has the word: train, seg_train, train_images, TestSet, 训练集;
+    None for any other name, and for one that has two."""
+    words = [re.sub("(set|data|images?|imgs?)$", "", word) for word in re.findall("[a-z]+", name.lower())]
+    found = {SPLITS[word] for word in words if word in SPLITS}
+    found |= {split for word, split in CHINESE.items() if word in name}
+    return found.pop() if len(found) == 1 else None
 
 
 def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | None]]:

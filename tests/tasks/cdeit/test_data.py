@@ -130,3 +130,16 @@ def test_voltages_are_read_from_every_kind_of_file_and_a_file_without_any_is_nam
         return
     with refuses(name, "208 finite numbers"):
         read_voltages(tmp_path / name)
+
+
+def test_both_classical_images_of_ktc2023_are_in_the_unit_of_the_truth(tmp_path):
+    """As in the published files, both are 2/1978 times smaller than the truth; here they are the truth."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "test2023").mkdir()
+    truth = rng.random((128, 128), np.float32)
+    small = truth * np.float32(2 / 1978)
+    np.savez(tmp_path / "test2023/0.npz", xs=truth, ys=rng.random(208, np.float32), TR=small, xs_gn=small)
+    save_statistics(tmp_path, 0.0)
+    batch = task_of(tmp_path, data="ktc2023").test_set().batch(np.arange(1))
+    for name in ("TR", "xs_gn"):
+        assert np.allclose(batch[name][0], truth, rtol=1e-5)

@@ -1,5 +1,6 @@
 """Images and their classes from folders and CSV lists; their splits; bad ones; and the decoded pixels."""
 
+import contextlib
 import itertools
 import shutil
 from hashlib import sha256
@@ -52,7 +53,7 @@ def test_class_folders_in_split_folders_give_each_image_its_class(tmp_path):
 
 def test_a_training_is_scored_on_val_and_tested_on_test(tmp_path):
     paint(tmp_path, 1, ("Train", "valid", "TEST"))
-    assert sorted(find_samples(tmp_path)[1]) == ["test", "train", "val"]
+    assert sorted(find_samples(tmp_path).samples) == ["test", "train", "val"]
     assert task(tmp_path).datasets()[1].names[0] == "valid/blue/0.png"
     assert task(tmp_path).test_set().names[0] == "TEST/blue/0.png"
 
@@ -62,7 +63,7 @@ def test_a_tree_without_splits_is_split_by_its_names_alone_and_every_class_is_in
     shutil.copytree(tmp_path / "a", tmp_path / "other/place")
 
     def names_of(folder, **options):
-        _, splits = find_samples(tmp_path / folder, **options)
+        splits = find_samples(tmp_path / folder, **options).samples
         return {split: {sample.name for sample in samples} for split, samples in splits.items()}
 
     one, other = names_of("a"), names_of("other")
@@ -113,7 +114,7 @@ def test_the_folder_of_a_csvs_images_can_be_named(tmp_path):
 def test_classes_that_are_numbers_are_sorted_as_numbers_and_an_image_listed_twice_is_in_one_split(tmp_path):
     rows = [f"{n}-{k}.png,{n}\n" for n in (10, 9, 2) for k in (0, 1, 1)]
     (tmp_path / "list.csv").write_text("img,y\n" + "".join(rows))
-    classes, splits = find_samples(tmp_path / "list.csv")
+    classes, splits, _ = find_samples(tmp_path / "list.csv")
     assert classes == ["2", "9", "10"]
     assert not {sample.name for sample in splits["train"]} & {sample.name for sample in splits["test"]}
 
@@ -185,13 +186,12 @@ SPOILED = {
     "empty folder": (empty, ["notes.txt"]),
     "no folder": (shutil.rmtree, ["does not exist"]),
     "one class": (lambda folder: [shutil.rmtree(f) for f in folder.glob("*/[gr]*")], ["blue"]),
-    "a class missing in test": (lambda folder: shutil.rmtree(folder / "test/red"), ["test", "red", "1 of 3"]),
     "a class only in test": (lambda folder: shutil.rmtree(folder / "train/red"), ["train", "red", "1 of 3"]),
     "one image of each class": (without_splits(1, red=1), ["3 of 3", "two images"]),
     "a class of one image": (without_splits(3, red=1), ["red", "two images"]),
     "a broken image": (lambda folder: (folder / BAD).write_bytes(b"no image"), NAMED),
     "a cut image": (lambda folder: (folder / BAD).write_bytes((folder / BAD).read_bytes()[:40]), NAMED),
-    "a format that is not read": (lambda folder: Image.new("RGB", (4, 4)).save(folder / BAD, "PPM"), NAMED),
+    "a format that is not read": (lambda folder: Image.new("RGB", (4, 4)).save(folder / BAD, "TGA"), NAMED),
     "a name of two lines": (lambda folder: (folder / LINE).write_bytes(b""), [r"red/a\nall is well.png: "]),
 }
 
@@ -269,3 +269,137 @@ def test_a_changed_image_is_decoded_again(tmp_path):
     before = task(tmp_path).datasets()[0].batch([0])["image"]
     Image.new("RGB", (30, 30), (255, 255, 255)).save(tmp_path / "train/blue/0.png")
     assert (task(tmp_path).datasets()[0].batch([0])["image"] != before).any()
+
+
+# Splits by the names that published sets have
+
+
+def grey(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (8, 8), value).save(path)
+
+
+def make(folder, *places, count=4, start=0):
+    """`count` images in each place, all different."""
+    for number, place in enumerate(places, start):
+        for index in range(count):
+            grey(folder / place / f"{index}.png", 10 * number + index)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "places, tested, left_out",
+    [
+        (
+            ("seg_train/seg_train/{}", "seg_test/seg_test/{}", "seg_pred/seg_pred"),
+            "seg_test",
+            "seg_pred/ with 4",
+        ),
+        (("训练集/{}", "测试集/{}"), "测试集", None),
+        (("top/train_images/{}", "top/val_images/{}"), "val_images", None),
+        (("TrainSet/{}", "TestSet/{}"), "TestSet", None),
+        (("train/{}", "val/images"), None, "val: 4 images in one folder, images"),
+        (("Train/{}", "Test"), None, "Test/ with 4 images is not used"),
+        (("train_images/{}", "test_images"), None, "test_images/ with 4 images is not used"),
+        (
+            ("train/{}", "test/{}", "extra/{}"),
+            "test",
+            "extra/ with 8 images is not used: its name is no split",
+        ),
+    ],
+)
+def test_split_folders_of_usual_names_are_splits_and_what_is_not_used_is_counted(
+    places, tested, left_out, tmp_path
+):
+    names = [place.format(name) for place in places for name in "ab"]
+    train, test = task(make(tmp_path, *dict.fromkeys(names))).datasets()
+    assert train.classes == ["a", "b"] and (tested is None or test.names[0].startswith(tested))
+    told = [notice for notice in train.notices if "not used" in notice]
+    assert len(told) == bool(left_out) and (left_out is None or left_out in told[0])
+
+
+@pytest.mark.parametrize("names", [("bus", "car", "train"), ("train_station", "test_tube", "bus")])
+def test_a_class_may_have_the_name_of_a_split(names, tmp_path):
+    assert task(make(tmp_path, *names)).datasets()[0].classes == sorted(names)
+
+
+def test_a_split_that_lacks_a_class_is_scored_and_that_is_told(tmp_path):
+    train, test = task(make(tmp_path, "train/a", "train/b", "train/c", "val/a", "val/c")).datasets()
+    assert [train.classes[label] for label in test.labels] == ["a"] * 4 + ["c"] * 4
+    assert any("the val split has no image of 1 of 3 classes (b)" in notice for notice in train.notices)
+
+
+def test_folders_of_equal_names_in_all_classes_are_told(tmp_path):
+    train, _ = task(make(tmp_path, "learn/a", "learn/b", "check/a", "check/b")).datasets()
+    assert any(
+        "learn" in notice and "call the folders above them train" in notice for notice in train.notices
+    )
+
+
+def test_files_of_other_endings_are_counted_and_those_of_jpeg_read(tmp_path):
+    make(tmp_path, "a", "b")
+    for name, ending in itertools.product("ab", (".jfif", ".jpe", ".pgm", ".ppm")):
+        path = tmp_path / name / f"more{ending}"
+        kind = "PPM" if "p" == ending[1] else "JPEG"
+        Image.new("RGB" if ending == ".ppm" else "L", (8, 8), 99 if name == "a" else 200).save(path, kind)
+    (tmp_path / "a/x.heic").touch()
+    (tmp_path / "a/notes.txt").touch()
+    train, test = task(tmp_path).datasets()
+    assert len(train) + len(test) == 16
+    assert [notice for notice in train.notices if "1 .heic" in notice and "txt" not in notice]
+
+
+def test_copies_in_both_splits_and_in_two_classes_are_told(tmp_path):
+    make(tmp_path, "train/a", "train/b", "test/a", "test/b")
+    shutil.copy(tmp_path / "train/a/0.png", tmp_path / "test/a/other.png")
+    shutil.copy(tmp_path / "train/a/1.png", tmp_path / "train/b/other.png")
+    told = task(tmp_path).datasets()[0].notices
+    assert any("1 of 9 test images are training images, too (test/a/other.png)" in notice for notice in told)
+    assert any("1 images are in more than one class (train/a/1.png = train/b/other.png)" in n for n in told)
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "train/metadata.csv", "train/metadata.jsonl"])
+def test_a_list_beside_or_in_the_folder_of_its_images_finds_them(name, tmp_path):
+    make(tmp_path, "train", "test", count=8)
+    rows = [(f"{number}{'' if name == 'labels.csv' else '.png'}", "ab"[number % 2]) for number in range(8)]
+    if name == "labels.csv":
+        shutil.rmtree(tmp_path / "test")
+    text = "file_name,breed\n" + "".join(f"{file},{label}\n" for file, label in rows)
+    if name.endswith("jsonl"):
+        text = "".join(f'{{"file_name": "{file}", "label": "{label}"}}\n' for file, label in rows)
+    (tmp_path / name).write_text(text)
+    train, test = task(tmp_path).datasets()
+    assert train.classes == ["a", "b"] and len(train) + len(test) == 8
+    for split in (train, test):
+        for file, label in zip(split.names, split.labels):
+            assert label == int(file[0]) % 2
+
+
+def test_a_list_without_the_usual_columns_is_named_with_those_it_has(tmp_path):
+    make(tmp_path, "train", "test")
+    (tmp_path / "train.csv").write_text("image_id,healthy,rust,scab\n0,1,0,0\n")
+    with refuses("train.csv has the columns image_id, healthy, rust, scab"):
+        find_samples(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "float32"])
+def test_deep_grey_is_scaled_by_the_training_set_and_the_weights_keep_how(kind, tmp_path):
+    """Counts around 21,000, and floats from 0 to 1, get the contrast of the same pictures in 8 bits."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (8, 8, 8))
+    for number, image in enumerate(pixels):
+        path = tmp_path / "ab"[number % 2] / f"{number}.tif"
+        path.parent.mkdir(exist_ok=True)
+        values = 21000 + image if kind == "uint16" else image / 255
+        Image.fromarray(values.astype(kind)).save(path)
+    one = task(tmp_path)
+    train, test = one.datasets()
+    for split in (train, test):
+        for name, image in zip(split.names, split.images):
+            expected = pixels[int(name[2])]
+            assert abs(image.astype(int) - expected).max() <= 3
+    assert "deeper than 8 bits" in train.notes
+    kept = one.metadata(train)["grey_levels"]
+    assert np.allclose(list(map(float, kept.split())), train.levels)
+    with refuses("deeper than 8 bits") if kind == "uint16" else contextlib.nullcontext():
+        read_image(path, 16)

@@ -17,7 +17,9 @@ def write_set(folder, names, *, lists=("trainval.txt", "test.txt"), mask_suffix=
     for kind, suffix in (("images", ""), ("masks", mask_suffix)):
         (folder / kind).mkdir(parents=True, exist_ok=True)
         for name in names:
-            Image.new("L", (32, 32), 50).save(folder / kind / f"{name}{suffix}.png")
+            image = Image.new("L", (32, 32), 0 if kind == "masks" else len(name))
+            image.putpixel((5, 5), 255)
+            image.save(folder / kind / f"{name}{suffix}.png")
     for name in lists:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("\n".join(names) + "\n")
@@ -164,3 +166,88 @@ def test_synthetic_scenes_have_small_targets_warmer_than_what_is_around_them(inf
         targets = regions(mask == 255)
         assert 1 <= len(targets) <= 3 and sum(area for area, _ in targets) < 3 * np.pi * 4.5**2 + 20
         assert set(np.unique(mask)) == {0, 255} and image[mask == 255].mean() > image[mask == 0].mean() + 20
+
+
+def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_keep_its_levels(
+    infrared, tmp_path
+):
+    """The same scenes as counts around 21,000, as uint16 and as float32, are what they are in 8 bits."""
+    from tpukit.tasks import pictures
+    from tpukit.tasks.mshnet.synthetic import infrared_scene
+
+    scenes = [infrared_scene(np.random.default_rng(seed), 64) for seed in range(4)]
+    for kind, scale in (("uint16", (21000, 3)), ("float32", (0, 1 / 255)), ("uint8", (0, 1))):
+        write_set(tmp_path / kind, "abcd", lists=())
+        for name, (image, mask) in zip("abcd", scenes):
+            pixels = (scale[0] + scale[1] * image.astype(np.float64)).astype(kind)
+            if kind == "uint16":
+                pixels[0, 0] = 0
+                pixels[0, 1] = 65535
+            (tmp_path / kind / f"images/{name}.png").unlink()
+            Image.fromarray(pixels).save(tmp_path / kind / f"images/{name}.tif")
+            Image.fromarray(mask).save(tmp_path / kind / f"masks/{name}.png")
+    plain = InfraredSet(tmp_path / "uint8", "train")
+    for kind in ("uint16", "float32"):
+        task = MSHNet(dataset_dir=tmp_path / kind)
+        train, test = task.datasets()
+        assert train.levels == test.levels and "deeper than 8 bits" in train.notes
+        for sample, twin in zip(train.samples, plain.samples):
+            pairs = np.stack([sample[0, 1:].ravel(), twin[0, 1:].ravel()]).astype(float)
+            assert np.corrcoef(pairs)[0, 1] > 0.999 and np.ptp(sample[0, 1:]) > 64
+        kept = task.metadata(train)
+        assert pictures.parse_levels(kept["grey_levels"]) == train.levels
+    with refuses("deeper than 8 bits"):
+        read_image(tmp_path / "uint16/images/a.tif")  # by weights that learned from 8 bits
+
+
+@pytest.mark.parametrize(
+    "lists, formats, told",
+    [
+        (
+            ("img_idx/train_A.txt", "img_idx/train_B.txt", "img_idx/test_A.txt"),
+            (),
+            "train_A.txt, train_B.txt",
+        ),
+        (("trainval.txt", "test.txt"), ("images/a.bmp",), "a.bmp, a.png"),
+        ((), ("images/a.bmp",), "a.bmp, a.png"),
+        (("trainval.txt", "test.txt"), ("masks/a.bmp",), "a.bmp, a.png"),
+    ],
+)
+def test_nothing_is_chosen_among_equals(lists, formats, told, tmp_path):
+    write_set(tmp_path, "abcde", lists=lists)
+    for name in formats:
+        Image.new("L", (32, 32)).save(tmp_path / name)
+    with refuses(told):
+        MSHNet(dataset_dir=tmp_path).datasets()
+
+
+@pytest.mark.parametrize(
+    "image, mask, folders, listed",
+    [
+        ("{}_img.png", "{}_mask.png", ("images", "masks"), "{}_img"),
+        ("{}_img.png", "{}_mask.png", ("images", "masks"), "{}"),
+        ("{}.png", "{}_mask.png", ("Images", "Masks"), "{}.png"),
+        ("seq/{}.png", "seq/{}.png", ("IRSTD1k_Img", "IRSTD1k_Label"), "seq/{}"),
+    ],
+)
+def test_pairs_of_usual_names_are_found(image, mask, folders, listed, tmp_path):
+    target = Image.new("L", (32, 32))
+    target.putpixel((5, 5), 255)
+    for name in "ab":
+        for path in (tmp_path / folders[0] / image.format(name), tmp_path / folders[1] / mask.format(name)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            target.save(path)
+    for split in ("trainval.txt", "test.txt"):
+        (tmp_path / split).write_text("\n".join(listed.format(name) for name in "ab"), "utf-16")
+    train, _ = MSHNet(dataset_dir=tmp_path).datasets()
+    assert len(train) == 2 and (train.targets[:, 0] == 255).all()
+
+
+def test_what_is_there_is_named_where_a_pair_is_not_found_and_other_files_are_counted(tmp_path):
+    write_set(tmp_path, "ab", mask_suffix="_other")
+    (tmp_path / "images/c.heic").touch()
+    with refuses("a: no image masks/a; masks/ has a_other.png, b_other.png"):
+        InfraredSet(tmp_path, "train")
+    for name in "ab":
+        (tmp_path / f"masks/{name}_other.png").rename(tmp_path / f"masks/{name}.png")
+    assert "1 .heic" in InfraredSet(tmp_path, "train").notes

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import refuses
 from tests.tasks.mshnet.test_data import write_set
 from tpukit import MSHNet, show_labels
-from tpukit.tasks.mshnet.data import InfraredSet
+from tpukit.tasks.mshnet.data import InfraredSet, read_mask
+from tpukit.tasks.mshnet.labels import notices
 
 
 def write(folder, masks):
@@ -25,15 +27,18 @@ def square(side, value=255, size=64):
     return mask
 
 
-WRONG = dict(dim=square(2, 1), white=255 - square(2), large=square(5), black=square(0))
+NUMBERED = square(2, 1)  # each target by its own number
+NUMBERED[40:42, 40:42] = 2
+WRONG = dict(dim=NUMBERED, white=255 - square(2), large=square(5), black=square(0))
 WRONG |= dict(tiny=square(3, size=256))
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_mask_is_named_and_shown_and_a_right_one_is_not(name, tmp_path):
     task = write(tmp_path, {"right": square(2), "aswell": square(2), name: WRONG[name]})
-    sentences, indices = task.check_labels(task.datasets()[0])
-    about = [sentence for sentence in sentences[1:] if "1 of 3" in sentence]
+    data, _ = task.datasets()
+    about = [notice for notice in data.notices if "1 of 3 training masks" in notice]
+    _, indices = task.check_labels(data)
     assert len(about) == 1 and name in about[0] and "right" not in about[0] and indices[0] == 2
 
 
@@ -45,11 +50,71 @@ def test_right_masks_are_counted_with_their_targets_and_sizes(tmp_path, capsys):
     said = capsys.readouterr().out
     for datum in ("3 training images", "64x64 to 128x128", "4 targets", "3 to 16 pixels"):
         assert datum in said
-    assert "of 3 masks" not in said
+    assert "of 3 training masks" not in said
+
+
+KINDS = {  # an image file of a mask (H, W) of bool
+    "0 and 1": lambda mask: Image.fromarray(mask.astype(np.uint8)),
+    "16 bits": lambda mask: Image.fromarray(mask.astype(np.uint16) * 3),
+    "32 bits": lambda mask: Image.fromarray(mask.astype(np.int32) * 70000),
+    "float": lambda mask: Image.fromarray(mask.astype(np.float32)),
+    "red": lambda mask: Image.fromarray(np.dstack([mask * 128, mask * 0, mask * 0]).astype(np.uint8)),
+    "palette": lambda mask: KINDS["red"](mask).convert("P", palette=Image.Palette.ADAPTIVE, colors=2),
+    "1 bit": lambda mask: Image.fromarray(mask),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_of_black_and_one_other_value_labels_that_value(kind, tmp_path):
+    mask = square(2) > 0
+    KINDS[kind](mask).save(tmp_path / "mask.tif")
+    assert np.array_equal(read_mask(tmp_path / "mask.tif")[0], np.where(mask, 255, 0))
+
+
+def test_grey_between_the_two_values_and_the_noise_of_a_jpeg_are_no_targets(tmp_path):
+    mask = square(4)
+    mask[8, 8:12] = 64
+    Image.fromarray(mask.astype(np.uint8)).save(tmp_path / "soft.png")
+    assert (read_mask(tmp_path / "soft.png")[0] >= 128).sum() == 12
+    noise = np.zeros((64, 64), np.uint8)
+    noise[:8, :8] = 1
+    Image.fromarray(noise).save(tmp_path / "noise.jpg", quality=100)
+    assert read_mask(tmp_path / "noise.jpg").max() < 128
+
+
+def test_a_mask_of_many_colours_is_refused(tmp_path):
+    image = Image.new("P", (64, 64))
+    image.putpalette([0, 0, 0, 128, 0, 0, 224, 224, 192])
+    image.putpixel((3, 3), 1)
+    image.putpixel((4, 4), 2)
+    image.save(tmp_path / "mask.png")
+    with refuses("3 colours"):
+        read_mask(tmp_path / "mask.png")
+
+
+@pytest.mark.parametrize("wrong", ["black", "white", "dim"])
+def test_a_training_set_without_any_target_is_refused_before_the_training(wrong, tmp_path):
+    task = write(tmp_path, dict(a=WRONG[wrong], b=WRONG[wrong]))
+    with refuses("no training image has a target", "2 of 2"):
+        task.datasets()
+
+
+def test_test_images_that_are_training_images_are_counted_also_under_another_name(tmp_path):
+    task = write(tmp_path, {name: square(2) for name in "abcd"})
+    for number, name in enumerate("abc"):
+        Image.new("L", (64, 64), number).save(tmp_path / f"images/{name}.png")
+    (tmp_path / "images/d.png").write_bytes((tmp_path / "images/a.png").read_bytes())
+    (tmp_path / "trainval.txt").write_text("a\nb\n")
+    (tmp_path / "test.txt").write_text("c\nd\n")
+    train, _ = task.datasets()
+    assert [notice for notice in train.notices if "1 of 2 test images are training images" in notice]
+    (tmp_path / "test.txt").write_text("c\n")
+    assert not task.datasets()[0].notices
 
 
 def test_the_masks_of_a_real_set_are_right(real_data):
-    sentences, indices = MSHNet().check_labels(InfraredSet(real_data / "IRSTD-1k", "test"))
+    data = InfraredSet(real_data / "IRSTD-1k", "test")
+    sentences, indices = MSHNet().check_labels(data)
     assert "201 training images of 512x512" in sentences[0]
-    assert not [line for line in sentences if "128 or more" in line or "white" in line]
+    assert not [line for line in notices(data) if "128 or more" in line or "white" in line]
     assert len(set(indices)) == len(indices) >= 3

@@ -223,13 +223,14 @@ class CDEIT(Task):
         return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=baselines)
 
     def save_predictions(self, folder, predictions, data):
-        """An npz named after the test set: prediction and TR in the unit of its files, xs_gn, xs (N, S, S
+        """An npz named after the test set: prediction, TR and xs_gn in the units of its files, xs (N, S, S
         each), names."""
-        unit = sets.CONVENTIONS[self.data].unit
+        convention = sets.CONVENTIONS[self.data]
+        unit = convention.unit
         parts = []
         for images, batch in predictions:
             values = dict(prediction=images[:, 0] * unit, xs=batch["image"][:, 0])
-            values |= dict(TR=batch["TR"] * unit, xs_gn=batch["xs_gn"])
+            values |= dict(TR=batch["TR"] * unit, xs_gn=batch["xs_gn"] * convention.gauss_newton)
             parts.append({name: value[batch["valid"]].numpy() for name, value in values.items()})
         whole: dict = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         with files.atomic_file(folder / f"{self.data}.npz") as file:
@@ -239,9 +240,11 @@ class CDEIT(Task):
         path = folder / f"{self.data}.npz"
         if not path.is_file():
             return None
-        unit = np.float32(sets.CONVENTIONS[self.data].unit)
+        convention = sets.CONVENTIONS[self.data]
+        unit, gauss_newton = np.float32(convention.unit), np.float32(convention.gauss_newton)
         with explained(f"{path} is damaged, `tpukit test` makes it anew"), arrays.load(path) as saved:
-            batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit, xs_gn=saved["xs_gn"])
+            batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit)
+            batch["xs_gn"] = saved["xs_gn"] / gauss_newton
             return batch, saved["prediction"][:, None] / unit
 
     def panels(self, batch, prediction=None):

@@ -30,17 +30,18 @@ class Convention:
     """Storage of a set: the names of its folders, and the constants V and I of its tank.
 
     The network gets ys / V. A prediction is saved as prediction * I / V, the `unit`, which is also that of TR
-    in the files."""
+    in the files. `gauss_newton` is that of xs_gn there."""
 
     folders: tuple[str, ...]
     volts: float
     unit: float
+    gauss_newton: float = 1.0
 
 
 CONVENTIONS = dict(
     simulated=Convention(("test", "valid", "val"), 1.0, 1.0),
     uef2017=Convention(("data2017", "test2017"), 1040.856, 2.0 / 1040.856),
-    ktc2023=Convention(("data2023", "test2023"), 1978.0, 2.0 / 1978.0),
+    ktc2023=Convention(("data2023", "test2023"), 1978.0, 2.0 / 1978.0, 2.0 / 1978.0),
 )
 TRAINING = Convention(("train",), 1.0, 1.0)
 PARTS = tuple(name for convention in (TRAINING, *CONVENTIONS.values()) for name in convention.folders)
@@ -63,7 +64,8 @@ class Impedance:
         volts = stored["ys"] / np.float32(convention.volts)
         self.arrays = dict(image=stored["xs"][:, None], voltages=voltage_map(volts, *statistics))
         if convention is not TRAINING:
-            self.arrays |= dict(TR=stored["TR"] * np.float32(1 / convention.unit), xs_gn=stored["xs_gn"])
+            for name, unit in zip(BASELINES, (convention.unit, convention.gauss_newton)):
+                self.arrays[name] = stored[name] * np.float32(1 / unit)
 
     def __len__(self):
         return len(self.names)

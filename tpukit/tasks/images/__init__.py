@@ -22,7 +22,7 @@ from tpukit.runs import weights
 from tpukit.runs.settings import setting
 from tpukit.tasks import archives, arrays, pictures
 from tpukit.tasks.images import augment, models
-from tpukit.tasks.images.data import ImageSet, find_samples, read_image
+from tpukit.tasks.images.data import ImageSet, find_copies, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.tasks.splits import SPLITS
 from tpukit.training.panels import marked
@@ -124,7 +124,7 @@ class ImageClassifier(Task):
             return
         count = BATCH_SIZE * STEPS
         if place:
-            count = len(find_samples(place, self.images_dir, self.test_share)[1]["train"])
+            count = len(find_samples(place, self.images_dir, self.test_share).samples["train"])
         if is_open(batch_size):
             sixteenth = 2 ** round(math.log2(count / 16))
             batch_size = Chosen(min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
@@ -137,33 +137,47 @@ class ImageClassifier(Task):
     # Data
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
-        classes, samples = self._find_samples()
+        found = self._find_samples()
         pretrained, weights_note = self._find_pretrained()
         is_random = pretrained is None and not self.weights
-        notes = _listed(classes) if is_random else f"{weights_note}\n{_listed(classes)}"
-        data = self._open(classes, samples, "train", draw=functools.partial(augment.draw, self), notes=notes)
+        levels, levels_note = self._levels(found)
+        classes = _listed(found.classes)
+        notes = [classes, levels_note] if is_random else [weights_note, classes, levels_note]
+        draw = functools.partial(augment.draw, self)
+        data = self._open(found, levels, "train", draw=draw, notes="\n".join(filter(None, notes)))
+        test = self._open(found, levels, "val", "test")
+        data.notices += found.notices + find_copies(data, test)
         if is_random:
             data.notices.append(f"{weights_note}. From these, a few hundred photos teach a network little")
-        return data, self._open(classes, samples, "val", "test")
+        return data, test
 
     def test_set(self) -> ImageSet:
         """test/ if there is one; of a set with a val/ alone, that."""
-        return self._open(*self._find_samples(), "test", "val")
+        found = self._find_samples()
+        levels, _ = self._levels(found)
+        return self._open(found, levels, "test", "val")
 
-    def _open(self, classes, samples, *splits, **options):
-        split = next(name for name in splits if name in samples)
-        options |= dict(split=split, size=self._size(), skip_bad=self.skip_bad)
-        return ImageSet(classes, samples[split], **options)
+    def _open(self, found, levels, *splits, **options):
+        split = next(name for name in splits if name in found.samples)
+        options |= dict(split=split, size=self._size(), skip_bad=self.skip_bad, levels=levels)
+        return ImageSet(found.classes, found.samples[split], **options)
+
+    def _levels(self, found):
+        """(`pictures.Levels` or None, a sentence for the log). By other levels than in training, an image
+        would be another for these weights."""
+        if kept := pictures.parse_levels(self._kept_with_weights().get("grey_levels")):
+            return kept, f"grey deeper than 8 bits is scaled as in the training of {self.weights}"
+        return pictures.find_levels([sample.path for sample in found.samples["train"]])
 
     def _find_samples(self):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        classes, samples = find_samples(self.dataset_dir, self.images_dir, self.test_share)
-        if (kept := self._classes_of_weights()) and kept != classes:
+        found = find_samples(self.dataset_dir, self.images_dir, self.test_share)
+        if (kept := self._classes_of_weights()) and kept != found.classes:
             raise TpukitError(
                 f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"
-                f" {_listed(classes)}: give the file as pretrained=PATH, which replaces its head"
+                f" {_listed(found.classes)}: give the file as pretrained=PATH, which replaces its head"
             )
-        return classes, samples
+        return found
 
     @functools.cached_property
     def class_names(self) -> list[str]:
@@ -173,7 +187,7 @@ class ImageClassifier(Task):
             return kept
         if self.dataset_dir is None:
             return [f"class {number}" for number in range(1000)]
-        return self._find_samples()[0]
+        return self._find_samples().classes
 
     def _classes_of_weights(self):
         """Names of the classes that a run kept with its weights; None for a file from elsewhere."""
@@ -193,14 +207,16 @@ class ImageClassifier(Task):
         return {"classes": arrays.digest(data.classes), "file names and labels": labels}
 
     def metadata(self, data):
-        return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
+        kept = dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
+        return kept | pictures.format_levels(data.levels)
 
     @property
     def export_preprocessing(self) -> str:
-        size = self._size()
+        size, levels = self._size(), pictures.parse_levels(self._kept_with_weights().get("grey_levels"))
+        scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
         return (
-            "turn it upright by its EXIF orientation; drop transparency, to RGB; scale the short side to"
-            f" {size} pixels (bicubic), keep the middle {size}x{size}; uint8, (3, rows, columns)"
+            f"turn it upright by its EXIF orientation;{scaled} drop transparency, to RGB; scale the short"
+            f" side to {size} pixels (bicubic), keep the middle {size}x{size}; uint8, (3, rows, columns)"
         )
 
     def example(self, count):
@@ -334,7 +350,8 @@ class ImageClassifier(Task):
 
     def read_files(self, paths, best):
         size = self._size()
-        images = pictures.read_images(paths, lambda path: read_image(path, size).transpose(2, 0, 1))
+        levels = pictures.kept_levels(best)
+        images = pictures.read_images(paths, lambda path: read_image(path, size, levels).transpose(2, 0, 1))
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def results(self, batch, predictions):

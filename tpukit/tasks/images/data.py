@@ -5,12 +5,14 @@ Shapes: N samples, B batch, S side of the images."""
 import collections
 import concurrent.futures
 import functools
+import hashlib
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -19,55 +21,93 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import GIB
 from tpukit.tasks import arrays, pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
-from tpukit.tasks.images.lists import IMAGE_ENDINGS, Sample, read_lists
-from tpukit.tasks.splits import SPLITS
+from tpukit.tasks.images.lists import Sample, describe_lists, find_lists, read_lists
 
-VERSION = 2  # of what `_decode` returns for the same files, which is cached
+VERSION = 3  # of what `_decode` returns for the same files, which is cached
 PAGE = "YOUR_DATA"  # of the docs
 
 
-def find_samples(
-    dataset_dir: Path | str, images_dir: Path | None = None, test_share: float = 0.2
-) -> tuple[list[str], dict[str, list[Sample]]]:
-    """Return (classes, samples) of a folder or a CSV file; decode nothing.
+class Found(NamedTuple):
+    """The samples of a dataset; nothing is decoded."""
 
-    classes: sorted, as numbers if all are such. samples: those of train, and of val or test or both. Raises
-    TpukitError for what cannot be trained on."""
+    classes: list[str]
+    """sorted, as numbers if all are such"""
+    samples: dict[str, list[Sample]]
+    """those of train, and of val or test or both"""
+    notices: list[str]
+    """what was left out, or what else is to be known"""
+
+
+def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_share: float = 0.2) -> Found:
+    """Find the samples of a folder or a CSV file. Raises TpukitError for what cannot be trained on."""
     place = Path(dataset_dir)
     if not place.exists():
         raise TpukitError(f"dataset {place} does not exist")
-    samples = _find_in_class_folders(place) if place.is_dir() else []
+    samples, notices = _find_in_class_folders(place) if place.is_dir() else ([], [])
     if len({sample.label for sample in samples}) < 2 and place.suffix not in splits.TABLES:
-        samples = read_lists(place, images_dir) or samples
+        if listed := read_lists(place, images_dir):
+            samples, notices = listed, []
+    elif lists := find_lists(place):
+        names = ", ".join(path.name for path in lists)
+        notices.append(
+            f"{names}: not read, because folders name the classes (give one as dataset_dir to use it)"
+        )
     names = {sample.label for sample in samples}
     if len(names) < 2:
         if tables := splits.about_tables(place, PAGE):
             raise TpukitError(f"{place}: {tables}")
         here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
+        here += describe_lists(place)
+        if left_out := pictures.left_out(_files_below(place) if place.is_dir() else []):
+            here += f"; {left_out}"
         raise TpukitError(
             f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
             " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"
             f" labels; it has {here}"
         )
-    classes = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
+    samples, unlabelled = _without_unlabelled(samples)
+    notices += unlabelled
+    has_splits = any(sample.split in ("val", "test") for sample in samples)
     by_split = collections.defaultdict(list)
-    for sample in _with_split(samples, test_share):
-        by_split[sample.split].append(sample)
+    for sample in samples if has_splits else _hold_out(samples, test_share):
+        by_split[sample.split or "train"].append(sample)
+    names = {sample.label for sample in samples}
+    classes = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
     for split in ("train", *(by_split.keys() - {"train"} or {"test"})):
-        if missing := sorted(set(classes) - {sample.label for sample in by_split[split]}):
-            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        missing = sorted(names - {sample.label for sample in by_split[split]})
+        if not missing:
+            continue
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        lacks = f"the {split} split has no image of {len(missing)} of {len(classes)} classes ({shown})"
+        if split == "train" or not has_splits:
             raise TpukitError(
-                f"{place}: the {split} split has no image of {len(missing)} of {len(classes)} classes"
-                f" ({shown}): add some, in a set without splits two images or more of each class"
+                f"{place}: {lacks}: add some, in a set without splits two images or more of each class"
             )
-    return classes, dict(by_split)
+        notices.append(f"{lacks}: its scores say nothing of them")
+    return Found(classes, dict(by_split), notices)
 
 
-def _with_split(samples, test_share):
-    """Return the samples with their split. Of a set without a test or val split, a share of every class is
-    for tests."""
-    if any(sample.split in ("val", "test") for sample in samples):
-        return [sample._replace(split=sample.split or "train") for sample in samples]
+def _without_unlabelled(samples):
+    """Leave out the splits whose only class is none of train's, as val/images/ without labels has it. Return
+    (the others, sentences)."""
+    by_split = collections.defaultdict(collections.Counter)
+    for sample in samples:
+        by_split[sample.split][sample.label] += 1
+    unlabelled = {
+        split: counts
+        for split, counts in by_split.items()
+        if split in ("val", "test") and len(counts) == 1 and not counts.keys() & by_split["train"].keys()
+    }
+    notices = [
+        f"{split}: {sum(counts.values())} images in one folder, {next(iter(counts))}, which is no class of"
+        " train: not used, because nothing says what they are"
+        for split, counts in unlabelled.items()
+    ]
+    return [sample for sample in samples if sample.split not in unlabelled], notices
+
+
+def _hold_out(samples, test_share):
+    """Return the samples with a split: a share of every class is for tests."""
     by_class = collections.defaultdict(set)  # a file that a list names twice is one
     for sample in samples:
         by_class[sample.label].add(sample.name)
@@ -78,16 +118,80 @@ def _with_split(samples, test_share):
 
 
 def _find_in_class_folders(folder):
-    children = _folders(folder)
-    while len(children) == 1 and children[0].name.lower() not in SPLITS and _folders(children[0]):
-        folder, children = children[0], _folders(children[0])  # an archive's own top folder
-    tops = [(child, SPLITS[child.name.lower()]) for child in children if child.name.lower() in SPLITS]
-    return [
+    """(Samples of the class folders in a folder, or in its split folders; sentences about what is left
+    out)."""
+    folder = _unwrapped(folder)
+    children, files = _folders(folder), [path for path in folder.iterdir() if path.is_file()]
+    split_folders = _find_split_folders(children)
+    classes = [
+        (each, split) for child, split in split_folders.items() for each in _folders(_unwrapped(child))
+    ]
+    unused = {}
+    if split_folders:
+        unused = {child: "its name is no split" for child in children if child not in split_folders}
+        flat = [child for child in split_folders if not _folders(child)]
+        unused |= dict.fromkeys(flat, "it has no folders of classes, as train has")
+    elif not _are_flat_splits(children):
+        classes = [(child, None) for child in children]
+    notices = [] if split_folders else _common_names(children)
+    for child, why in unused.items():
+        if count := len(_images_below(child)):
+            notices.append(f"{child.name}/ with {count} images is not used: {why}")
+    if loose := sum(path.suffix.lower() in pictures.ENDINGS for path in files):
+        notices.append(f"{loose} images in {folder.name}/ itself, in no class, are not used")
+    if left_out := pictures.left_out(_files_below(folder)):
+        notices.append(left_out)
+    samples = [
         Sample(path.relative_to(folder).as_posix(), class_folder.name, split, path)
-        for top, split in tops or [(folder, None)]
-        for class_folder in _folders(top)
+        for class_folder, split in classes
         for path in _images_below(class_folder)
     ]
+    return samples, notices
+
+
+def _find_split_folders(children):
+    """Return dict of folder -> split of those that are splits; empty if none is. A folder whose name merely
+    has the word, as train_station, is one only if it holds folders of classes, as others do."""
+    named = {child: split for child in children if (split := splits.split_of(child.name))}
+    inner = {child: {each.name for each in _folders(_unwrapped(child))} for child in named}
+    if any(inner[child] for child in named if child.name.lower() in splits.SPLITS):
+        return named
+    trained, tested = set(), set()
+    for child, split in named.items():
+        (trained if split == "train" else tested).update(inner[child])
+    others = [child for child in children if child not in named]
+    is_alone = len(trained) > 1 and not any(map(_folders, others))
+    return named if trained & tested or is_alone else {}
+
+
+def _are_flat_splits(children):
+    """Return whether folders are splits without folders of classes, of which a list may tell."""
+    exact = {splits.SPLITS.get(child.name.lower()) for child in children} - {None}
+    named = {splits.split_of(child.name) for child in children}
+    return len(exact) > 1 or len(named) > 1 and None not in named
+
+
+def _common_names(children):
+    """Return a sentence if all of some folders hold folders of the same names, which may be the classes."""
+    names = [{each.name for each in _folders(child)} for child in children]
+    common = sorted(set.intersection(*names)) if len(names) > 1 else []
+    if len(common) < 2:
+        return []
+    return [
+        f"the classes {_shown([child.name for child in children])} all hold the folders {_shown(common)}: if"
+        " those are the classes, call the folders above them train and test"
+    ]
+
+
+def _unwrapped(folder):
+    """The folder, or the one that is all that it holds: an archive's own top folder, or seg_train/seg_train/.
+    One whose name is a split is kept, where it is not the same split again."""
+    while len(children := _folders(folder)) == 1 and _folders(children[0]):
+        split = splits.split_of(children[0].name)
+        if split and split != splits.split_of(folder.name):
+            break
+        folder = children[0]
+    return folder
 
 
 def _folders(folder):
@@ -95,32 +199,65 @@ def _folders(folder):
     return sorted(path for path in found if path.is_dir())
 
 
-def _images_below(folder):
-    """Its images, sorted. Raises OSError for a folder that cannot be read: nothing is left out silently."""
+def _files_below(folder):
+    """Its files, sorted, but for hidden ones. Raises OSError for a folder that cannot be read: none is left
+    out silently."""
 
     def refuse(error):
         raise error
 
     paths = sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
-    return [path for path in paths if path.suffix.lower() in IMAGE_ENDINGS and path.name[0] != "."]
+    return [path for path in paths if path.name[0] != "."]
+
+
+def _images_below(folder):
+    return [path for path in _files_below(folder) if path.suffix.lower() in pictures.ENDINGS]
+
+
+def find_copies(train: "ImageSet", test: "ImageSet") -> list[str]:
+    """Return sentences about images with the same pixels: test images that are training images, too, and
+    images in two classes."""
+    notices, learned = [], set(train.digests)
+    leaked = [name for name, digest in zip(test.names, test.digests) if digest in learned]
+    if leaked:
+        notices.append(
+            f"{len(leaked)} of {len(test)} test images are training images, too ({_shown(leaked)}): the"
+            " scores say nothing of new images"
+        )
+    classes, of_digest = collections.defaultdict(set), collections.defaultdict(list)
+    for data in (train, test):
+        for digest, label, name in zip(data.digests, data.labels.tolist(), data.names):
+            classes[digest].add(label)
+            of_digest[digest].append(name)
+    contradicting = [
+        " = ".join(of_digest[digest][:3]) for digest, labels in classes.items() if len(labels) > 1
+    ]
+    if contradicting:
+        notices.append(f"{len(contradicting)} images are in more than one class ({_shown(contradicting)})")
+    return notices
+
+
+def _shown(names):
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 # The pixels
 
 
-def read_image(path: Path, size: int) -> np.ndarray:
+def read_image(path: Path, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
     """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept.
 
-    Turned upright by its EXIF orientation; transparency is dropped; 16-bit grey maps its whole range to
-    0..255. Raises what `pictures.opened` does."""
+    Turned upright by its EXIF orientation; transparency is dropped; for grey deeper than 8 bits see
+    `pictures.to_uint8`. Raises what `pictures.opened` does."""
     with pictures.opened(path) as image:
         image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-        image = pictures.to_uint8(ImageOps.exif_transpose(image)).convert("RGB")
+        image = pictures.to_uint8(ImageOps.exif_transpose(image), levels).convert("RGB")
         return np.asarray(ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC))
 
 
-def _decode(samples, size, skip_bad, split):
-    """Decode on all cores. Return a dict: images (N, 3, S, S) uint8, kept (N,) places in `samples`, notes."""
+def _decode(samples, size, skip_bad, split, levels):
+    """Decode on all cores. Return a dict: images (N, 3, S, S) uint8, kept (N,) places in `samples`, digests
+    (N,) of their pixels, notes."""
     from tqdm.auto import tqdm
 
     count, needed = len(samples), len(samples) * 3 * size * size
@@ -132,11 +269,13 @@ def _decode(samples, size, skip_bad, split):
         )
     with tempfile.TemporaryFile() as file, concurrent.futures.ThreadPoolExecutor() as pool:
         images = np.memmap(file, np.uint8, "w+", shape=(count, 3, size, size))
+        digests = np.zeros(count, "U64")
 
         def decode(index):
             """Return what is wrong with an image, or None."""
             try:
-                images[index] = read_image(samples[index].path, size).transpose(2, 0, 1)
+                images[index] = read_image(samples[index].path, size, levels).transpose(2, 0, 1)
+                digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
             except Exception as error:  # Pillow raises many types for a damaged file
                 return f"{samples[index].name}: {first_line(error)}"
 
@@ -154,7 +293,7 @@ def _decode(samples, size, skip_bad, split):
             )
         for new, old in enumerate(kept):  # in place: no second copy in memory
             images[new] = images[old]
-    return dict(images=images[: len(kept)], kept=kept, notes=np.array(notes))
+    return dict(images=images[: len(kept)], kept=kept, digests=digests[kept], notes=np.array(notes))
 
 
 class ImageSet:
@@ -172,19 +311,23 @@ class ImageSet:
         split: str,
         size: int,
         skip_bad: bool,
+        levels: pictures.Levels | None = None,
         draw: Callable[[np.ndarray], np.ndarray] | None = None,
         notes: str = "",
     ):
-        self.classes, self.draw = classes, draw
+        self.classes, self.draw, self.levels = classes, draw, levels
         self.notices: list[str] = []
         self.num_uniforms = NUM_UNIFORMS if draw else 0
         paths = filter(Path.is_file, dict.fromkeys(sample.path for sample in samples))
         stats = [(str(path.resolve()), path.stat()) for path in paths]
         state = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-        key = [VERSION, size, skip_bad, state, [sample.name for sample in samples]]
-        decoded = arrays.mapped(f"images-{split}", key, lambda: _decode(samples, size, skip_bad, split))
+        key = [VERSION, size, skip_bad, levels, state, [sample.name for sample in samples]]
+        decoded = arrays.mapped(
+            f"images-{split}", key, lambda: _decode(samples, size, skip_bad, split, levels)
+        )
         samples = [samples[index] for index in decoded["kept"]]
         self.images = decoded["images"]
+        self.digests = decoded["digests"].tolist()
         self.names = [sample.name for sample in samples]
         numbers = {name: number for number, name in enumerate(classes)}
         self.labels = np.array([numbers[sample.label] for sample in samples], np.int64)

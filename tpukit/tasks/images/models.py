@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, explained, first_line
 from tpukit.runs import weights
 from tpukit.tasks import downloads
 
@@ -87,8 +87,11 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
     for name in [f"{head}.{part}" for head in heads(model) for part in ("weight", "bias")]:
         if name in own and (name not in state or state[name].shape != own[name].shape):
             state[name] = own[name]
-    with explained(f"weights {pretrained} do not fit {network.name}"):
+    try:
         return _make(network, classes, size, state)
+    except Exception as error:  # timm and torchvision raise many types
+        different = weights.differences(state, own) or first_line(error)
+        raise TpukitError(f"weights {pretrained} do not fit {network.name}: {different}") from error
 
 
 def heads(model: "Module") -> list[str]:

@@ -85,11 +85,17 @@ class MSHNet(Task):
                 raise TpukitError(f"{name}={size} (IMAGE_SIZE in a notebook): it must be {needed}")
 
     def datasets(self) -> tuple[InfraredSet, InfraredSet]:
+        from tpukit.tasks.mshnet import labels
         from tpukit.tasks.mshnet.data import InfraredSet
 
         assert self.dataset_dir is not None  # `check_dataset_dir` explained it
         settings = (self.base_size, self.crop_size, self.skip_bad)
-        train, test = (InfraredSet(self.dataset_dir, split, *settings) for split in ("train", "test"))
+        # By other levels than in training, an image would be another for these weights.
+        train = InfraredSet(self.dataset_dir, "train", *settings, pictures.kept_levels(self.weights))
+        test = InfraredSet(self.dataset_dir, "test", *settings, train.levels)
+        labels.require_targets(train)
+        train.notices += labels.notices(train) + labels.find_leaks(train, test)
+        test.notices += labels.notices(test)
         return train, test
 
     def model(self) -> nn.Module:
@@ -143,7 +149,8 @@ class MSHNet(Task):
         return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
 
     def metadata(self, data: InfraredSet) -> dict[str, str]:
-        return dict(image_side=max(data.height, data.width))
+        side = max(data.height, data.width)
+        return dict(image_side=str(side), **pictures.format_levels(data.levels))
 
     def check_labels(self, data: InfraredSet) -> tuple[list[str], list[int]]:
         from tpukit.tasks.mshnet.labels import check
@@ -186,7 +193,8 @@ class MSHNet(Task):
         """Images in their own size; several at once must have the same."""
         from tpukit.tasks.mshnet.data import read_image
 
-        images = pictures.read_images(paths, read_image)
+        levels = pictures.kept_levels(best)
+        images = pictures.read_images(paths, lambda path: read_image(path, levels))
         images = [planes.repeat(3 // len(planes), 0) for planes in images]  # (3, H, W) each
         return dict(image=np.stack(images)), [path.name for path in paths]
 

@@ -6,8 +6,11 @@ A folder without lists, such as a user's own, is split by the names of its image
 
 from __future__ import annotations
 
+import codecs
 import concurrent.futures
+import functools
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from torch import Tensor
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.mshnet import augment
+from tpukit.tasks.mshnet.scores import regions
 from tpukit.tasks.splits import hold_out
 
 # Where the published sets keep their lists, relative to the set's folder.
@@ -24,9 +28,12 @@ LISTS = dict(
     train="trainval.txt train.txt img_idx/train*.txt 50_50/train.txt idx_427/trainval.txt idx_320/train.txt",
     test="test.txt img_idx/test*.txt 50_50/test.txt idx_427/test.txt idx_320/test.txt",
 )
-IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
+FOLDERS = dict(images=("images", "image", "imgs", "img"), masks=("masks", "mask", "labels", "label", "gt"))
+# An image NAME, or NAME_img, has the mask NAME, NAME_mask, ...
+IMAGE_SUFFIXES = ("", "_img", "_image")
+MASK_SUFFIXES = ("", "_pixels0", "_mask", "_masks", "_gt", "_label")
 TEST_SHARE = 0.2  # of the images, without lists
-VERSION = 6  # of what `_read_split` returns for the same files, which is cached
+VERSION = 7  # of what `_read_split` returns for the same files, which is cached
 
 
 class InfraredSet:
@@ -40,22 +47,40 @@ class InfraredSet:
     num_uniforms = augment.NUM_UNIFORMS
 
     def __init__(
-        self, folder: Path, split: str, base_size: int = 256, crop_size: int = 256, skip_bad: bool = False
+        self,
+        folder: Path,
+        split: str,
+        base_size: int = 256,
+        crop_size: int = 256,
+        skip_bad: bool = False,
+        levels: pictures.Levels | None = None,
     ) -> None:
-        self.base_size, self.crop_size = base_size, crop_size
+        self.split, self.base_size, self.crop_size = split, base_size, crop_size
         folder = Path(folder)
         listing, lines = read_list(folder, split)
-        key = [VERSION, skip_bad, lines, arrays.content_key(folder / "images", folder / "masks")]
+        images, masks = (find_folder(folder, kind) for kind in FOLDERS)
+        files = _image_files(images), _image_files(masks)
+        names = [line.strip() for line in lines]
+        self.levels, levels_note = levels, ""
+        if levels is None:
+            listed = [path for name in filter(None, names) for path in _find_image(files[0], name)]
+            self.levels, levels_note = pictures.find_levels(listed)
+        key = [VERSION, skip_bad, lines, self.levels, arrays.content_key(images, masks, like=("**/*",))]
         decoded = arrays.mapped(
-            f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, lines, skip_bad)
+            f"{folder.name}-{split}", key, lambda: _read_split(files, listing, names, skip_bad, self.levels)
         )
-        self.notes = str(decoded["notes"])
+        used = f"{split}: {len(decoded['names'])} names of {listing}"
+        beside = pictures.left_out(images.rglob("*.*"))
+        self.notes = "\n".join(filter(None, (used, beside, levels_note, str(decoded["notes"]))))
+        self.targets = decoded["targets"]  # (N, 4), see `_measure_targets`
+        self.digests = decoded["digests"].tolist()
         self.names = decoded["names"].tolist()
         self.masks_digest = str(decoded["masks_digest"])
         self.samples = _unpacked(decoded["pixels"], decoded["shapes"])  # image planes, then the mask
         self.masks = [sample[-1] for sample in self.samples]  # (H, W) each
         channels, self.height, self.width = decoded["shapes"].max(0).tolist()
         self.colours = channels - 1
+        self.notices: list[str] = []
 
     def __len__(self) -> int:
         return len(self.names)
@@ -114,11 +139,18 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
         for name, patterns in LISTS.items()
     }
     if lists[split]:
-        # Windows' editors write a mark first. In another encoding a name is shown with what is no UTF-8.
-        return lists[split][0], lists[split][0].read_text("utf-8-sig", errors="replace").splitlines()
-    images = folder / "images"
+        # The patterns are in order; of one pattern, none comes before the others.
+        first = lists[split][0]
+        equals = [path for path in lists[split] if path.parent == first.parent]
+        if len(equals) > 1 and first.parent != folder:
+            names = ", ".join(path.name for path in equals)
+            raise TpukitError(
+                f"{first.parent} has {len(equals)} {split} lists ({names}): keep one there, move the others"
+            )
+        return first, _read_lines(first)
+    images = find_folder(folder, "images")
     if images.is_dir() and not any(lists.values()):
-        return images, _split_by_name(list(_image_files(images).values()), split)
+        return images, _split_by_name(images, split)
     here = ", ".join(sorted(path.name for path in folder.glob("*"))[:8]) or "nothing"
     raise TpukitError(
         f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt"
@@ -126,38 +158,90 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
     )
 
 
+def _read_lines(path):
+    """The lines of a list. Windows' editors write a mark first, in UTF-8 or UTF-16; in another encoding a
+    name is shown with what is no UTF-8."""
+    content = path.read_bytes()
+    is_utf16 = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace").splitlines()
+
+
+def find_folder(folder: Path, kind: str) -> Path:
+    """The folder of a set's images or masks: of the usual name, or the one whose last word is such a name, as
+    IRSTD1k_Img. Raises TpukitError for several."""
+    if (folder / kind).is_dir():
+        return folder / kind
+    last_words = {path: re.split("[-_ ]", path.name.lower())[-1] for path in sorted(folder.glob("*/"))}
+    found = [path for path, word in last_words.items() if word in FOLDERS[kind]]
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise TpukitError(f"{folder} has {len(found)} folders of {kind} ({names}): call one of them {kind}")
+    return found[0] if found else folder / kind
+
+
 def _image_files(folder):
-    """dict of name without ending -> path."""
-    paths = sorted(folder.glob("*"), reverse=True)
-    return {path.stem: path for path in paths if path.suffix.lower() in IMAGE_ENDINGS}
+    """dict of name without ending, relative to the folder -> paths: more than one in several formats."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in pictures.ENDINGS and path.name[0] != ".":
+            files.setdefault(path.relative_to(folder).with_suffix("").as_posix(), []).append(path)
+    return files
 
 
-def _split_by_name(paths, split):
+def _find(files, stems):
+    """Return the paths of the first of these stems that there is."""
+    return next((files[stem] for stem in stems if stem in files), [])
+
+
+def _stem(name):
+    ending = Path(name).suffix
+    return name.removesuffix(ending) if ending.lower() in pictures.ENDINGS else name
+
+
+def _find_image(images, name):
+    """Return the paths of the image of a name in a list: of one in several formats the one it names."""
+    paths = _find(images, [_stem(name) + suffix for suffix in IMAGE_SUFFIXES])
+    return [path for path in paths if path.name == Path(name).name] or paths
+
+
+def _find_mask(masks, name):
+    stem = _stem(name)
+    bases = dict.fromkeys(stem.removesuffix(suffix) for suffix in IMAGE_SUFFIXES)
+    return _find(masks, [base + suffix for base in bases for suffix in MASK_SUFFIXES])
+
+
+def _split_by_name(images, split):
     """Return the names of a split's images."""
-    if len(paths) < 2:
+    files = _image_files(images)
+    if len(files) < 2:
         raise TpukitError(
-            f"images/ holds {len(paths)} images: it needs 2 or more, one to train on and one to test on"
+            f"images/ holds {len(files)} images: it needs 2 or more, one to train on and one to test on"
         )
-    tests = hold_out([path.stem for path in paths], TEST_SHARE)
-    return sorted(path.name for path in paths if (path.stem in tests) == (split == "test"))
+    tests = hold_out(files, TEST_SHARE)
+    chosen = [stem for stem in files if (stem in tests) == (split == "test")]
+    # A stem of several formats stays without an ending, and is refused.
+    return sorted(stem + files[stem][0].suffix if len(files[stem]) == 1 else stem for stem in chosen)
 
 
-def _read_split(folder, listing, lines, skip_bad):
-    """Return the arrays that `InfraredSet` keeps of a split. Decodes on all cores. listing, lines: of
-    `read_list`."""
-    entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+def _read_split(files, listing, names, skip_bad, levels):
+    """Return the arrays that `InfraredSet` keeps of a split. Decodes on all cores.
+
+    files: of images and masks, by `_image_files`. listing, names: of `read_list`."""
+    entries = [(number, name) for number, name in enumerate(names, 1) if name]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    files = _image_files(folder / "images"), _image_files(folder / "masks")
+    image_files, mask_files = files
     samples, bad = {}, []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        futures = [pool.submit(_read_pair, *files, name) for _, name in entries]
+        futures = [pool.submit(_read_pair, image_files, mask_files, name, levels) for _, name in entries]
     for (number, name), future in zip(entries, futures):
         try:
             samples[number, name] = future.result()
         except TpukitError as error:
-            bad.append(f"  line {number}: {name}: {error}")
-    notes = f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n" if bad else ""
+            where = name if listing.is_dir() else f"line {number}: {name}"
+            bad.append(f"  {where}: {error}")
+    kind = "images" if listing.is_dir() else "entries"
+    notes = f"{len(bad)} of {len(entries)} {kind} of {listing} cannot be used:\n" if bad else ""
     notes += "\n".join(bad[:20] + ["  ..."] * (len(bad) > 20))
     if bad and not (skip_bad and samples):
         raise TpukitError(f"{notes}\nFix them, or leave them out with skip_bad=True (--skip-bad).")
@@ -169,24 +253,31 @@ def _read_split(folder, listing, lines, skip_bad):
         names=np.array([name for _, name in samples]),
         notes=np.array(notes),
         masks_digest=np.array(arrays.digest(masks)),
+        digests=np.array([hashlib.sha256(sample[:-1]).hexdigest() for sample in samples.values()]),
+        targets=np.array([_measure_targets(sample[-1]) for sample in samples.values()]),
         shapes=np.array([sample.shape for sample in pixels]),
         pixels=np.concatenate([sample.ravel() for sample in pixels]),
     )
 
 
-def _read_pair(images, masks, name):
+def _measure_targets(mask):
+    """(The brightest value of a mask (H, W) uint8, the share of the image that its targets are, the share of
+    the smallest and of the largest target); the last three are 0 without one."""
+    areas = [area / mask.size for area, _ in regions(mask >= 128)]
+    return float(mask.max()), sum(areas), min(areas, default=0.0), max(areas, default=0.0)
+
+
+def _read_pair(images, masks, name, levels):
     """The planes of an image and its mask, (C + 1, H, W), of a name in a list, which is looked up in these
     folders' files and so leads nowhere else. Raises TpukitError with what is wrong."""
-    ending = Path(name).suffix
-    stem = name.removesuffix(ending) if ending.lower() in IMAGE_ENDINGS else name
-    paths = dict(images=images.get(stem), masks=masks.get(stem, masks.get(f"{stem}_pixels0")))
+    image = _one(_find_image(images, name), images, "images", name)
+    mask = _one(_find_mask(masks, name), masks, "masks", name)
     planes = []
-    for kind, path in paths.items():
-        if path is None:
-            raise TpukitError(f"no image {kind}/{stem}")
+    for path, read in ((image, functools.partial(read_image, levels=levels)), (mask, read_mask)):
         try:
-            planes.append(read_image(path, grey=kind == "masks"))
+            planes.append(read(path))
         except Exception as error:  # Pillow raises many types for a damaged file
+            kind = "images" if path is image else "masks"
             raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
     sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
     if sizes[0] != sizes[1]:
@@ -194,14 +285,48 @@ def _read_pair(images, masks, name):
     return np.concatenate(planes)
 
 
-def read_image(path: Path, *, grey: bool = False) -> np.ndarray:
+def _one(paths, files, kind, name):
+    """The only one of some paths. Raises TpukitError for several, and for none, naming what is there."""
+    if len(paths) > 1:
+        found = ", ".join(path.name for path in paths)
+        raise TpukitError(f"{kind}/ has {found}: keep one of them")
+    if not paths:
+        here = ", ".join(path.name for stem in list(files)[:3] for path in files[stem])
+        raise TpukitError(f"no image {kind}/{_stem(name)}; {kind}/ has {here or 'no images'}")
+    return paths[0]
+
+
+def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
     """The planes of an image file: uint8, (1, H, W) for grey images and (3, H, W) for colour.
 
-    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535
-    maps to 0..255. Colours that differ by one level at most are a grey image that some software has converted
-    and rounded (three of IRSTD-1k's are such). Raises what `pictures.opened` does."""
+    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and grey of 16 or 32 bits, see
+    `pictures.to_uint8`. Colours that differ by one level at most are a grey image that some software has
+    converted and rounded (three of IRSTD-1k's are such). Raises what `pictures.opened` does."""
     with pictures.opened(path) as image:
-        image = pictures.to_uint8(image)
-        image = image.convert("L" if grey or image.mode in ("1", "L", "LA") else "RGB")
+        image = pictures.to_uint8(image, levels)
+        image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
         planes = np.stack([np.asarray(plane) for plane in image.split()])
         return planes if np.ptp(planes, axis=0).max() > 1 else np.array(image.convert("L"))[None]
+
+
+def read_mask(path: Path) -> np.ndarray:
+    """The plane of a mask file, uint8 (1, H, W): a pixel of 128 or more is a target. If black and one other
+    value are all that it has, the other is 255, whatever it was. Raises what `pictures.opened` does."""
+    with pictures.opened(path) as image:
+        is_lossy, is_palette = image.format in ("JPEG", "MPO"), image.mode == "P"
+        if image.mode.startswith(("I", "F")):
+            values = np.asarray(image).astype(np.float64)
+        else:
+            planes = np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+            values = planes if planes.ndim == 2 else planes.max(2)  # red is as bright as white
+            colours = np.unique(planes.reshape(-1, 3), axis=0) if is_palette else ()
+            if len(colours) > 2 and np.ptp(colours, axis=1).max() > 0:
+                raise TpukitError(f"it has {len(colours)} colours: targets must be white, all else black")
+    found = np.unique(values)
+    if len(found) == 2 and found[0] == 0 and not is_lossy:  # the noise of a JPEG is no label
+        values = np.where(values == found[1], 255, 0)
+    elif found[-1] > 255:
+        values = values / 257
+    elif values.dtype.kind == "f" and found[-1] <= 1:
+        values = values * 255
+    return np.nan_to_num(values).clip(0, 255).astype(np.uint8)[None]
