@@ -28,6 +28,7 @@ from tpukit.tasks.splits import about_tables, find_files
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
 PAGE = "TEXT"  # of the docs
 PIECE, PIECES = 2**16, 8  # characters that are tokenised at once; how many of them are one document
+SHORTEST = 128  # tokens of a row by default, at least
 MANY = 256  # documents, or fewer conversations, from which rows are filled
 VERSION = 5  # of what `_pack` makes of the same files, which is cached
 TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.uint16)])
@@ -175,6 +176,25 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
             " line, or .json files with a list of such"
         )
     return dict(train=train, test=test)
+
+
+def fitting_rows(place: Path, most: int, rows: int, bytes_per_token: int) -> tuple[int, int]:
+    """(T, about how many such rows the training set fills), by the sizes of the files: `most` and `rows`, or,
+    of a small set, a shorter T that still holds each conversation, and the rows that there are."""
+    if not (files := find_files(place, (*TEXTS, LINES, LIST))):
+        return most, rows
+    size, longest = sum(path.stat().st_size for path, _ in files), 0
+    if size < most * rows * bytes_per_token:
+        for path in find_texts(place)["train"]:
+            if path.suffix not in TEXTS:
+                lengths = (len(json.dumps(row, ensure_ascii=False)) for _, row in _read_rows(path))
+                longest = max(longest, *lengths, 0)
+    # A token has at least half as many letters as one of English.
+    longest = math.ceil(longest / max(1, bytes_per_token / 2))
+    length, shortest = most, max(SHORTEST, longest)
+    while length // 2 >= shortest and size // bytes_per_token // length < rows:
+        length //= 2
+    return length, min(rows, size // bytes_per_token // length)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
