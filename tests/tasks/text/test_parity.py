@@ -23,8 +23,9 @@ TEMPLATES = {
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}",
     "qwen2": "<|im_start|>system\nBe kind.<|im_end|>\n" + CHATML.replace("THINK", "false"),
     "qwen3": CHATML.replace("THINK", "loop.last and m.role == 'assistant'"),
-    "gemma3_text": "<|head|>{% for m in messages %}<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}",
+    "gemma3_text": "<|head|>{% for m in messages %}"
+    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}",
 }
 
 

@@ -336,13 +336,15 @@ def _message(one: dict[str, Any]) -> dict[str, Any] | None:
     )
     calls = one.get("tool_calls")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        texts = [
+            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        ]
+        content = "".join(texts) if len(texts) == len(content) else None
     if content is None and calls:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
         return None
-    for call in calls if _is_list(calls) else []:
+    for call in calls if calls and _is_list(calls) else []:
         function = call.get("function", call)
         if isinstance(function, dict) and "arguments" in function:  # which OpenAI writes as JSON in a text
             function["arguments"] = _parsed(function["arguments"])
