@@ -378,4 +378,4 @@ def test_the_demo_is_pythons_own_documentation(here, tmp_path):
     assert len(texts) == 20 and all(pydoc_data.topics.topics[name] == text for name, text in texts.items())
     task = LanguageModel(dataset_dir=folder)
     train_set, test_set = task.datasets()
-    assert task.config.n_embd == 128 and task.length == 256 and len(train_set) > 5 * len(test_set) > 0
+    assert task.config.n_embd == 128 and task.length == 128 and len(train_set) > 5 * len(test_set) > 0

@@ -301,11 +301,11 @@ def read_row(row: Any, where: str) -> tuple[list[dict[str, Any]] | str, Any]:
     Of a row with messages or conversations, of role and content or of from and value; with one of the
     `PAIRS`, texts or messages; or with text. Of messages in a prompt nothing is learned."""
     row = {name: value for name, value in row.items() if value is not None} if isinstance(row, dict) else {}
-    messages = _parsed(row.get("messages", row.get("conversations")))
+    messages: Any = _parsed(row.get("messages", row.get("conversations")))
     question = next((name for name in PAIRS if name in row), "")
     if messages is None and question:
         answers = [row[name] for name in PAIRS[question] if name in row][:1]
-        asked = row[question]
+        asked: Any = row[question]
         if question == "instruction" and row.get("input"):
             asked = f"{asked}\n\n{row['input']}"
         asked = (
@@ -316,7 +316,7 @@ def read_row(row: Any, where: str) -> tuple[list[dict[str, Any]] | str, Any]:
     if messages is None and isinstance(row.get("text"), str):
         _check_characters(row["text"], where)
         return row["text"], None
-    found = [_message(one) for one in messages] if _is_list(messages) else []
+    found: list[Any] = [_message(one) for one in messages] if _is_list(messages) else []
     if not found or None in found:
         raise TpukitError(
             f"{where}: it needs a text, or a prompt and a completion, or messages, a list of {{role: TEXT,"
