@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -351,7 +351,7 @@ def _message(one: dict[str, Any]) -> dict[str, Any] | None:
     return dict(one, role=ROLES.get(role.lower(), role.lower()), content=content)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
