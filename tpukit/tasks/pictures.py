@@ -11,9 +11,9 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.runs import weights
+from tpukit.tasks import arrays
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")

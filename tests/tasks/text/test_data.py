@@ -1,5 +1,6 @@
 """Documents in files, and how they are packed into rows."""
 
+import collections
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ from tests.conftest import refuses
 from tests.tasks.text.small import CHAT
 from tpukit.tasks.text import data, hub
 
+processors = pytest.importorskip("tokenizers").processors
 pytest.importorskip("transformers")
 END = "<|endoftext|>"
 
@@ -112,20 +114,119 @@ def test_conversations_stay_whole_and_what_the_assistant_says_is_learned(tmp_pat
     assert len(train) + len(test) < 30, "rows hold several conversations"
 
 
-def test_every_answer_of_a_conversation_is_learned_unless_the_template_rewrites_it(tmp_path, chats):
-    messages = [dict(role=role, content=text) for role, text in zip(["user", "assistant"] * 2, "abcd")]
-    parts, is_conversation = data.parts_of(dict(messages=messages), chats, "x")
-    assert is_conversation and [text for text, learned in parts if learned] == ["b</s>", "d</s>"]
+def turns(*texts, first="user"):
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [dict(role=roles[number % 2], content=text) for number, text in enumerate(texts)]
+
+
+def learned(row, tokenizer):
+    """[text of each part that is learned]"""
+    return [text for text, is_learned in data.parts_of(row, tokenizer, "x")[0] if is_learned]
+
+
+def test_every_answer_of_a_conversation_is_learned_though_the_template_writes_the_last_one_in_another_way(
+    chats,
+):
+    messages = turns("a", "b", "c", "d")
+    assert learned(dict(messages=messages), chats) == ["b</s>", "d</s>"]
     chats.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}THOUGHT{% endif %}"
         "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     parts, _ = data.parts_of(dict(messages=messages), chats, "x")
     assert parts == [
-        ("<user>a</s><assistant>b</s><user>c</s><assistant>", False),
+        ("<user>a</s><assistant>", False),
+        ("b</s>", True),
+        ("<user>c</s><assistant>", False),
         ("THOUGHTd</s>", True),
         ("", False),
     ]
+    assert learned(dict(messages=turns("a", "b", "c")), chats) == ["b</s>"], "it ends with the user"
+    assert learned(dict(messages=turns("a", "b", "c", first="assistant")), chats)[0] == "a</s>"
+
+
+CALL = dict(type="function", function=dict(name="weather", arguments='{"city": "Rome"}'))
+TOOLS = [dict(type="function", function=dict(name="weather", parameters=dict(type="object")))]
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tool_calls_are_learned_and_tools_are_read(chats):
+    call = dict(role="assistant", content=None, tool_calls=[CALL])
+    row = dict(messages=[*turns("a"), call], tools=json.dumps(TOOLS))
+    counts = collections.Counter()
+    data.parts_of(row, chats, "x", counts)
+    assert counts == {data.UNLEARNED: 1, data.TOOLLESS: 1}, "of a template without tools"
+    chats.chat_template = WITH_TOOLS
+    counts.clear()
+    parts, _ = data.parts_of(row, chats, "x", counts)
+    assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not counts
+
+
+FORMATS = {
+    "TRL": dict(prompt=turns("a"), completion=turns("b", first="assistant")),
+    "TRL, a text after messages": dict(prompt=turns("a"), completion="b"),
+    "messages of the prompt": dict(prompt=turns("x", "y", "a"), completion=turns("b", first="assistant")),
+    "ShareGPT": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    "Alpaca": dict(instruction="a", input="", output="b"),
+    "question and answer": dict(question="a", answer="b"),
+    "weight 0": dict(messages=[*turns("x"), dict(role="assistant", content="y", weight=0), *turns("a", "b")]),
+    "parts": dict(messages=[*turns("a"), dict(role="assistant", content=[dict(type="text", text="b")])]),
+    "missing values": dict(messages=[dict(one, tool_calls=None, name=None) for one in turns("a", "b")]),
+    "a text of JSON": dict(messages=json.dumps(turns("a", "b"))),
+    "the end of a text after it": dict(prompt="a", completion=f"b{END}"),
+}
+
+
+@pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
+def test_the_usual_formats_are_read(row, chats):
+    parts, _ = data.parts_of(row, chats, "x")
+    assert [text for text, is_learned in parts if is_learned] == ["b</s>"]
+    assert parts[0][0].endswith("<user>a</s><assistant>")
+
+
+def test_the_input_of_alpaca_and_a_system_column_are_part_of_the_prompt(chats):
+    row = dict(system="s", instruction="a", input="i", output="b")
+    assert data.parts_of(row, chats, "x")[0][0][0] == "<system>s</s><user>a\n\ni</s><assistant>"
+
+
+def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
+    rows = [said("a", "b"), said("c", "d")]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(rows, indent=1))
+    train, test = opened(path, chats, length=63)
+    assert parts_of(test, chats) + parts_of(train, chats) == [
+        (f"<user>{user}</s><assistant>{text}</s>", f"{text}</s>") for user, text in ("ab", "cd")
+    ]
+    write_lines(path, *rows)
+    assert len(opened(tmp_path, chats, length=63)[0]) == 1
+    path.write_text(json.dumps([rows[0], dict(words="a")]))
+    with refuses("a.json, entry 2", "it needs a text"):
+        opened(path, chats)
+
+
+def test_nothing_is_doubled_in_texts_that_begin_and_end_as_the_model_wants(tokenizer):
+    assert data.parts_of(dict(text=f"a{END}"), tokenizer, "x")[0][1:] == [(f"a{END}", True), ("", True)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, 256)]
+    )
+    assert [data.parts_of(dict(text=text), tokenizer, "x")[0][0][0] for text in ("a", f"{END}a")] == [END, ""]
+
+
+def test_a_chat_template_writes_the_same_date_every_day(tmp_path, chats):
+    chats.chat_template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + CHAT
+    rows = [said("a", "b")] * 3
+    train, _ = opened(write_lines(tmp_path / "a.jsonl", *rows), chats, length=63)
+    assert parts_of(train, chats)[0][0].startswith("26 Jul 2024<user>") and "26 July 2024" in train.notes
+
+
+def test_documents_are_held_out_of_lines_so_that_few_of_them_train(tmp_path, chats):
+    rows = [said(f"q{number}", "ja") for number in range(20)]
+    train, test = opened(write_lines(tmp_path / "a.jsonl", *rows), chats, length=1024, test_share=0.1)
+    assert len(parts_of(train, chats)) == 18 and len(parts_of(test, chats)) == 2
 
 
 def test_a_prompt_without_a_template_is_followed_by_its_completion_and_the_end(tmp_path, tokenizer):
@@ -191,6 +292,12 @@ BAD_LINES = {
     "no messages": (dict(messages=[]), "line 2", "messages, a list"),
     "a number": (dict(messages=5), "line 2", "messages, a list"),
     "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),
+    "half an emoji": ('{"text": "a \\ud83d"}', "line 2", "half of a character"),
+    "half an emoji in a prompt": (
+        '{"prompt": "\\ud83d", "completion": "b"}',
+        "line 2",
+        "half of a character",
+    ),
     "deep": ("[" * 5000, "line 2", "not JSON"),
 }
 

@@ -20,6 +20,7 @@ from tpukit import test as score_run
 from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.tasks.datasets import find_dataset, make_synthetic
+from tpukit.tasks.text import data, hub
 from tpukit.tasks.trained import task_of as task_of_run
 from tpukit.tools.child import to_request
 from tpukit.training.prediction import predict_test_images
@@ -52,6 +53,7 @@ if __name__ == "__main__":
     task = from_request(json.loads(sys.argv[1]))
     launch(train, task, Run.open(sys.argv[2], task), cores=2)
 """
+SMALL: Any = dict(pretrained="no", tokenizer="bytes", num_workers=0)
 LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 
 
@@ -94,8 +96,8 @@ def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(kind, chats, tmp_
     (tmp_path / "test.txt").write_text("abc")
     place = chats if kind == "conversations" else tmp_path
     task = task_of(write_config(tmp_path / "m"), place, sequence_length=63, gradient_checkpointing=False)
-    data, _ = task.datasets()
-    batch = {name: torch.as_tensor(values) for name, values in data.batch(np.arange(len(data))).items()}
+    rows, _ = task.datasets()
+    batch = {name: torch.as_tensor(values) for name, values in rows.batch(np.arange(len(rows))).items()}
     network = task.model()
     logits = network(batch["tokens"], batch["documents"]) @ network.head.t()
     expected = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten().long(), ignore_index=-1)
@@ -146,8 +148,8 @@ def bigram_loss(train_set, test_set):
     """The cross entropy of a test token, in nats, by how often it follows the one before in the training set;
     each pair counted 0.01 times more."""
 
-    def pairs(data):
-        batch = data.batch(np.arange(len(data)))
+    def pairs(rows):
+        batch = rows.batch(np.arange(len(rows)))
         is_learned = batch["labels"] >= 0
         return batch["tokens"][is_learned], batch["labels"][is_learned]
 
@@ -262,7 +264,79 @@ def test_an_adapter_and_the_merged_model_load_without_tpukit(finished, model, tm
     torch.testing.assert_close(adapted(numbers).logits, expected, rtol=1e-4, atol=1e-4)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "transformers")
     assert tokenizer("a")["input_ids"] == [65] or tokenizer.decode(tokenizer("a")["input_ids"]) == "a"
-    assert merged.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.eos_token_id in merged.generation_config.eos_token_id
+    written = json.loads((tmp_path / "peft/tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast", "which transformers 4 has, too"
+    assert "hf upload" in str(exported[0]) and "peft" in str(exported[0])
+
+
+def test_what_ends_the_learned_turns_ends_what_is_written_and_exported(tmp_path, chats, cpu):
+    import transformers
+
+    folder = write_model(tmp_path / "model", chat=CHAT.replace("</s>", "<end>"))
+    tokenizer = hub.load_tokenizer(str(folder))
+    tokenizer.add_special_tokens(dict(additional_special_tokens=["<end>", "<other>"]))
+    tokenizer.save_pretrained(folder)
+    end, other = tokenizer.convert_tokens_to_ids(["<end>", "<other>"])
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(dict(eos_token_id=other, do_sample=True, top_k=7)))
+    task = task_of(folder, chats, **LORA | dict(epochs=1, samples=0))
+    run = run_of(tmp_path / "run", task, cpu)
+    written = np.array([[*tokenizer("ab")["input_ids"], end, 66, 0, 0, 0, 0]])
+    found = task.results(None, dict(written=written, prompt=np.array([1])))
+    assert found == [dict(prompt="a", written="b")]
+    for to in ("peft", "transformers"):
+        export(run, to=to, out=tmp_path / to)
+        kept = transformers.GenerationConfig.from_pretrained(tmp_path / to)
+        assert kept.eos_token_id == [end, other, tokenizer.eos_token_id] and kept.top_k == 7
+        loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / to)
+        assert loaded.chat_template == tokenizer.chat_template
+
+
+def test_the_template_of_a_base_model_is_exported_with_it(tmp_path, chats, cpu):
+    import transformers
+
+    task = task_of(write_model(tmp_path / "model"), chats, **LORA | dict(epochs=1, samples=0))
+    export(run_of(tmp_path / "run", task, cpu), to="peft", out=tmp_path / "peft")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "peft").chat_template == data.TEMPLATE
+
+
+SENTENCE = "The capital of France is Paris. It is a city of two million people with the Louvre. "
+
+
+def write_chats(path, count):
+    rows = [dict(prompt=f"Question {number}: what is it?", completion=SENTENCE) for number in range(count)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path):
+    options = dict(model_name=str(write_config(tmp_path / "m", n_positions=1024)), **SMALL)
+    sizes = {}
+    for count in (20, 1000, 20_000):
+        task = LanguageModel(dataset_dir=write_chats(tmp_path / f"{count}.jsonl", count), **options)
+        sizes[count] = task.batch_size, task.length
+    assert sizes[20] == (1, 256) and sizes[1000][0] >= 2 and sizes[20_000] == (16, 1024)
+    task = LanguageModel(dataset_dir=tmp_path / "20.jsonl", **options)
+    train_set, test_set = task.datasets()
+    assert (len(train_set), len(test_set)) == (9, 1), "two conversations in a row"
+    assert "27 optimizer steps, of 1 rows of 256" in train_set.notes and "WARNING" in train_set.notes
+    assert "WARNING" not in dataclasses.replace(task, epochs=9).datasets()[0].notes
+    assert "% of them learned" in train_set.notes
+    given = dataclasses.replace(task, batch_size=16, sequence_length=512)
+    assert (given.batch_size, given.length) == (16, 512)
+    assert LanguageModel(**options).batch_size == 16, "without data, as for a plan"
+    assert dataclasses.replace(LanguageModel(**options), dataset_dir=tmp_path / "20.jsonl").batch_size == 1
+
+
+def test_a_sample_shows_the_whole_prompt_up_to_the_answer(tmp_path, cpu):
+    path = tmp_path / "long.jsonl"
+    rows = [dict(prompt=f"{n % 10}" * 200, completion="abc") for n in range(20)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    model = write_model(tmp_path / "model", chat=CHAT, n_positions=256)
+    run = run_of(tmp_path / "run", task_of(model, path, **LORA | dict(epochs=1, sequence_length=256)), cpu)
+    for one in run.records("evaluation")[-1]["scores"]["samples"]:
+        assert one["prompt"] == f"<user>{one['prompt'][6] * 200}</s><assistant>"
 
 
 def test_what_cannot_be_exported_is_told(finished, trained, tmp_path):
@@ -304,4 +378,4 @@ def test_the_demo_is_pythons_own_documentation(here, tmp_path):
     assert len(texts) == 20 and all(pydoc_data.topics.topics[name] == text for name, text in texts.items())
     task = LanguageModel(dataset_dir=folder)
     train_set, test_set = task.datasets()
-    assert task.config.n_embd == 128 and task.length == 256 and len(train_set) > 5 * len(test_set) > 0
+    assert task.config.n_embd == 128 and task.length == 128 and len(train_set) > 5 * len(test_set) > 0

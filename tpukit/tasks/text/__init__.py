@@ -5,6 +5,7 @@ wait for them. Shapes: B batch, T tokens of a row."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs.settings import setting
 from tpukit.tasks.splits import SPLITS
@@ -29,7 +31,15 @@ if TYPE_CHECKING:
 
 LENGTH = 1024  # tokens of a row by default, or what the model takes if that is less
 MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
-PROMPT, FEW = 128, 16  # tokens at most that begin a sample, and those of a text
+FEW = 16  # tokens of a text that begin a sample
+FEWEST_STEPS = 50  # of the optimizer; with fewer a training hardly learns
+
+
+class Default(int):
+    """A setting that nobody gave, which the data decide."""
+
+
+BATCH = Default(16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +64,9 @@ class LanguageModel(Task):
 
     epochs: int = setting(3, free=True)
     """Passes over the training set."""
-    batch_size: int = 16
-    """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores."""
+    batch_size: int = BATCH
+    """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores. By default
+    fewer for a small training set, so that an epoch has about fifty steps."""
     lr: float = 5e-4
     """Learning rate of AdamW (betas 0.9 and 0.95)."""
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -81,9 +92,11 @@ class LanguageModel(Task):
     lora_alpha: float = 32.0
     """LoRA's output is multiplied by this over the rank."""
     sequence_length: int | None = None
-    """Tokens of a row, into which texts are packed. None: 1024, or what the model takes if that is less."""
+    """Tokens of a row, into which texts are packed. None: 1024, or what the model takes if that is less; for
+    a small training set a power of two that still holds its longest conversation."""
     test_share: float = 0.1
-    """Of data without a test split: the share of the rows, evenly spaced, that is held out."""
+    """Of data without a test split: the share that is held out, evenly spaced, of documents, or of rows if
+    there are text files."""
     gradient_checkpointing: bool = True
     """Compute each layer again for the backward pass: a third more time for a fraction of the memory."""
     samples: int = setting(4, free=True)
@@ -98,6 +111,23 @@ class LanguageModel(Task):
         self.require_at_least(1, "lora_rank", "sequence_length", "new_tokens")
         self.require_at_least(0, "weight_decay", "lora_alpha", "samples", "temperature")
         self.require_shares("test_share")
+        if isinstance(self.batch_size, Default) and self.dataset_dir is not None:
+            if Path(self.dataset_dir).exists():
+                object.__setattr__(self, "batch_size", self._fitting_batch())
+
+    def _fitting_batch(self) -> int:
+        """Return rows of a batch, a multiple of what the cores of this machine share."""
+        shares = environment.detect().cores * self.micro_batches
+        rows = max(1, min(int(BATCH), self._fitting[1] // FEWEST_STEPS))
+        rows = 2 ** int(math.log2(rows))
+        return shares * math.ceil(rows / shares)
+
+    @functools.cached_property
+    def _fitting(self) -> tuple[int, int]:
+        """(tokens of a row, how many such rows the training set may have), by the sizes of its files."""
+        is_bytes = self.tokenizer == "bytes" or self.model_name == hub.TINY
+        assert self.dataset_dir is not None
+        return data.fitting_rows(Path(self.dataset_dir), LENGTH, FEWEST_STEPS * BATCH, 1 if is_bytes else 4)
 
     # Model and tokenizer
 
@@ -125,6 +155,15 @@ class LanguageModel(Task):
         return hub.load_tokenizer(self.model_name if self.tokenizer == "auto" else hub.TINY)
 
     @functools.cached_property
+    def _ends(self) -> list[int]:
+        """Tokens after which nothing is written: what ends the learned turns, and what the model stops at."""
+        tokenizer = self._tokenizer
+        _, turn_end = data.turn_end(tokenizer, tokenizer.chat_template)
+        ends = [] if turn_end is None else [turn_end]
+        ends += hub.read_ends(self._folder, self.config) if self.is_pretrained else []
+        return list(dict.fromkeys([*ends, tokenizer.eos_token_id]))
+
+    @functools.cached_property
     def config(self) -> Any:
         """The model's config, of transformers."""
         config = hub.read_config(self._folder)
@@ -145,7 +184,8 @@ class LanguageModel(Task):
         length, most = self.sequence_length, self.config.max_position_embeddings
         if length and length > most:
             raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
-        return length or min(LENGTH, most)
+        has_data = self.dataset_dir is not None and Path(self.dataset_dir).exists()
+        return length or min(self._fitting[0] if has_data else LENGTH, most)
 
     @property
     def _new(self) -> int:
@@ -176,15 +216,28 @@ class LanguageModel(Task):
 
         if to == "peft" and not self.uses_lora:
             raise TpukitError("the model has no adapter, all its weights were trained: choose transformers")
-        whole = self.model(torch.float32).eval()
+        whole, tokenizer = self.model(torch.float32).eval(), copy.copy(self._tokenizer)
         whole.load_state_dict(model.state_dict())
-        return whole.export(self._tokenizer, to, folder, self.model_name)
+        tokenizer.chat_template = tokenizer.chat_template or data.TEMPLATE
+        return whole.export(tokenizer, self._ends, to, folder, self.model_name)
 
     # Data
 
     def datasets(self) -> tuple[data.TextSet, data.TextSet]:
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        return data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
+        train, test = data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
+        steps = self.epochs * (len(train) // self.batch_size)
+        seen = round(steps * self.batch_size * train.sizes)
+        train.notes += (
+            f"\n{steps} optimizer steps, of {self.batch_size} rows of {self.length}, will see {seen} tokens,"
+            f" {train.targets / train.sizes:.0%} of them learned"
+        )
+        if steps < FEWEST_STEPS:
+            train.notes += (
+                f"\nWARNING: fewer than {FEWEST_STEPS} optimizer steps hardly learn: take more epochs, a"
+                " smaller batch_size, or more data"
+            )
+        return train, test
 
     def data_signature(self, data: data.TextSet) -> dict[str, str]:
         return {"texts, tokenizer or their packing": data.signature}
@@ -208,12 +261,16 @@ class LanguageModel(Task):
     def predict(self, model: Network, batch: dict[str, Tensor], epoch: Any = None) -> dict[str, Tensor]:
         """For each row: loss (B,), summed over count (B,) labels; and written (B, L), of which prompt (B,)
         tokens are to be continued: up to the first answer, or a few of a text."""
+        import torch
+
         from tpukit.tasks.text.loss import cross_entropy
 
         _, losses = cross_entropy(model(batch["tokens"], batch["documents"]), model.head, batch["labels"])
-        is_learned, rows = batch["labels"] >= 0, batch["tokens"][:, : PROMPT + self._new]
+        is_learned, rows = batch["labels"] >= 0, batch["tokens"]
+        room = min(self._new, self.config.max_position_embeddings - self.length)
+        rows = torch.cat([rows, torch.zeros_like(rows[:, :room])], 1)  # for an answer at a row's end
         before = is_learned.int().argmax(1)  # 0 in a text
-        prompt = (before + 1).where(before > 0, FEW).clamp(max=rows.shape[1] - self._new)
+        prompt = (before + 1).where(before > 0, FEW).clamp(max=rows.shape[1] - 1)
         return dict(loss=losses, count=is_learned.sum(1), written=rows, prompt=prompt)
 
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
@@ -253,7 +310,7 @@ class LanguageModel(Task):
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
         """dict(prompt, written) of each row that was continued, what is written up to the end of a turn."""
-        ends, texts = set(self._tokenizer.all_special_ids), []
+        ends, texts = {*self._ends, *self._tokenizer.all_special_ids}, []
         for row, prompt in zip(np.asarray(found["written"]).tolist(), np.asarray(found["prompt"]).tolist()):
             new = row[prompt : prompt + self._new]
             parts = row[:prompt], list(itertools.takewhile(lambda token: token not in ends, new))
@@ -270,7 +327,8 @@ class LanguageModel(Task):
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
         prompts = [prompt for path in paths for prompt in data.read_prompts(path, self._tokenizer)]
-        rows, most = np.zeros((len(prompts), self.length), np.int32), self.length - self._new
+        size = max(self.length, min(LENGTH, self.config.max_position_embeddings))
+        rows, most = np.zeros((len(prompts), size), np.int32), size - self._new
         for row, (name, ids) in zip(rows, prompts):
             if not 0 < len(ids) <= most:
                 raise TpukitError(f"{name}: it must have from 1 to {most} tokens, and has {len(ids)}")

@@ -3,6 +3,7 @@ True), and nothing is unpickled. Imports no torch; transformers and peft where t
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -67,3 +68,20 @@ def load_tokenizer(name: str) -> Any:
     if tokenizer.eos_token_id is None:
         raise TpukitError(f"the tokenizer of {name} has no token for the end of a text (eos_token)")
     return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer that transformers 4 loads, too, which does not know the class that 5 names."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | dict(tokenizer_class="PreTrainedTokenizerFast")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def read_ends(folder: Path, config: Any) -> list[int]:
+    """Return the tokens after which a published model stops, by its generation_config.json or its config."""
+    path, ends = folder / "generation_config.json", config.eos_token_id
+    if path.is_file():
+        with explained(f"{path} is not JSON"):
+            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", ends)
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]

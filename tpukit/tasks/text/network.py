@@ -97,16 +97,18 @@ class Network(nn.Module):
         options = dict(position_ids=positions, use_cache=False, seen=(mask, places, *cache))
         return self.causal.base_model(inputs_embeds=embedded, **options).last_hidden_state
 
-    def export(self, tokenizer: Any, to: str, folder: Path, base: str) -> float:
+    def export(self, tokenizer: Any, ends: list[int], to: str, folder: Path, base: str) -> float:
         """Write it with its tokenizer to a folder: to "peft", the adapter alone, which is for the model
-        `base`, or to "transformers", the whole model with the adapter in it. Returns the largest difference
-        of the logits once that is loaded, relative to the largest logit, or to 1 if that is smaller."""
+        `base`, or to "transformers", the whole model with the adapter in it. ends: the tokens after which it
+        is to stop. Returns the largest difference of the logits once that is loaded, relative to the largest
+        logit, or to 1 if that is smaller."""
         net, config = self.net, self.causal.config
         rows = (torch.arange(64) % config.vocab_size).view(2, 32)[:, : config.max_position_embeddings]
         with torch.no_grad():
             expected = self(rows, torch.ones_like(rows)) @ self.head.t()
-        config.eos_token_id = self.causal.generation_config.eos_token_id = tokenizer.eos_token_id
-        tokenizer.save_pretrained(folder)
+        config.eos_token_id = self.causal.generation_config.eos_token_id = ends
+        self.causal.generation_config.save_pretrained(folder)
+        hub.save_tokenizer(tokenizer, folder)
         if to == "peft":
             net.peft_config["default"].base_model_name_or_path = base  # not a folder of this machine
             net.save_pretrained(folder)
