@@ -14,7 +14,7 @@ from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement,
 from tpukit import MNIST, cli
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import display, figures, findings, output, presenting
-from tpukit.training.task import RIGHT, WRONG
+from tpukit.training.panels import RIGHT, WRONG
 
 
 class Page(HTMLParser):

@@ -1,6 +1,7 @@
 """Processes that the tools start: which tpukit they import, their variables, and what is said of one that
 failed."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -81,5 +82,13 @@ def test_a_call_that_takes_too_long_is_ended_with_what_it_started():
     mark = f"mark-{os.getpid()}-{time.time_ns()}"
     with pytest.raises(subprocess.TimeoutExpired):
         child.call(answer, dict(word="hang", mark=mark), timeout_s=4)
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.exists()]
-    assert not any(mark.encode() in command for command in commands)
+    # Where both cores are busy, a killed process needs a moment to go.
+    assert any(not time.sleep(0.1) and not is_running(mark) for _ in range(100))
+
+
+def is_running(mark):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                return True
+    return False
