@@ -85,8 +85,8 @@ def to_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
 def _whole_range(values, mode):
     least, low, high, most = np.percentile(values[np.isfinite(values)], PERCENTILES)
     whole = 1 if mode == "F" else 2**16 - 1
-    is_flat = least == most
-    if least < 0 or most > whole or not is_flat and (high < whole / 4 or high - low < whole / 8):
+    span = high - low or most - least  # a flat background has a few bright pixels, or none
+    if least < 0 or most > whole or span and (high < whole / 4 or span < whole / 8):
         raise TpukitError(
             f"its grey values are {low:g} to {high:g}, deeper than 8 bits, and nothing says how the training"
             " set's were scaled: convert it to 8 bits as those were"
