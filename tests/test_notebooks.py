@@ -72,7 +72,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(tmp_path):
         "IoU ",
     ):
         assert words in output, words
-    assert len(outputs(notebook, "image/png")) == 7
+    assert len(outputs(notebook, "image/png")) == 6
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
 
 
@@ -94,7 +94,7 @@ def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_th
         "correlation ",
     ):
         assert words in output, words
-    assert len(outputs(notebook, "image/png")) == 5  # samples, curves, report, the grid, own
+    assert len(outputs(notebook, "image/png")) == 4  # samples, curves, the grid, own
     shown = "".join(outputs(notebook, "text/html"))
     assert all(f">{column}<" in shown for column in ("Tikhonov", "Gauss-Newton", "all zero"))
     for name in ("best.safetensors", "predictions/simulated.npz", "pictures/predictions.png"):
@@ -177,7 +177,7 @@ def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
     notebook = run_notebook("colab_setup.ipynb", tmp_path, ACCELERATOR="any", **SMALL)
     assert "Nothing is compiled on this device" in text(notebook)
-    assert len(outputs(notebook, "image/png")) == 7
+    assert len(outputs(notebook, "image/png")) == 6
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_the_quickstart_trains_goes_on_and_its_chinese_copy_resumes_it_in_the_ne
     notebook = run_quickstart("mnist_quickstart.ipynb", first, digits, colab, SAVE_TO_DRIVE=True)
     output = text(notebook)
     assert "resuming at step 25 of 50" in output and "class MNIST(Task)" in output
-    assert len(outputs(notebook, "image/png")) == 5  # samples, curves, report, predictions, own
+    assert len(outputs(notebook, "image/png")) == 4  # samples, curves, predictions, own
     # a live bar for each training
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2
     assert (drive / "tpukit/mnist/best.safetensors").exists()
@@ -253,7 +253,7 @@ def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports
         and "accuracy " in output
     )
     # labels, samples, curves, confusion, report, worst, own
-    assert len(outputs(notebook, "image/png")) == 7
+    assert len(outputs(notebook, "image/png")) == 6
     for name in ("best.onnx", "predictions/per_class.csv", "predictions/worst.npz", "own/predictions.csv"):
         assert (tmp_path / "outputs/run" / name).exists(), name
 
@@ -301,7 +301,7 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
         (data / listing).unlink()
     for number, path in enumerate(sorted((data / "masks").glob("*.png"))):
         if number < 12:  # more than are tested
-            Image.open(path).point(lambda value: value // 255).save(path)  # 0 and 1
+            Image.open(path).point(lambda value: 255 - value).save(path)  # black on white
     earlier = Run(tmp_path / "earlier")
     earlier.path.mkdir()
     earlier.save_best(MSHNet().model().state_dict())
@@ -309,9 +309,9 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
     small["WEIGHTS"] = str(earlier.path / "best.safetensors")
     notebook = run_notebook("segment_your_own.ipynb", tmp_path, RUN_NAME="run", **small)
     tables = "".join(outputs(notebook, "text/html"))
-    assert "hold no value of 128 or more" in tables and "IoU " in text(notebook)
-    # labels, samples, curves, ROC, report, predictions, threshold, own
-    assert len(outputs(notebook, "image/png")) == 8
+    assert "are white for the most part" in tables and "IoU " in text(notebook)
+    # labels, samples, curves, ROC, predictions, threshold, own
+    assert len(outputs(notebook, "image/png")) == 7
     settings = json.loads((tmp_path / "outputs/run/config.json").read_text())["settings"]
     assert settings["warm_epoch"] == -1 and settings["weights"] == small["WEIGHTS"]
 

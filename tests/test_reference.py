@@ -13,7 +13,7 @@ from tpukit.tasks.cdeit import diffusion
 from tpukit.tasks.cdeit.data import CONVENTIONS, voltage_map
 from tpukit.tasks.cdeit.model import CDEITModel
 from tpukit.tasks.mshnet import augment, scores
-from tpukit.tasks.mshnet.data import read_image
+from tpukit.tasks.mshnet.data import read_image, read_mask
 from tpukit.tasks.mshnet.loss import location_loss, multiscale_loss, sums_over_images
 from tpukit.tasks.mshnet.model import MSHNetModel
 
@@ -138,9 +138,8 @@ def test_evaluation_resize_equals_the_published_one(way, reference, real_data):
 
 
 def pair(real_data, name):
-    return [
-        read_image(real_data / f"IRSTD-1k/{kind}/{name}.png", grey=True)[0] for kind in ("images", "masks")
-    ]
+    image, mask = (real_data / f"IRSTD-1k/{kind}/{name}.png" for kind in ("images", "masks"))
+    return read_image(image)[0], read_mask(mask)[0]
 
 
 # CDEIT
