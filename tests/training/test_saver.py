@@ -90,7 +90,7 @@ def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_
     after_steps(monkeypatch, lambda trainer: steps.append(trainer.state.step))
     task = MNIST(dataset_dir=digits, epochs=50, **DIGITS, **always)
     run = Run.open(tmp_path, task)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(TpukitError, match="Input/output error"):
         train(task, run, runtime=cpu, progress=False)
     assert steps[-1] < 50 * 25 and len(written) == 2
     assert [entry["step"] for entry in run.checkpoints()] == written[:1]
