@@ -61,7 +61,7 @@ def lab(tmp_path):
 def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
     browser = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
     if browser is None:
-        pytest.skip("no Chromium on this machine")
+        pytest.skip("no Chromium here, which opens JupyterLab; on Debian and Ubuntu: apt install chromium")
     from playwright.sync_api import expect, sync_playwright
 
     shutil.copy(ROOT / "notebooks/mnist_quickstart.ipynb", tmp_path)

@@ -65,7 +65,7 @@ def test_a_notebook_ends_well_by_its_own_copy_of_tpukit_or_where_the_image_lacks
 
 def test_a_run_has_the_images_folder_and_no_network_and_writes_to_no_folder_of_this_machine(tmp_path):
     if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, timeout=60).returncode:
-        pytest.skip("namespaces are not allowed here")
+        pytest.skip("this user may make no namespace here, in which a twin has no network")
     root, work = tmp_path / "root", tmp_path / "work"
     root.mkdir()
     work.mkdir()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 
 import torch
@@ -45,6 +46,14 @@ def forked(function):
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def put_back(kept, folder, *names):
+    """Make folders as they were before a kill, and remove what was restored from them into `back`."""
+    for name in (*names, "back"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in names:
+        shutil.copytree(kept / name, folder / name)
 
 
 def kill_everywhere(prepare, act, check):

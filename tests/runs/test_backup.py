@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import best_weights, exact, flip, refuses, same
-from tests.runs.store import content, kill_everywhere
+from tests.runs.store import content, kill_everywhere, put_back
 from tpukit import MNIST, Run, TpukitError, cli, find_dataset, train
 from tpukit.host import files
 from tpukit.runs import hashes
@@ -159,10 +159,7 @@ def test_a_kill_at_any_point_of_saving_and_backing_up_loses_no_checkpoint_and_no
     shutil.copytree(drive, kept / "drive")
 
     def prepare():
-        for name in ("run", "drive", "back"):
-            shutil.rmtree(tmp_path / name, ignore_errors=True)
-        for name in ("run", "drive"):
-            shutil.copytree(kept / name, tmp_path / name)
+        put_back(kept, tmp_path, "run", "drive")
 
     def act():
         again = Run.open(run, MNIST(), backup=drive)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, flip, refuses
-from tests.runs.store import alike, content, kill_everywhere
+from tests.runs.store import alike, content, kill_everywhere, put_back
 from tpukit import MNIST, Checkpoints, Run, TpukitError
 from tpukit.host import files
 from tpukit.runs import hashes
@@ -106,10 +106,7 @@ def test_a_kill_at_any_point_of_saving_and_of_backing_up_loses_no_checkpoint(tmp
     shutil.copytree(drive, kept / "drive")
 
     def prepare():
-        for name in ("mine", "drive", "back"):
-            shutil.rmtree(tmp_path / name, ignore_errors=True)
-        for name in ("mine", "drive"):
-            shutil.copytree(kept / name, tmp_path / name)
+        put_back(kept, tmp_path, "mine", "drive")
 
     def act():
         saved = Checkpoints(mine, backup=drive)
