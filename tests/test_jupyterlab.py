@@ -92,8 +92,8 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
         bars = page.locator(".jupyter-widgets .widget-hprogress, .widget-hprogress")
         expect(bars).to_have_count(2)
         pictures = page.locator(".jp-OutputArea-output img")
-        expect(pictures).to_have_count(7)  # two live charts, samples, curves, report, predictions, own
-        for index in range(7):
+        expect(pictures).to_have_count(6)  # two live charts, samples, curves, predictions, own
+        for index in range(6):
             assert pictures.nth(index).evaluate("image => image.complete && image.naturalWidth") > 300
         errors = page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
         expect(errors).to_have_count(0)
