@@ -58,7 +58,7 @@ class MSHNet(Task):
     export_multiple: ClassVar[int] = 16  # of which height and width of an exported image are multiples
 
     network: Literal["published", "small"] = "published"
-    """Channels of the network's stages: published, 4,065,513 parameters, or small, 196,513 parameters."""
+    """Channels of the network's stages: published, 4,065,513 parameters, or small, 174,537 parameters."""
     epochs: int = setting(400, free=True)
     """Passes over the training set."""
     batch_size: int = 4
