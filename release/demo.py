@@ -1,5 +1,5 @@
-"""`python -m release.demo RUN`: writes the weights that travel with tpukit, from a run of `tpukit train mshnet
---network small`, in bfloat16, with the settings and scores of the run."""
+"""`python -m release.demo RUN`: writes the weights that travel with tpukit, in bfloat16, with the settings
+and the score of the run, which `tpukit train mshnet --network small` made."""
 
 import json
 import sys

@@ -37,13 +37,13 @@ def config_of(path: Path) -> dict | None:
 
 
 def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tuple[Task, Path]:
-    """Return (task, weights file) of a `Run`, a run's folder, a weights file, or "demo", the small MSHNet that
-    comes with tpukit.
+    """Return (task, weights file) of a `Run`, a run's folder, a weights file, or "demo", the small MSHNet
+    that comes with tpukit.
 
     The task has the file as its `weights`, because what it says of classes may count. task: one of the user's
     own, or the name of a task, for a file that does not name its own. Raises TpukitError where there are no
     weights, or they are of no task that is known, or of another."""
-    if source == DEMO and not Path(DEMO).exists():
+    if str(source) == DEMO and not Path(DEMO).exists():
         source = DEMO_FOLDER / "weights.safetensors"
     if isinstance(source, Run) or Path(source).is_dir():
         run = source if isinstance(source, Run) else Run.find(source)

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
-from tpukit.runs.run import Run
 from tpukit.tasks.trained import DEMO, DEMO_FOLDER
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
 from tpukit.training.task import Task
@@ -117,7 +116,7 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """
     found = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        if path == DEMO and not Path(DEMO).exists():
+        if str(path) == DEMO and not Path(DEMO).exists():
             path = DEMO_FOLDER / "*.png"
         path = Path(path).expanduser()
         pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
