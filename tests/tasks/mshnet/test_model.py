@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MSHNet, TpukitError
@@ -88,3 +89,41 @@ def test_no_convolution_of_more_than_three_channels_gets_maps_that_are_not_chann
     task.loss(model, cpu.put(task.example(2)), epoch=9).backward()
     copied = [tuple(x.shape) for x in inputs if not x.is_contiguous(memory_format=torch.channels_last)]
     assert len(inputs) > 30 and all(channels <= 3 for _, channels, *_ in copied), copied
+
+
+def outputs_and_gradients(layout):
+    torch.manual_seed(0)
+    model = Narrow().model().double().train().to(memory_format=layout)
+    image = torch.randn(2, 3, 32, 32, dtype=torch.float64).to(memory_format=layout)
+    logits, masks = model(image)
+    sum(output.square().mean() for output in (logits, *masks)).backward()
+    return [logits, *masks, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def test_either_layout_gives_the_same_outputs_and_gradients():
+    last, first = map(outputs_and_gradients, (torch.channels_last, torch.contiguous_format))
+    assert len(last) > 50
+    torch.testing.assert_close(last, first, atol=1e-11, rtol=1e-9)
+
+
+class Additions(TorchDispatchMode):
+    """Counts the additions of two maps, and those of which the maps lie in two layouts."""
+
+    all = mixed = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.add.Tensor and all(torch.is_tensor(x) and x.dim() == 4 for x in args):
+            a, b = args
+            if a.shape == b.shape and min(a.shape[1:]) > 1:
+                self.all += 1
+                self.mixed += (a.stride(1) == 1) != (b.stride(1) == 1)
+        return function(*args, **kwargs or {})
+
+
+def test_gradients_of_maps_that_are_added_lie_in_one_layout(cpu):
+    task = Narrow(base_size=32, crop_size=32)
+    model = cpu.to_device(task.model().train(), channels_last="auto")
+    batch = cpu.put(task.example(2))
+    with Additions() as additions:
+        task.loss(model, batch, epoch=9).backward()
+    assert additions.all > 30 and additions.mixed == 0

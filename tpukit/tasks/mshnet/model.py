@@ -131,11 +131,12 @@ class ChannelAttention(nn.Module):
         self.fc2 = nn.Conv2d(hidden, channels, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
+        pixels, axis = as_in_memory(x)
         if x.device.type == "cuda":  # where pooling would read a whole channel by one thread
-            largest = x.flatten(2).max(2, keepdim=True).values[..., None]
+            largest = pixels.max(axis).values
         else:
-            largest = F.adaptive_max_pool2d(x, 1)
-        return self.from_pooled(x.mean((2, 3), keepdim=True), largest)
+            largest = F.adaptive_max_pool2d(x, 1).flatten(1)
+        return self.from_pooled(pixels.mean(axis)[..., None, None], largest[..., None, None])
 
     def from_pooled(self, mean: Tensor, largest: Tensor) -> Tensor:  # (B, C, 1, 1) each
         # As products of matrices: of convolutions a GPU would copy inputs and gradients into other layouts.
@@ -152,8 +153,20 @@ class SpatialAttention(nn.Module):
         self.conv1 = nn.Conv2d(2, 1, 7, padding=3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, 1, H, W) in (0, 1)
-        x = torch.cat([x.mean(1, keepdim=True), x.max(1, keepdim=True).values], 1)  # (B, 2, H, W)
-        return torch.sigmoid(self.conv1(x))
+        pixels, axis = as_in_memory(x)
+        channels = 3 - axis
+        pooled = torch.stack([pixels.mean(channels), pixels.max(channels).values], channels)
+        pooled = pooled.movedim(channels, 1).unflatten(2, x.shape[2:])  # (B, 2, H, W)
+        return torch.sigmoid(self.conv1(pooled))
+
+
+def as_in_memory(x: Tensor) -> tuple[Tensor, int]:
+    """(B, C, H, W) -> (the same numbers as (B, H * W, C) or (B, C, H * W), as they lie in memory; the axis of
+    the pixels). What is reduced in this order has its gradient in it: in another one, each addition of two
+    gradients would transpose one of them."""
+    if x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1).flatten(1, 2), 1
+    return x.flatten(2), 2
 
 
 def upsample(x: Tensor, factor: int) -> Tensor:
