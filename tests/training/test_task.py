@@ -16,9 +16,7 @@ from tpukit.runs.settings import from_settings
 from tpukit.tools.child import to_request
 
 
-@pytest.mark.parametrize(
-    "method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "read_files"]
-)
+@pytest.mark.parametrize("method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate"])
 def test_a_task_that_leaves_a_method_out_is_told_which(method):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Empty(Task):

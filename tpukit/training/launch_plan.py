@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
 from tpukit.devices.runtime import check_batch
 from tpukit.host import files
 from tpukit.launching.core import Core
@@ -13,11 +15,18 @@ from tpukit.runs.run import Run
 from tpukit.training import batch_norm
 
 
-class Launched(batch_norm.Shares, Protocol):
-    """What a launch asks of a task."""
+class Launched(Protocol):
+    """The part of a task that a launch asks for."""
 
     @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def batch_norm(self) -> str: ...
+    @property
     def precision(self) -> str: ...
+    def model(self) -> nn.Module: ...
     def libtpu_args(self, batch_size: int) -> str: ...
 
 
@@ -40,6 +49,10 @@ def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
             (run.path / "progress.json").unlink(missing_ok=True)
             yield run.path / "cores"
 
+    def why_one_gpu(gpus: int) -> str:
+        share = task.batch_size // gpus // task.micro_batches
+        return batch_norm.why_one_gpu(task.model, task.batch_norm, share, task.batch_size)
+
     def saved() -> str:
         for entry in run.checkpoints()[:1]:
             return f"The last checkpoint is {entry['file']}; launch again to resume from it."
@@ -53,7 +66,7 @@ def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
         saved=saved,
         precision=task.precision,
         check=lambda cores: check_batch(task.batch_size, cores),
-        why_one_gpu=lambda gpus: batch_norm.why_one_gpu(task, gpus),
+        why_one_gpu=why_one_gpu,
         libtpu_args=lambda cores: task.libtpu_args(task.batch_size // cores),
         trains=True,
     )

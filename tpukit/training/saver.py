@@ -42,14 +42,6 @@ class Saver:
         self.best = None
         self.due_at = time.monotonic() + max(self.save_every_s, cost_s / MAX_SHARE)
 
-    def save_best(self) -> None:
-        """Write the best weights now, for a training that ends without another checkpoint."""
-        self.wait()
-        if self.best is not None:
-            tensors, values = self.best
-            self.run.save_best(tensors, **values)
-            self.best = None
-
     def check(self) -> None:
         """Raise what made the last save fail, if it is over."""
         if self.pending is not None and self.pending.done():

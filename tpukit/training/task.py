@@ -31,7 +31,9 @@ class Task:
     """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
 
     A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
-    Fields declared with `setting(free=True)` may change when a run is resumed."""
+    Fields declared with `setting(free=True)` may change when a run is resumed. What only predicting a user's
+    own files asks for is in `tools.own_files.OwnFiles`, what an export asks for in `tools.export.Exportable`.
+    """
 
     name: ClassVar[str]
     """Its name on the command line."""
@@ -274,27 +276,6 @@ class Task:
         """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none. `name`
         in the batch, if there is one, names each sample. A picture shows some, evenly spaced; of a task with
         a `saved_title` the first, under that title."""
-
-    # For a user's own files
-
-    def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
-        """Read a user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays
-        that a user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
-
-        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
-        such a batch. Raises TpukitError naming a file that cannot be read.
-
-        A task that takes samples of any size has a method `split` besides, see `own_files.split`."""
-        raise self._missing("read_files")
-
-    def results(self, batch: Arrays, predictions: Any) -> list[dict]:
-        """Return a user's results for files of their own: a dict for each sample, of numbers, strings, lists
-        of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a
-        mask.
-
-        batch, predictions: arrays (N, ...), as `panels` gets them."""
-        values = np.asarray(predictions)
-        return [dict(prediction=value if np.ndim(value) else value.item()) for value in values]
 
     # For a dataset and a compiler of its own
 
