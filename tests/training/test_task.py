@@ -113,6 +113,7 @@ def test_settings_that_no_training_can_have_are_refused_by_their_name(kind, wron
         (dict(epochs=None), "a whole number"),
         (dict(lr="fast"), "a number"),
         (dict(cuda_graph="no"), "True or False"),
+        (dict(freeze="backbone"), "a tuple, such as ('head',)"),
     ],
     ids=str,
 )
