@@ -39,7 +39,7 @@ class Backup:
         return str(self.path)
 
     def check_writable(self) -> None:
-        """Raise TpukitError, before a training, if no copy can be kept here."""
+        """Raise TpukitError, before a training run, if no copy can be kept here."""
         drive = environment.detect().drive
         if drive is not None and self.path.is_relative_to(drive.parent) and not drive.is_dir():
             raise TpukitError(f"{self} is on Drive, which is not mounted: call tpukit.mount_drive first")

@@ -1,5 +1,5 @@
-"""A run directory: settings, records, checkpoints, best weights. The only channel between a training and its
-readers.
+"""A run directory: settings, records, checkpoints, best weights. Training writes it; everything else only
+reads it.
 
 config.json              task, settings, and the run's id
 records.jsonl            one JSON object per line: kind, step, time, values
@@ -175,7 +175,7 @@ class Run:
         """Raise TpukitError for results without checkpoints, which a new training would replace."""
         if hashes.read_list(self.path) is None and self._has_results():
             raise TpukitError(
-                f"{self.path} holds results of a training (best.safetensors, records.jsonl), but none of its"
+                f"{self.path} holds results of training (best.safetensors, records.jsonl), but none of its"
                 " checkpoints: put them back, or choose a new run folder (and another backup)"
             )
 

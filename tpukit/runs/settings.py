@@ -26,8 +26,8 @@ Kind = TypeVar("Kind", bound=Described)
 
 
 def setting(default: Any, *, free: bool = False) -> Any:
-    """A dataclass field of a task. free=True: a resumed run may change it, because it does not change the
-    result."""
+    """Return a dataclass field of a task. free=True: a resumed run may change it, because it does not change
+    the result."""
     return dataclasses.field(default=default, metadata={"free": free})
 
 

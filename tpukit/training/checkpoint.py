@@ -1,4 +1,4 @@
-"""Save and restore the state of a training. Both are collective."""
+"""Save and restore the state of a training run. Both are collective."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""The plan of launching a training: `launch_plan`."""
+"""The plan of launching a training run: `launch_plan`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
     @contextlib.contextmanager
     def reserve() -> Iterator[Path]:
         with files.exclusive_lock(run.path / ".launch.lock"):
-            with run.lock():  # a training on one core may be at work there
+            with run.lock():  # a training run on one core may be at work there
                 pass
             (run.path / "progress.json").unlink(missing_ok=True)
             yield run.path / "cores"

@@ -1,4 +1,4 @@
-"""Write a training's files while the training goes on."""
+"""Write the files of a training run while it trains."""
 
 import concurrent.futures
 import time

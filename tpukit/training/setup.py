@@ -79,7 +79,7 @@ class Trainer:
 
     def batches(self, *, endless: bool = False) -> Generator[Batch, None, None]:
         """Generate the batches from where the run stands to its last epoch, without a pause between two
-        epochs. endless: those of a training without an end, for tools that time or trace `take_step`."""
+        epochs. endless: those of a training run without an end, for tools that time or trace `take_step`."""
         task = self.task
         first, start = divmod(self.state.step, self.steps_per_epoch)
         plans = (

@@ -1,4 +1,4 @@
-"""`Task`: the settings of a training, and the methods that it must implement or may override."""
+"""`Task`: the settings of a training run, and the methods that it must implement or may override."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Task:
     """The evaluation score that decides which weights are best; larger is better."""
 
     def datasets(self) -> tuple:
-        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`,
-        and may have `notes`, a str for the log, and `notices`, sentences that `show_labels` puts into a box.
+        """Return (training set, test set). Each has `len()` and `batch(indices, numbers)`, which returns a
+        dict of numpy arrays. It may have `notes`, a str for the log, and `notices`, sentences that
+        `show_labels` puts into a box.
         `num_uniforms` of the training set: random numbers for each sample's augmentation (0 if none);
         `numbers` holds them, (B, num_uniforms) float64, uniform in [0, 1), and is None in an evaluation.
 
@@ -61,8 +62,8 @@ class Task:
         raise self._missing("optimizer")
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
-        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no
-        `.item()` here.
+        """Return the loss of a batch (dict of device tensors), a scalar computed in float32. Runs under
+        autocast; no `.item()` here.
 
         epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by
         `torch.where`, not by `if`."""
@@ -77,8 +78,8 @@ class Task:
         raise self._missing("predict")
 
     def evaluate(self, predictions: Iterable[tuple[Any, Batch]]) -> dict:
-        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,)
-        bool."""
+        """Return a dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid`
+        (B,) bool."""
         raise self._missing("evaluate")
 
     def _missing(self, method: str) -> TpukitError:
@@ -219,8 +220,8 @@ class Task:
         return {}
 
     def metadata(self, data: Any) -> dict[str, str]:
-        """Strings to keep with the best weights, because they only make sense with these. data: the training
-        set."""
+        """Return strings to keep with the best weights, because they only make sense with these. data: the
+        training set."""
         return {}
 
     def example(self, count: int) -> Arrays:
@@ -246,8 +247,8 @@ class Task:
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
 
     def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """Return more figures of a training's speed, by names for the report, from its samples a second, over
-        all cores."""
+        """Return more figures of the speed, by names for the report, from the samples a second over all
+        cores."""
         return {}
 
     def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, Any]]]:
@@ -264,8 +265,8 @@ class Task:
         return default_panels(batch, prediction)
 
     def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
-        """(sentences about a dataset's samples and labels, the most important first; indices of samples to
-        look at)."""
+        """Return (sentences about a dataset's samples and labels, the most important first; indices of
+        samples to look at)."""
         return [f"{len(data)} samples"], []
 
     def save_predictions(self, folder: Path, predictions: list, data: Any) -> None:
@@ -273,9 +274,9 @@ class Task:
         the test set."""
 
     def load_predictions(self, folder: Path) -> tuple[Batch, Tensor] | None:
-        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none. `name`
-        in the batch, if there is one, names each sample. A picture shows some, evenly spaced; of a task with
-        a `saved_title` the first, under that title."""
+        """Return (batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none.
+        `name` in the batch, if there is one, names each sample. A picture shows some, evenly spaced; of a
+        task with a `saved_title` the first, under that title."""
 
     # For a dataset and a compiler of its own
 
@@ -297,6 +298,6 @@ class Task:
         return launch_plan(self, *others) if others and isinstance(others[0], Run) else None
 
     def libtpu_args(self, batch_size: int) -> str:
-        """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See
-        `open_runtime`."""
+        """Return flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one
+        core's. See `open_runtime`."""
         return ""
