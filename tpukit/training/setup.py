@@ -155,13 +155,10 @@ class Trainer:
             return
         self.total = self.state.step
         self.write_progress(epochs - 1)
-        self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=self.task.patience)
-        self.run.print(self._why_early())
-
-    def _why_early(self) -> str:
-        epochs, patience = self.state.step // self.steps_per_epoch, self.state.evaluations_without_best
-        return (
-            f"stopped early after epoch {epochs}: no better {self.task.score} within a patience of {patience}"
+        patience, score = self.task.patience, self.task.score
+        self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=patience)
+        self.run.print(
+            f"stopped early after epoch {epochs}: no better {score} within a patience of {patience}"
         )
 
     def save(self) -> None:
@@ -208,7 +205,7 @@ class Trainer:
         epochs = self.state.step // self.steps_per_epoch
         why = f"already has {epochs} epochs; {self.task.epochs} were requested"
         if self.patience_exhausted():
-            why = f"{self._why_early()}; with a larger patience it goes on"
+            why = f"stopped early after epoch {epochs}; with a larger patience it goes on"
         self.run.print(f"nothing left to do: the run {why}")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}

@@ -31,9 +31,10 @@ class Task:
     """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
 
     A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
-    Fields declared with `setting(free=True)` may change when a run is resumed. What only predicting a user's
-    own files asks for is in `tools.own_files.OwnFiles`, what an export asks for in `tools.export.Exportable`.
-    """
+    Fields declared with `setting(free=True)` may change when a run is resumed.
+
+    What is asked of a task elsewhere is described there: `tools.own_files.OwnFiles` to predict a user's own
+    files, `tools.export.Exportable` to export, `tasks.datasets.Findable` to find a dataset by name."""
 
     name: ClassVar[str]
     """Its name on the command line."""
@@ -98,14 +99,6 @@ class Task:
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`, the ones that are read
     back from the device; None for all."""
-    needs_own_data: ClassVar[bool] = False
-    """If True, the command line stops where the data are missing, unless a synthetic set is requested."""
-    dataset_parts: ClassVar[tuple[str, ...]] = ()
-    """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
-    synthetic_size: ClassVar[int] = 0
-    """Samples of the synthetic dataset, train and test together, by default."""
-    synthetic_size_accelerator: ClassVar[int] = 0
-    """The same on a TPU or a GPU; 0: as many as without."""
 
     # Its settings
 
@@ -185,18 +178,17 @@ class Task:
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
         fine."""
-        for name in names:
-            self._require(name, lambda value: least <= value < 2**63, f"it must be {least} or more")
+        self._require(least, 2**63 - 1, f"it must be {least} or more", names)
 
     def require_shares(self, *names: str) -> None:
         """Raise TpukitError for a setting that is not from 0 to 1. None is fine."""
-        for name in names:
-            self._require(name, lambda value: 0 <= value <= 1, "it must be from 0 to 1")
+        self._require(0, 1, "it must be from 0 to 1", names)
 
-    def _require(self, name: str, is_right: Callable[[Any], bool], rule: str) -> None:
-        value = getattr(self, name)
-        if value is not None and not is_right(value):
-            raise TpukitError(f"{name}={value!r}: {rule}")
+    def _require(self, least: float, most: float, rule: str, names: Iterable[str]) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise TpukitError(f"{name}={value!r}: {rule}")
 
     # What it may override
 
@@ -277,19 +269,6 @@ class Task:
         """Return (batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none.
         `name` in the batch, if there is one, names each sample. A picture shows some, evenly spaced; of a
         task with a `saved_title` the first, under that title."""
-
-    # For a dataset and a compiler of its own
-
-    @staticmethod
-    def download(folder: Path) -> None:
-        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError if that
-        fails."""
-        raise TpukitError("tpukit does not download it")
-
-    @staticmethod
-    def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
-        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
-        raise TpukitError("tpukit has no synthetic data for it")
 
     def launch_plan(self, *others: Any) -> Plan | None:
         """Return what `launch(function, task, run)` has to know of the call; None without a run."""
