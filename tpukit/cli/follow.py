@@ -29,7 +29,7 @@ def follow(run: Run) -> None:
 
 
 def is_finished(progress: dict, checkpoints: list) -> bool:
-    """Return True if nothing will follow: a training evaluates after its last step, and the checkpoint of
+    """Return True if nothing will follow: a training run evaluates after its last step, and the checkpoint of
     that step comes last."""
     if not progress or progress["step"] < progress["total"]:
         return False

@@ -1,4 +1,4 @@
-"""Scoring weights: `test` for a run, `Evaluator` for the epochs of a training."""
+"""Scoring weights: `test` for a run, `Evaluator` for the epochs of a training run."""
 
 import concurrent.futures
 import contextlib
@@ -85,7 +85,7 @@ def scores_of(task: Task, predictions: list) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """An epoch of a training whose scores are being computed: on rank 0."""
+    """An epoch of a training run whose scores are being computed: on rank 0."""
 
     step: int
     epoch: int
@@ -97,7 +97,7 @@ class Scoring:
 
 
 class Evaluator:
-    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch
+    """Evaluates the epochs of a training run: predicts at once, and computes the scores while the next epoch
     trains."""
 
     def __init__(

@@ -40,10 +40,6 @@ def fit(trainer: Trainer, progress: bool) -> dict:
                     train_epoch(trainer, batches)
                     end_epoch(trainer)
             trainer.finish_saving()
-    except metrics.Diverged:
-        trainer.evaluator.collect(state, wait=True)  # its weights may be the best
-        trainer.saver.save_best()
-        raise
     except (KeyboardInterrupt, SystemExit) as reason:
         trainer.save_before_leaving(reason)
         raise
@@ -61,7 +57,7 @@ def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
     for batch in trainer.throughput.batches(itertools.islice(batches, trainer.steps_per_epoch - first)):
         trainer.take_step(batch, epoch)
         syncs = trainer.ends_epoch() or state.step % trainer.task.log_every == 0
-        save_due = record_interval(trainer, epoch) if syncs else trainer.save_is_due()
+        save_due = record_interval(trainer, epoch) if syncs else trainer.saver.is_due()
         trainer.write_progress(epoch)
         # Several ranks have to stop and save at the same step: where they sync.
         if syncs or trainer.runtime.world.size == 1:
@@ -91,7 +87,7 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
 
 def end_epoch(trainer: Trainer) -> None:
     """Evaluate the epoch that ends here, unless that was already done. The next epoch trains while the scores
-    are computed, unless they can be the reason that there is none."""
+    are computed; with `patience` it waits for them, because they decide whether there is one."""
     state, task, evaluator = trainer.state, trainer.task, trainer.evaluator
     epochs = state.step // trainer.steps_per_epoch
     if not trainer.ends_epoch() or state.evaluated >= epochs:
@@ -103,7 +99,7 @@ def end_epoch(trainer: Trainer) -> None:
     else:
         evaluator.record_epoch(state, state.step, epochs - 1, loss, {})
     state.epoch_loss = 0.0
-    evaluator.collect(state, wait=trainer.patience_exhausted(extra=1))
+    evaluator.collect(state, wait=task.patience is not None)
     if state.step < trainer.total:
         trainer.stop_early(epochs)
     if state.step >= trainer.total:
