@@ -20,6 +20,24 @@ def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrare
     assert MSHNet(dataset_dir=infrared, final_init="random").model().final.weight.std() > 0.05
 
 
+@pytest.mark.parametrize("size, count", [("published", 4_065_513), ("small", 174_537)])
+def test_both_sizes_of_the_network_have_the_parameters_that_the_help_names(size, count, infrared):
+    model = MSHNet(dataset_dir=infrared, network=size).model().eval()
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, 32, 32))[0].shape == (1, 1, 32, 32)
+
+
+def test_the_small_network_computes_on_xla_what_it_computes_on_the_cpu(infrared, xla):
+    task = MSHNet(dataset_dir=infrared, network="small", crop_size=32)
+    model = task.model().eval()
+    image = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        plain = network.predict(model, image, warm_up=False)
+        on_xla = task.predict(model.to(xla.device), dict(image=image.to(xla.device))).cpu()
+    torch.testing.assert_close(on_xla, plain, rtol=1e-4, atol=1e-4)
+
+
 def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
     with pytest.raises(TpukitError, match="crop_size=100.*16"):
         MSHNet(dataset_dir=infrared, crop_size=100)
