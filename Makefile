@@ -101,13 +101,22 @@ notebooks: .venv/installed
 twins: .venv/installed
 	$(BIN)/python -m release.twins $(ONLY)
 
+# Built from a copy, in which the links of README are absolute, as a package index needs them, and which lists every
+# file for the sdist.
+SOURCE := $(OUT)/source
+HOME_URL := https://github.com/TPUKIT_SOURCE
 wheel: .venv/installed
-	rm -rf $(OUT)/package $(OUT)/clean
-	$(BIN)/python -m build --outdir $(OUT)/package
+	rm -rf $(OUT)/package $(OUT)/clean $(SOURCE)
+	mkdir -p $(SOURCE) && git archive HEAD | tar -x -C $(SOURCE)
+	git ls-files | sed 's/^/include /' > $(SOURCE)/MANIFEST.in
+	sed -i -E -e 's,(!\[[^]]*\]\()([^):#]+\)),\1$(HOME_URL)/raw/main/\2,g' \
+		-e 's,(\]\()([^):#]+[^):]*\)),\1$(HOME_URL)/blob/main/\2,g' $(SOURCE)/README.md
+	$(BIN)/python -m build --outdir $(OUT)/package $(SOURCE)
 	$(PYTHON) -m venv $(OUT)/clean
 	$(OUT)/clean/bin/pip install --quiet $(shell grep ^torch== requirements.txt) $(OUT)/package/*.whl
 	cd $(OUT)/clean && TPUKIT_OFFLINE=1 bin/python -P -m tpukit train mnist --epochs 1 --run run
-	rm -rf $(OUT)/clean
+	cd $(OUT)/clean && bin/python -P -m tpukit predict demo demo --out detections
+	rm -rf $(OUT)/clean $(SOURCE)
 
 release: wheel notebooks
 	rm -rf $(OUT)/release && mkdir -p $(OUT)/release && cp $(OUT)/package/* $(OUT)/release

@@ -18,8 +18,9 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="module")
 def archives():
-    """The library without and with pyEIT, packed once, because packing takes seconds."""
-    return {False: notebooks.library(), True: notebooks.library(notebooks.pyeit_files())}
+    """The library alone, with pyEIT, and with the demo, packed once, because packing takes seconds."""
+    kinds = {"alone": {}, "pyeit": dict(others=notebooks.pyeit_files()), "demo": dict(demo=True)}
+    return {name: notebooks.library(**kind) for name, kind in kinds.items()}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,11 @@ def build(archives):
 
     def build_into(folder):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(notebooks, "library", lambda others=None: archives[others is not None])
+            patch.setattr(
+                notebooks,
+                "library",
+                lambda others=None, demo=False: archives["pyeit" if others else "demo" if demo else "alone"],
+            )
             return notebooks.build(folder)
 
     return build_into

@@ -16,7 +16,10 @@ from tpukit.training.task import Task
 
 # Parameters that several commands have.
 RunFolder = Annotated[Path, conf.arg(metavar="RUN", help="the folder of a run")]
-Trained = Annotated[Path, conf.arg(metavar="RUN", help="the folder of a run, or a weights file")]
+Trained = Annotated[
+    Path,
+    conf.arg(metavar="RUN", help="the folder of a run, a weights file, or demo, the small MSHNet of tpukit"),
+]
 TaskName = Annotated[str | None, conf.arg(help="the task, if a weights file does not name its own")]
 Cores = Annotated[int | None, conf.arg(help="TPU cores, GPUs or processes; by default all, on a CPU one")]
 Files = Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="FILE ...")]

@@ -293,21 +293,36 @@ class Runtime:
         """Update the weights, unless in fp16 a gradient overflowed. lr_factor: number or scalar tensor on the
         device that multiplies the learning rates in this step; None for 1.
 
-        The update is multiplied, because torch's optimizers read a rate that is a tensor on the host. It
-        comes to the same where the update is proportional to the rate: with SGD, Adam(W), Adagrad, RMSprop
-        and most, but not Rprop and ASGD."""
-        parameters = [] if lr_factor is None else parameters_with_gradient(optimizer)
-        before = [parameter.detach().clone() for parameter in parameters]
+        Fused optimizers read a rate on the device. Of others the update is multiplied, because they read it
+        on the host. It comes to the same if the update is proportional to the rate: with SGD, Adam(W),
+        Adagrad, RMSprop and most, but not Rprop and ASGD."""
+        groups = optimizer.param_groups
+        if lr_factor is None:
+            self._update(optimizer)
+        elif all(group.get("fused") for group in groups):
+            rates = [group["lr"] for group in groups]
+            try:
+                for group, rate in zip(groups, rates):
+                    group["lr"] = lr_factor * rate
+                self._update(optimizer)
+            finally:
+                for group, rate in zip(groups, rates):
+                    group["lr"] = rate
+        else:
+            parameters = parameters_with_gradient(optimizer)
+            before = [parameter.detach().clone() for parameter in parameters]
+            self._update(optimizer)
+            with torch.no_grad():
+                torch._foreach_sub_(parameters, before)
+                torch._foreach_mul_(parameters, lr_factor)
+                torch._foreach_add_(parameters, before)
+
+    def _update(self, optimizer: Optimizer) -> None:
         if self.scaler is None:
             optimizer.step()
         else:
             self._step_unless_overflow(optimizer, self.scaler)
             self.scaler.update()
-        if parameters:
-            with torch.no_grad():
-                torch._foreach_sub_(parameters, before)
-                torch._foreach_mul_(parameters, lr_factor)
-                torch._foreach_add_(parameters, before)
 
     def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         scaler.step(optimizer)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
-from tpukit.runs.run import Run
+from tpukit.tasks.trained import DEMO, DEMO_FOLDER
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
 from tpukit.training.task import Task
 
@@ -127,11 +127,10 @@ def predict_files(
     yield from (sample for sample, _, _ in waiting)
 
 
-def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
-    """Return the `Sample` of each of a user's files, by the run's best weights, on the CPU.
+def predict_own(best: Path, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
+    """Return the `Sample` of each of a user's files, by a file of weights, on the CPU.
 
     Raises TpukitError for a file that cannot be read, or for more than `limit` samples."""
-    best = run.best()
     task = dataclasses.replace(task, weights=best)
     runtime = Runtime("cpu")  # see `prediction.predict_test_images`
     predicted = predict_files(task, best, list_files(paths), runtime)
@@ -148,12 +147,14 @@ def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -
 
 def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """Return the files that were named, those of a folder or a pattern (`*.png`) sorted by name, without
-    hidden ones.
+    hidden ones; for "demo", the infrared images that come with tpukit.
 
     Raises TpukitError where there is none, or two of one name, which could not be told apart in the results.
     """
     found = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        if str(path) == DEMO and not Path(DEMO).exists():
+            path = DEMO_FOLDER / "*.png"
         path = Path(path).expanduser()
         pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
         entries = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
