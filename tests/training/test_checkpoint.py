@@ -87,7 +87,7 @@ def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the
     [
         (dict(format=None), "best.safetensors"),
         (dict(format=0), "best.safetensors"),
-        (dict(train_size=77), 77),
+        (dict(train_set={"number of samples": "77"}), "number of samples"),
     ],
 )
 def test_a_checkpoint_of_another_version_or_dataset_or_without_its_version_is_refused(

@@ -16,9 +16,7 @@ from tpukit.runs.settings import from_settings
 from tpukit.tools.child import to_request
 
 
-@pytest.mark.parametrize(
-    "method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "read_files"]
-)
+@pytest.mark.parametrize("method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate"])
 def test_a_task_that_leaves_a_method_out_is_told_which(method):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Empty(Task):
@@ -115,6 +113,7 @@ def test_settings_that_no_training_can_have_are_refused_by_their_name(kind, wron
         (dict(epochs=None), "a whole number"),
         (dict(lr="fast"), "a number"),
         (dict(skip_bad="no"), "True or False"),
+        (dict(freeze="backbone"), "a tuple, such as ('head',)"),
     ],
     ids=str,
 )

@@ -114,8 +114,8 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def explain_unwritable(place: Path, *, only: Collection[int] = ()) -> Iterator[None]:
-    """Context manager: raise an OSError as a TpukitError with `place`, a folder or a file.
+def explain_unwritable(path: Path, *, only: Collection[int] = ()) -> Iterator[None]:
+    """Context manager: raise an OSError as a TpukitError with `path`, a folder or a file.
 
     only: the error numbers to explain, in code that does more than writing there; by default all."""
     try:
@@ -125,18 +125,18 @@ def explain_unwritable(place: Path, *, only: Collection[int] = ()) -> Iterator[N
             raise
         reason = (error.strerror or str(error)).lower()
         if error.errno in DISK_FULL:
-            free = shutil.disk_usage(place if place.is_dir() else place.parent).free
+            free = shutil.disk_usage(path if path.is_dir() else path.parent).free
             reason += f", {free / 2**20:.0f} MiB free there; what was saved before is untouched"
-        at = f": {error.filename}" if error.filename and str(error.filename) != str(place) else ""
-        raise TpukitError(f"cannot write {place} ({reason}{at}): choose another folder") from error
+        at = f": {error.filename}" if error.filename and str(error.filename) != str(path) else ""
+        raise TpukitError(f"cannot write {path} ({reason}{at}): choose another folder") from error
 
 
 def local_path(path: str | Path, advice: str) -> Path:
     """Return the path. Raises TpukitError with `advice` for an address such as s3://bucket/run, without
     showing it: it may hold a secret."""
     # pathlib makes s3:/ of s3://, and would write in a folder named "s3:".
-    if found := re.match(r"([a-z][a-z0-9+.-]+):/", str(path), re.I):
-        raise TpukitError(f"{found[1]}:// is an address and not a folder or a file of this machine: {advice}")
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/", str(path), re.I):
+        raise TpukitError(f"{match[1]}:// is an address and not a folder or a file of this machine: {advice}")
     return Path(path)
 
 
@@ -144,8 +144,8 @@ def check_empty(folder: Path) -> None:
     """Raise TpukitError for files where no run is: they could be taken for a part of one."""
     with explain_unwritable(folder):
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    if found := [name for name in names if not name.startswith(".")]:
-        has = printable(", ".join(found[:3]))
+    if visible := [name for name in names if not name.startswith(".")]:
+        has = printable(", ".join(visible[:3]))
         raise TpukitError(f"{folder} is not empty and holds no run (it has {has}): choose an empty folder")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.tasks import arrays
 
@@ -20,22 +21,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 JPEG_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif")
 DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats that can have more than 8 bits of grey
 ENDINGS = (*JPEG_ENDINGS, *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
+STACK_ENDINGS = (".tif", ".tiff", ".gif", ".webp")  # of formats that can have several pages or frames
 # Of files that belong beside images: they are left out without a word.
-BESIDE = (
-    "",
-    ".txt",
-    ".csv",
-    ".json",
-    ".jsonl",
-    ".xml",
-    ".md",
-    ".html",
-    ".yaml",
-    ".yml",
-    ".db",
-    ".ini",
-    ".py",
-)
+BESIDE = ".txt .csv .json .jsonl .xml .md .html .yaml .yml .db .ini .py".split()
 LEVELS = 256
 FEW_LEVELS = 32
 PERCENTILES = (0, 0.5, 99.5, 100)
@@ -48,25 +36,57 @@ MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are dec
 def opened(path: Path | str) -> Iterator[Image.Image]:
     """Context manager: the Pillow image of a file, not decoded yet.
 
-    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS."""
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS, and for colours that are deeper
+    than 8 bits and use little of their range."""
     with Image.open(path, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise TpukitError(
                 f"its header declares {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}"
             )
+        if _has_deep_colours(image):
+            _require_range(image)
         yield image
+
+
+def is_stack(path: Path) -> bool:
+    """Return whether a file has several pages or frames, of which only the first is read."""
+    if path.suffix.lower() not in STACK_ENDINGS:
+        return False
+    with Image.open(path, formats=FORMATS) as image:
+        return getattr(image, "is_animated", False)
 
 
 def left_out(paths: Iterable[Path]) -> str:
     """Return a sentence that counts the files, by their endings, that are not read as images; empty if there
     are none."""
-    endings = [path.suffix.lower() for path in paths if path.name[0] != "."]
+    # A file without an ending may be an image, README and LICENSE are none.
+    paths = [path for path in paths if path.name[0] != "." and not (path.name.isupper() and not path.suffix)]
+    endings = [path.suffix.lower() for path in paths]
     counts = collections.Counter(each for each in endings if each not in (*ENDINGS, *BESIDE))
-    listed = ", ".join(f"{count} {ending}" for ending, count in counts.most_common(5))
+    listed = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in counts.most_common(5))
     return f"files that are not read, and so left out: {listed} (convert images to PNG)" if counts else ""
 
 
-# Grey deeper than 8 bits
+# Colours and grey deeper than 8 bits
+
+
+def _has_deep_colours(image):
+    """Whether Pillow is about to keep 8 bits of 16. It can keep all of them only for grey."""
+    if image.mode.startswith(("I", "F")) or not image.tile:
+        return False
+    how = image.tile[0][3]  # as "RGB;16B" of a PNG, or ("RGB", the largest value) of a PPM
+    return how[-1] >= LEVELS if image.format == "PPM" and isinstance(how, tuple) else ";16" in str(how)
+
+
+def _require_range(image):
+    """Raise TpukitError if the 8 bits that Pillow keeps lose what the image shows."""
+    pixels = np.asarray(image)
+    colours = pixels if image.mode == "RGB" else pixels[..., :-1]  # without the opacity
+    if colours.max() < LEVELS / 4 or np.ptp(colours) < LEVELS / 8:
+        raise TpukitError(
+            f"its channels have 16 bits, but use only {np.ptp(colours) + 1} of the {LEVELS} levels that are"
+            " kept of them: convert it to 8 bits, or to a single channel of 16 bits, which is scaled"
+        )
 
 
 def to_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
@@ -100,6 +120,7 @@ def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
 
     From half a percent to 99.5 % of the pixels, and as much again at both ends, as far as there are such
     values: a broken pixel counts for nothing, and a few bright ones keep their place."""
+    count = len(paths)
     paths = [path for path in paths if path.suffix.lower() in DEEP_ENDINGS and path.is_file()]
     stats = [(str(path.resolve()), path.stat()) for path in paths]
     key = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
@@ -114,9 +135,11 @@ def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
     low, high = max(least.min(), low - span), min(most.max(), high + span)
     high = high if high > low else low + 1
     note = (
-        f"{len(ranges)} images have grey deeper than 8 bits: {low:g} to {high:g}, of the training set, become"
-        f" 0 to {LEVELS - 1}, in predictions, too"
+        f"{len(ranges)} of {count} images have grey deeper than 8 bits: {low:g} to {high:g}, of the training"
+        f" set, become 0 to {LEVELS - 1}, in predictions, too"
     )
+    if len(ranges) < count:
+        note += "; the others stay as they are"
     if (used := np.median(highs - lows) / (high - low) * LEVELS) < FEW_LEVELS:
         note += (
             f". Half of them use only {used:.0f} of {LEVELS} levels, because the images differ more from each"
@@ -165,12 +188,14 @@ def format_levels(levels: Levels | None) -> dict[str, str]:
 
 
 def read_images(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    """[read(path)] of files of a user's own. Raises TpukitError, which names the first that cannot be
-    read."""
+    """[read(path)] of files of a user's own; says so of each that has several pages. Raises TpukitError,
+    which names the first that cannot be read."""
     images = []
     for path in paths:
         try:
             images.append(read(path))
+            if is_stack(path):
+                print(printable(f"{path.name} has several pages or frames: the first alone is read"))
         except Exception as error:  # Pillow raises many types for a damaged file
             raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
     return images

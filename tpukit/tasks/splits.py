@@ -9,18 +9,19 @@ from collections.abc import Collection
 from pathlib import Path
 
 SPLITS = {  # names of folders, of files and in a column of splits, in lower case
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
-    **dict.fromkeys(("test", "testing"), "test"),
+    **dict.fromkeys(("train", "training", "trn"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "evaluation"), "val"),
+    **dict.fromkeys(("test", "testing", "tst"), "test"),
 }
 CHINESE = {"训练": "train", "验证": "val", "测试": "test"}
 TABLES = (".parquet", ".arrow")
 
 
 def split_of(name: str) -> str | None:
-    """Return train, val or test of a name that has the word: train, seg_train, train_images, TestSet, 训练集;
-    None for any other name, and for one that has two."""
-    words = [re.sub("(set|data|images?|imgs?)$", "", word) for word in re.findall("[a-z]+", name.lower())]
+    """Return train, val or test of a name that has the word: train, seg_train, train_images, PublicTest,
+    训练集; None for any other name, and for one that has two."""
+    words = map(str.lower, re.findall("[A-Z]?[a-z]+|[A-Z]+", name))
+    words = [re.sub("(set|data|images?|imgs?)$", "", word) for word in words]
     found = {SPLITS[word] for word in words if word in SPLITS}
     found |= {split for word, split in CHINESE.items() if word in name}
     return found.pop() if len(found) == 1 else None

@@ -23,8 +23,10 @@ def task_of(config: dict) -> Task:
             f"{config['task']} is a task of your own, which its name does not find: from Python, give it as"
             " task=TASK"
         )
-    with explained(f"the settings of a {config['task']} are damaged"):
+    try:
         return from_settings(tasks.find(config["task"]), config["settings"] | dict(weights=None))
+    except TpukitError as error:
+        raise TpukitError(f"the settings of a {config['task']} are damaged: {error}") from error
 
 
 def config_of(path: Path) -> dict | None:

@@ -38,8 +38,8 @@ def save_predictions(
 ) -> list[dict]:
     """Save what was predicted for a user's own files, one after the other, and return it: a list of dicts.
 
-    samples: of `own_files.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the
-    folder: predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png,
+    samples: of `own_files.predict_files`. Each dict: name, and what the task's `results` gives, or `error`.
+    In the folder: predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png,
     images/NAME.npy), and, with pictures, pictures/NAME.png."""
     results, listed, taken = [], [], set()
     for sample in samples:
@@ -63,7 +63,10 @@ def result_of(task: "Task", sample: "Sample") -> dict:
     """Return dict(name, ...) of a sample: the task's results, or `error`."""
     if sample.batch is None:
         return dict(name=sample.name, error=sample.error)
-    return dict(name=sample.name, **task.results(sample.batch, sample.prediction)[0])
+    from tpukit.tools.own_files import method_of
+
+    results = method_of(task, "results")
+    return dict(name=sample.name, **results(sample.batch, sample.prediction)[0])
 
 
 def _six_digits(value):

@@ -107,7 +107,7 @@ class BatchLoader:
             pool.shutdown(cancel_futures=True)
 
     def _make(self, spec: BatchSpec) -> dict[str, np.ndarray]:
-        """dict of numpy arrays: what goes to the device for this rank's share of a batch."""
+        """Return what goes to the device for this rank's share of a batch: dict of numpy arrays."""
         indices, numbers, valid = spec.of_rank(self.runtime.world.rank, self.runtime.world.size)
         if self.resident is None:
             batch = self.data.batch(indices, numbers)

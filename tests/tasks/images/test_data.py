@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import shutil
+import struct
+import zlib
 from hashlib import sha256
 
 import numpy as np
@@ -298,7 +300,8 @@ def make(folder, *places, count=4, start=0):
         (("训练集/{}", "测试集/{}"), "测试集", None),
         (("top/train_images/{}", "top/val_images/{}"), "val_images", None),
         (("TrainSet/{}", "TestSet/{}"), "TestSet", None),
-        (("train/{}", "val/images"), None, "val: 4 images in one folder, images"),
+        (("train/{}", "val/images"), None, "val: 4 images, all of images"),
+        (("trn/{}", "eval/{}"), "eval", None),
         (("Train/{}", "Test"), None, "Test/ with 4 images is not used"),
         (("train_images/{}", "test_images"), None, "test_images/ with 4 images is not used"),
         (
@@ -377,9 +380,107 @@ def test_a_list_beside_or_in_the_folder_of_its_images_finds_them(name, tmp_path)
 
 def test_a_list_without_the_usual_columns_is_named_with_those_it_has(tmp_path):
     make(tmp_path, "train", "test")
-    (tmp_path / "train.csv").write_text("image_id,healthy,rust,scab\n0,1,0,0\n")
-    with refuses("train.csv has the columns image_id, healthy, rust, scab"):
+    (tmp_path / "train.csv").write_text("image_id,weight,height\n0,7,5\n")
+    with refuses("train.csv has the columns image_id, weight, height"):
         find_samples(tmp_path)
+
+
+def listed(folder, *rows, header="image,label"):
+    """list.csv of rows, each with an image of its own: *rows are texts after its name."""
+    for number, row in enumerate(rows):
+        grey(folder / f"{number}.png", number)
+    lines = [header, *(f"{number}.png,{row}" for number, row in enumerate(rows))]
+    (folder / "list.csv").write_text("\n".join(lines))
+    return folder
+
+
+def test_columns_of_0_and_1_name_the_class_of_each_image(tmp_path):
+    listed(tmp_path, *["7,1,0,0", "7,0,1.0,0", "7,0,0,1"] * 3, header="image_id,age,healthy,rust,scab")
+    train, test = task(tmp_path).datasets()
+    assert train.classes == ["healthy", "rust", "scab"] and len(train) + len(test) == 9
+    for split in (train, test):
+        assert [int(name[0]) % 3 for name in split.names] == split.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    "rows, header, told",
+    [
+        (["1,0", "0,1", "1,1"], "image,a,b", "row 4: a, b are 1"),
+        (["1,0", "0,0"], "image,a,b", "row 3: none of a, b is 1"),
+        (["[0]", "[0 1]"], "image,labels", "row 2: the label [0] is a list"),
+        (["a,Training", "b,PublicTest", "b,extra"], "image,label,Usage", "has extra in 1 rows"),
+        (["a,train", "b,test", "b,"], "image,label,split", "has nothing in 1 rows"),
+    ],
+)
+def test_a_list_whose_classes_or_splits_are_not_one_for_each_image_is_refused(rows, header, told, tmp_path):
+    with refuses("list.csv", told):
+        find_samples(listed(tmp_path, *rows, header=header))
+
+
+@pytest.mark.parametrize(
+    "rows, header, told",
+    [
+        (["a,0", "b,0", "a,1", "b,1"], "image,label,split", "the column split names no splits (0 in 2 rows"),
+        (["a", "b", "a|b"] * 2, "image,label", "1 classes look like several at once, as a|b"),
+        (["a", "b", "a", "b\n0.png,a"], "image,label", "1 images (0.png, ...) are listed more than once"),
+        (["a", "b", "a", "b"], "image,label", "1 images are in no list, and not used (unlisted.png)"),
+        (["a", "b", "a", "b"], "image,label", "1 .heic"),
+    ],
+)
+def test_what_a_list_may_not_mean_and_what_it_leaves_out_is_told(rows, header, told, tmp_path):
+    listed(tmp_path, *rows, header=header)
+    grey(tmp_path / "unlisted.png", 99)
+    (tmp_path / "photo.heic").touch()
+    assert any(told in notice for notice in find_samples(tmp_path).notices)
+
+
+def test_folders_without_images_and_files_without_an_ending_are_counted(tmp_path):
+    make(tmp_path, "a", "b")
+    (tmp_path / "c").mkdir()
+    shutil.copy(tmp_path / "a/0.png", tmp_path / "c/photo")
+    (tmp_path / "README").touch()
+    told = find_samples(tmp_path).notices
+    assert any("1 folders have no images, and so are no classes (c)" in notice for notice in told)
+    assert any("1 without an ending" in notice for notice in told)
+
+
+def test_images_of_which_a_part_is_read_are_told(tmp_path):
+    make(tmp_path, "a", "b")
+    pages = [Image.new("L", (8, 8), value) for value in (60, 70)]
+    pages[0].save(tmp_path / "a/pages.tif", save_all=True, append_images=pages[1:])
+    icon = np.zeros((8, 8, 4), np.uint8)
+    icon[2:5, 2:5, 3] = 255
+    Image.fromarray(icon).save(tmp_path / "b/icon.png")
+    notes = "\n".join(split.notes for split in task(tmp_path).datasets())
+    assert "have several pages" in notes and "a/pages.tif" in notes
+    assert "one colour" in notes and "b/icon.png" in notes
+
+
+def deep_png(path, pixels):
+    """A PNG of 16 bits in each channel; Pillow writes none. pixels: (H, W, C)."""
+    height, width, channels = pixels.shape
+    kind = {2: 4, 3: 2, 4: 6}[channels]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        for name, content in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+            file.write(struct.pack(">I", len(content)) + name + content)
+            file.write(struct.pack(">I", zlib.crc32(name + content)))
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_colours_of_16_bits_are_read_by_their_whole_range_or_refused(channels, tmp_path):
+    """Pillow keeps the upper 8 bits, which of counts of 12 bits are 16 levels."""
+    pixels = np.random.default_rng(0).integers(0, 2**16, (16, 16, channels))
+    deep_png(tmp_path / "whole.png", pixels)
+    image = read_image(tmp_path / "whole.png", 16)
+    assert np.array_equal(image[..., 0], pixels[..., 0] >> 8)
+    pixels[..., : 3 if channels > 2 else 1] >>= 4
+    deep_png(tmp_path / "narrow.png", pixels)
+    with refuses("16 of the 256 levels"):
+        read_image(tmp_path / "narrow.png", 16)
 
 
 @pytest.mark.parametrize("kind", ["uint16", "float32"])

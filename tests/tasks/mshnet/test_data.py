@@ -250,4 +250,75 @@ def test_what_is_there_is_named_where_a_pair_is_not_found_and_other_files_are_co
         InfraredSet(tmp_path, "train")
     for name in "ab":
         (tmp_path / f"masks/{name}_other.png").rename(tmp_path / f"masks/{name}.png")
-    assert "1 .heic" in InfraredSet(tmp_path, "train").notes
+    assert any("1 .heic" in notice for notice in InfraredSet(tmp_path, "train").notices)
+
+
+def test_folders_of_splits_in_images_are_the_splits(tmp_path):
+    names = [f"{split}/{number}" for split in ("train", "test") for number in range(6)]
+    for kind in ("images", "masks"):
+        for split in ("train", "test"):
+            (tmp_path / kind / split).mkdir(parents=True)
+    write_set(tmp_path, names, lists=())
+    for split in ("train", "test"):
+        assert InfraredSet(tmp_path, split).names == [f"{split}/{number}.png" for number in range(6)]
+
+
+def other_list(folder):
+    (folder / "val.txt").write_text("a\n")
+
+
+def twice(folder):
+    (folder / "trainval.txt").write_text("a\na\n")
+
+
+def unlisted(folder):
+    for kind in ("images", "masks"):
+        (folder / kind / "a.png").rename(folder / kind / "c.png")
+    (folder / "trainval.txt").write_text("b\n")
+    (folder / "test.txt").write_text("b\n")
+
+
+def second_mask(folder):
+    (folder / "masks/a_1.png").write_bytes((folder / "masks/a.png").read_bytes())
+
+
+def pages(folder):
+    image = Image.open(folder / "images/a.png")
+    image.save(folder / "images/a.tif", save_all=True, append_images=[image.rotate(90)])
+    (folder / "images/a.png").unlink()
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (other_list, "1 lists (val.txt) are not used"),
+        (twice, "1 names (a) are in the lists more than once"),
+        (unlisted, "1 images (c.png) are in no list, and not used"),
+        (second_mask, "1 masks (a_1.png) are of no image, and not used"),
+        (pages, "1 images (a) are of several pages or frames, of which the first is used"),
+    ],
+)
+def test_what_is_in_no_split_is_counted_and_named(change, told, tmp_path):
+    write_set(tmp_path, "ab")
+    (tmp_path / "test.txt").write_text("b\n")
+    (tmp_path / "trainval.txt").write_text("a\n")
+    assert not InfraredSet(tmp_path, "train").notices
+    change(tmp_path)
+    data = InfraredSet(tmp_path, "train")
+    assert told in data.notes.split("\n") + data.notices
+
+
+def test_frames_of_one_sequence_in_both_splits_are_told(tmp_path):
+    for kind in ("images", "masks"):
+        (tmp_path / kind / "seq").mkdir(parents=True)
+    write_set(tmp_path, [f"seq/{number}" for number in range(6)], lists=())
+    assert any(
+        "1 folders (seq) are in training and test" in n for n in InfraredSet(tmp_path, "train").notices
+    )
+
+
+def test_masks_numbered_for_each_target_are_answered_with_what_is_needed(tmp_path):
+    write_set(tmp_path, "ab", mask_suffix="_0")
+    write_set(tmp_path, "ab", mask_suffix="_1")
+    with refuses("line 1: a: masks/ has a_0, a_1: put all targets of an image into one mask"):
+        InfraredSet(tmp_path, "train")

@@ -30,7 +30,8 @@ def square(side, value=255, size=64):
 NUMBERED = square(2, 1)  # each target by its own number
 NUMBERED[40:42, 40:42] = 2
 WRONG = dict(dim=NUMBERED, white=255 - square(2), large=square(5), black=square(0))
-WRONG |= dict(tiny=square(3, size=256))
+WRONG |= dict(tiny=square(3, size=256), half=square(2))
+WRONG["half"][40:42, 40:42] = 100
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -102,14 +103,24 @@ def test_a_training_set_without_any_target_is_refused_before_the_training(wrong,
 def test_test_images_that_are_training_images_are_counted_also_under_another_name(tmp_path):
     task = write(tmp_path, {name: square(2) for name in "abcd"})
     for number, name in enumerate("abc"):
-        Image.new("L", (64, 64), number).save(tmp_path / f"images/{name}.png")
+        Image.fromarray(np.full((64, 64), [number, 9] * 32, np.uint8) * 5 + np.eye(64, dtype=np.uint8)).save(
+            tmp_path / f"images/{name}.png"
+        )
     (tmp_path / "images/d.png").write_bytes((tmp_path / "images/a.png").read_bytes())
     (tmp_path / "trainval.txt").write_text("a\nb\n")
     (tmp_path / "test.txt").write_text("c\nd\n")
     train, _ = task.datasets()
     assert [notice for notice in train.notices if "1 of 2 test images are training images" in notice]
     (tmp_path / "test.txt").write_text("c\n")
+    (tmp_path / "images/d.png").unlink()
+    (tmp_path / "masks/d.png").unlink()
     assert not task.datasets()[0].notices
+
+
+def test_equal_images_with_different_masks_and_images_of_two_levels_are_told(tmp_path):
+    train, _ = write(tmp_path, dict(a=square(2), b=square(3), c=square(2))).datasets()
+    assert any("2 of 3" not in n and "1 of 3 training images equal another" in n for n in train.notices)
+    assert any("3 of 3 training images have at most two levels of grey" in n for n in train.notices)
 
 
 def test_the_masks_of_a_real_set_are_right(real_data):

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from scipy import special
 
 from tests.tasks.mshnet.published import published_scores
 from tpukit import MSHNet
-from tpukit.tasks.mshnet.scores import regions
+from tpukit.tasks.mshnet.scores import THRESHOLDS, count, regions
 
 
 def square(size, corner, side):
@@ -69,3 +70,19 @@ def test_regions_equal_those_of_skimage():
             assert area == region.area and centroid == pytest.approx(region.centroid, rel=1e-12)
         count += len(found)
     assert count > 1000
+
+
+@pytest.mark.parametrize("scale, shift", [(1, -8), (3, 0), (60, -90), (0, 5), (0, -5)])
+def test_pixels_above_each_threshold_are_those_whose_sigmoid_is(scale, shift):
+    """Counted plainly, over all pixels."""
+    rng = np.random.default_rng(0)
+    for spoil in (None, np.nan, -np.inf, np.inf):
+        logits = (rng.normal(size=(24, 32)) * scale + shift).astype(np.float32)
+        label = square(32, (4, 6), 5)[:24]
+        logits[label] += 10
+        if spoil is not None:
+            logits[3, 3] = spoil
+        above = special.expit(logits) > THRESHOLDS[:, None, None]
+        found = count(logits, label)
+        assert found["true_positives"].tolist() == (above & label).sum((1, 2)).tolist()
+        assert found["false_positives"].tolist() == (above & ~label).sum((1, 2)).tolist()

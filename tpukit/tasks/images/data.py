@@ -23,7 +23,7 @@ from tpukit.tasks import arrays, pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
 from tpukit.tasks.images.lists import Sample, describe_lists, find_lists, read_lists
 
-VERSION = 3  # of what `_decode` returns for the same files, which is cached
+VERSION = 4  # of what `_decode` returns for the same files, which is cached
 PAGE = "YOUR_DATA"  # of the docs
 
 
@@ -45,8 +45,9 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
         raise TpukitError(f"dataset {place} does not exist")
     samples, notices = _find_in_class_folders(place) if place.is_dir() else ([], [])
     if len({sample.label for sample in samples}) < 2 and place.suffix not in splits.TABLES:
-        if listed := read_lists(place, images_dir):
-            samples, notices = listed, []
+        listed, of_lists = read_lists(place, images_dir)
+        if listed:
+            samples, notices = listed, of_lists + _find_unlisted(place, listed)
     elif lists := find_lists(place):
         names = ", ".join(path.name for path in lists)
         notices.append(
@@ -99,8 +100,8 @@ def _without_unlabelled(samples):
         if split in ("val", "test") and len(counts) == 1 and not counts.keys() & by_split["train"].keys()
     }
     notices = [
-        f"{split}: {sum(counts.values())} images in one folder, {next(iter(counts))}, which is no class of"
-        " train: not used, because nothing says what they are"
+        f"{split}: {sum(counts.values())} images, all of {next(iter(counts))}, which is no class of train:"
+        " not used, because nothing says what they are"
         for split, counts in unlabelled.items()
     ]
     return [sample for sample in samples if sample.split not in unlabelled], notices
@@ -115,6 +116,18 @@ def _hold_out(samples, test_share):
     return [
         sample._replace(split="test" if sample.name in tests[sample.label] else "train") for sample in samples
     ]
+
+
+def _find_unlisted(place, samples):
+    """Return sentences about the images beside those of a list."""
+    listed = {sample.path for sample in samples}
+    beside = {
+        path for folder in {path.parent for path in listed} if folder.is_dir() for path in folder.iterdir()
+    }
+    below = [path.resolve() for path in (_files_below(place) if place.is_dir() else sorted(beside))]
+    unused = [path.name for path in below if path.suffix.lower() in pictures.ENDINGS and path not in listed]
+    notices = [f"{len(unused)} images are in no list, and not used ({_shown(unused)})"] if unused else []
+    return notices + list(filter(None, [pictures.left_out(below)]))
 
 
 def _find_in_class_folders(folder):
@@ -141,10 +154,13 @@ def _find_in_class_folders(folder):
         notices.append(f"{loose} images in {folder.name}/ itself, in no class, are not used")
     if left_out := pictures.left_out(_files_below(folder)):
         notices.append(left_out)
+    images = {(class_folder, split): _images_below(class_folder) for class_folder, split in classes}
+    if empty := [each.relative_to(folder).as_posix() for (each, _), paths in images.items() if not paths]:
+        notices.append(f"{len(empty)} folders have no images, and so are no classes ({_shown(empty)})")
     samples = [
         Sample(path.relative_to(folder).as_posix(), class_folder.name, split, path)
-        for class_folder, split in classes
-        for path in _images_below(class_folder)
+        for (class_folder, split), paths in images.items()
+        for path in paths
     ]
     return samples, notices
 
@@ -257,7 +273,7 @@ def read_image(path: Path, size: int, levels: pictures.Levels | None = None) -> 
 
 def _decode(samples, size, skip_bad, split, levels):
     """Decode on all cores. Return a dict: images (N, 3, S, S) uint8, kept (N,) places in `samples`, digests
-    (N,) of their pixels, notes."""
+    (N,) of their pixels, notes. Raises TpukitError for images that cannot be read, without skip_bad."""
     from tqdm.auto import tqdm
 
     count, needed = len(samples), len(samples) * 3 * size * size
@@ -269,23 +285,34 @@ def _decode(samples, size, skip_bad, split, levels):
         )
     with tempfile.TemporaryFile() as file, concurrent.futures.ThreadPoolExecutor() as pool:
         images = np.memmap(file, np.uint8, "w+", shape=(count, 3, size, size))
-        digests = np.zeros(count, "U64")
+        digests, is_flat, is_stack = np.zeros(count, "U64"), np.zeros(count, bool), np.zeros(count, bool)
 
         def decode(index):
             """Return what is wrong with an image, or None."""
+            path = samples[index].path
             try:
-                images[index] = read_image(samples[index].path, size, levels).transpose(2, 0, 1)
+                images[index] = read_image(path, size, levels).transpose(2, 0, 1)
                 digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
+                is_flat[index], is_stack[index] = (
+                    not np.ptp(images[index], (1, 2)).any(),
+                    pictures.is_stack(path),
+                )
             except Exception as error:  # Pillow raises many types for a damaged file
                 return f"{samples[index].name}: {first_line(error)}"
 
         progress = functools.partial(tqdm, desc=f"decoding {split}", unit="image", disable=count < 200)
         problems = list(progress(pool.map(decode, range(count)), total=count))
     kept = np.array([index for index, problem in enumerate(problems) if problem is None], np.int64)
-    notes = ""
+    notes = []
+    for which, what in (
+        (is_flat, "have one colour in all pixels; what is in their transparency is not used"),
+        (is_stack, "have several pages or frames, of which the first is used"),
+    ):
+        if names := [samples[index].name for index in np.flatnonzero(which)]:
+            notes.append(f"{len(names)} of {count} {split} images {what} ({_shown(names)})")
     if bad := list(filter(None, problems)):
         shown = "; ".join(bad[:3]).replace("\n", "\\n") + ("; ..." if len(bad) > 3 else "")
-        notes = f"left out {len(bad)} of {count} {split} images that cannot be read: {shown}"
+        notes.append(f"left out {len(bad)} of {count} {split} images that cannot be read: {shown}")
         if not skip_bad or not len(kept):
             raise TpukitError(
                 f"{len(bad)} of {count} {split} images cannot be read ({shown}): replace them, or leave them"
@@ -293,7 +320,9 @@ def _decode(samples, size, skip_bad, split, levels):
             )
         for new, old in enumerate(kept):  # in place: no second copy in memory
             images[new] = images[old]
-    return dict(images=images[: len(kept)], kept=kept, digests=digests[kept], notes=np.array(notes))
+    return dict(
+        images=images[: len(kept)], kept=kept, digests=digests[kept], notes=np.array("\n".join(notes))
+    )
 
 
 class ImageSet:

@@ -1,8 +1,10 @@
 """Lists of images and their classes: CSV files, and metadata.jsonl."""
 
+import collections
 import contextlib
 import csv
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ PATH_COLUMNS = "path file filename file_name filepath image image_path image_nam
 LABEL_COLUMNS = (
     "label labels class class_name category target species breed diagnosis classid class_id y".split()
 )
-SPLIT_COLUMNS = "split subset partition set".split()
+SPLIT_COLUMNS = "split subset partition set usage".split()
 
 
 class Sample(NamedTuple):
@@ -26,14 +28,16 @@ class Sample(NamedTuple):
     path: Path
 
 
-def read_lists(place: Path, images_dir: Path | None) -> list[Sample]:
-    """Return the samples of a CSV file, or of a folder with CSV files, in it or in its train/ and test/.
+def read_lists(place: Path, images_dir: Path | None) -> tuple[list[Sample], list[str]]:
+    """Return (the samples of a CSV file, or of a folder with CSV files, in it or in its train/ and test/;
+    sentences for the log).
 
     images_dir: see `ImageClassifier`. Decodes no image.
 
     Raises TpukitError for a damaged file, and for several CSV files that are not named after splits."""
+    notices: list[str] = []
     if place.is_file():
-        return _read_list(place, images_dir, None)
+        return _read_list(place, images_dir, None, notices), notices
     lists = [path for path in find_lists(place) if _lists_images(path)]
     by_split = {path: split_of(path.stem) for path in lists}
     if len(lists) > 1 and not all(by_split.values()):
@@ -47,7 +51,10 @@ def read_lists(place: Path, images_dir: Path | None) -> list[Sample]:
             for path in (find_lists(folder) if split else [])
             if _lists_images(path)
         }
-    return [sample for path, split in by_split.items() for sample in _read_list(path, images_dir, split)]
+    samples = [
+        each for path, split in by_split.items() for each in _read_list(path, images_dir, split, notices)
+    ]
+    return samples, notices
 
 
 def find_lists(folder: Path) -> list[Path]:
@@ -89,31 +96,89 @@ def _open_list(path):
 
 
 def _lists_images(path):
-    names, _ = _open_list(path)
-    return _column(names, PATH_COLUMNS) and _column(names, LABEL_COLUMNS)
+    names, rows = _open_list(path)
+    has_labels = _column(names, LABEL_COLUMNS) or _classes_of_columns(names, rows)
+    return _column(names, PATH_COLUMNS) and has_labels
 
 
-def _read_list(path, images_dir, split):
+def _read_list(path, images_dir, split, notices):
     """Return the samples of a list. Its paths are relative to images_dir, or else to its own folder, and may
-    not leave it. split: of a row that does not say, None if neither the file does."""
+    not leave it. split: of a row that does not say, None if neither the file does. notices: get sentences."""
     names, rows = _open_list(path)
     image, label = _column(names, PATH_COLUMNS), _column(names, LABEL_COLUMNS)
-    if image is None or label is None:
+    columns = [] if label else _classes_of_columns(names, rows)
+    if image is None or not (label or columns):
         raise TpukitError(
             f"{path} has the columns {', '.join(names)}: rename those of images and labels to image and label"
         )
     base = Path(images_dir or _folder_of_images(path, [row[image].strip() for row in rows[:20]])).resolve()
-    split_column, samples = _column(names, SPLIT_COLUMNS), []
+    split_column = _split_column(path, names, rows, split, notices)
+    samples = []
     for number, row in enumerate(rows, 2):
         where = f"{path}, row {number}"
-        name, class_name = row[image].strip(), row[label].strip()
+        name = row[image].strip()
+        class_name = row[label].strip() if label else _class_of_row(row, columns, where)
         if None in row or not name or not class_name:
             raise TpukitError(f"{where}: it must have a path, a label, and no more fields than row 1")
-        of_row = (
-            SPLITS.get(row.get(split_column, "").strip().lower()) or split or SPLITS.get(path.stem.lower())
-        )
+        if re.fullmatch(r"\[.*\]", class_name):
+            raise TpukitError(f"{where}: the label {class_name} is a list, and an image can have one class")
+        of_row = split_of(row.get(split_column, "")) or split or SPLITS.get(path.stem.lower())
         samples.append(Sample(name, class_name, of_row, _inside(base, name, where)))
+    notices += _doubts(path, samples)
     return samples
+
+
+def _classes_of_columns(names, rows):
+    """Return the columns that hold 0 or 1 for a class each; none if there are fewer than two."""
+    found = [name for name in names if {row[name].strip() for row in rows} <= {"0", "1", "0.0", "1.0"}]
+    return found if len(found) > 1 and rows else []
+
+
+def _class_of_row(row, columns, where):
+    """Return the one column that is 1. Raises TpukitError for several, or none."""
+    found = [name for name in columns if float(row[name]) == 1]
+    if len(found) != 1:
+        listed = f"{', '.join(found[:5])} are 1" if found else f"none of {', '.join(columns[:5])} is 1"
+        raise TpukitError(f"{where}: {listed}, and an image must have one class")
+    return found[0].strip()
+
+
+def _split_column(path, names, rows, split, notices):
+    """Return the column that names splits, or None. Raises TpukitError where only some of its values do."""
+    column = _column(names, SPLIT_COLUMNS)
+    if column is None:
+        return None
+    counts = collections.Counter(row[column].strip() for row in rows)
+    unknown = {value: count for value, count in counts.items() if not split_of(value)}
+    listed = ", ".join(f"{value or 'nothing'} in {count} rows" for value, count in list(unknown.items())[:5])
+    if len(unknown) == len(counts):
+        notices.append(f"{path.name}: the column {column} names no splits ({listed}): not used")
+        return None
+    if unknown and not split:
+        raise TpukitError(f"{path}: its column {column} must have train, val or test, and has {listed}")
+    return column
+
+
+def _doubts(path, samples):
+    """Return sentences about what a list may not mean."""
+    notices, classes = [], {sample.label for sample in samples}
+    repeated = [
+        name for name, count in collections.Counter(each.name for each in samples).items() if count > 1
+    ]
+    if repeated:
+        notices.append(
+            f"{path.name}: {len(repeated)} images ({repeated[0]}, ...) are listed more than once, and so"
+            " count as often"
+        )
+    several = {
+        name for name in classes if len(parts := re.split(r"[|;,\s]+", name)) > 1 and classes & {*parts}
+    }
+    if several:
+        notices.append(
+            f"{path.name}: {len(several)} classes look like several at once, as {min(several)}: each is"
+            " learned as a class of its own"
+        )
+    return notices
 
 
 def _folder_of_images(path, names):

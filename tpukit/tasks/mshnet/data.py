@@ -7,9 +7,11 @@ A folder without lists, such as a user's own, is split by the names of its image
 from __future__ import annotations
 
 import codecs
+import collections
 import concurrent.futures
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +22,8 @@ from torch import Tensor
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.mshnet import augment
-from tpukit.tasks.mshnet.scores import regions
-from tpukit.tasks.splits import hold_out
+from tpukit.tasks.mshnet.scores import brightest, regions
+from tpukit.tasks.splits import hold_out, split_of
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
@@ -33,7 +35,8 @@ FOLDERS = dict(images=("images", "image", "imgs", "img"), masks=("masks", "mask"
 IMAGE_SUFFIXES = ("", "_img", "_image")
 MASK_SUFFIXES = ("", "_pixels0", "_mask", "_masks", "_gt", "_label")
 TEST_SHARE = 0.2  # of the images, without lists
-VERSION = 7  # of what `_read_split` returns for the same files, which is cached
+NOISE = 64  # of the masks that are JPEG files: what is darker is no label
+VERSION = 8  # of what `_read_split` returns for the same files, which is cached
 
 
 class InfraredSet:
@@ -70,9 +73,9 @@ class InfraredSet:
             f"{folder.name}-{split}", key, lambda: _read_split(files, listing, names, skip_bad, self.levels)
         )
         used = f"{split}: {len(decoded['names'])} names of {listing}"
-        beside = pictures.left_out(images.rglob("*.*"))
-        self.notes = "\n".join(filter(None, (used, beside, levels_note, str(decoded["notes"]))))
-        self.targets = decoded["targets"]  # (N, 4), see `_measure_targets`
+        self.notes = "\n".join(filter(None, (used, levels_note, str(decoded["notes"]))))
+        self.targets = decoded["targets"]  # (N, 5), see `_measure_targets`
+        self.levels_used = decoded["levels_used"]  # (N,) how many values an image has
         self.digests = decoded["digests"].tolist()
         self.names = decoded["names"].tolist()
         self.masks_digest = str(decoded["masks_digest"])
@@ -80,7 +83,7 @@ class InfraredSet:
         self.masks = [sample[-1] for sample in self.samples]  # (H, W) each
         channels, self.height, self.width = decoded["shapes"].max(0).tolist()
         self.colours = channels - 1
-        self.notices: list[str] = []
+        self.notices = _find_unused(folder, listing, files, images) if split == "train" else []
 
     def __len__(self) -> int:
         return len(self.names)
@@ -210,14 +213,56 @@ def _find_mask(masks, name):
     return _find(masks, [base + suffix for base in bases for suffix in MASK_SUFFIXES])
 
 
+def _find_unused(folder, listing, files, images):
+    """Return sentences about what is in a set's folders and in no split."""
+    notices, (image_files, mask_files) = [], files
+    lists = {split: read_list(folder, split) for split in LISTS}
+    names = {split: [line.strip() for line in lines if line.strip()] for split, (_, lines) in lists.items()}
+    listed = list(itertools.chain(*names.values()))
+    used = {path for name in listed for path in _find_image(image_files, name)}
+    unlisted = [path.name for paths in image_files.values() for path in paths if path not in used]
+    masks = {path for stem in image_files for path in _find_mask(mask_files, stem)}
+    unpaired = [path.name for paths in mask_files.values() for path in paths if path not in masks]
+    others = [path.name for path in sorted(listing.parent.glob("*.txt")) if split_of(path.stem)]
+    others = [name for name in others if name not in {path.name for path, _ in lists.values()}]
+    repeated = [name for name, count in collections.Counter(listed).items() if count > 1]
+    if unlisted:
+        notices.append(f"{_counted(unlisted, 'images')} in no list, and not used")
+    if unpaired:
+        notices.append(f"{_counted(unpaired, 'masks')} of no image, and not used")
+    if others and not listing.is_dir():
+        notices.append(f"{_counted(others, 'lists')} not used")
+    if repeated:
+        notices.append(f"{_counted(repeated, 'names')} in the lists more than once")
+    if listing.is_dir():
+        trained, tested = ({Path(name).parent.as_posix() for name in names[split]} for split in LISTS)
+        if common := sorted((trained & tested) - {"."}):
+            notices.append(
+                f"{_counted(common, 'folders')} in training and test: if these are sequences, their frames"
+                " are much alike, so list whole ones in trainval.txt and test.txt"
+            )
+    left_out = pictures.left_out(path for path in images.rglob("*") if path.is_file())
+    return notices + [left_out] * bool(left_out)
+
+
+def _counted(names, kind):
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} {kind} ({shown}) are"
+
+
 def _split_by_name(images, split):
-    """Return the names of a split's images."""
+    """Return the names of a split's images: by the folders train/ and test/ in images/, or a fifth of all to
+    test."""
     files = _image_files(images)
     if len(files) < 2:
         raise TpukitError(
             f"images/ holds {len(files)} images: it needs 2 or more, one to train on and one to test on"
         )
-    tests = hold_out(files, TEST_SHARE)
+    of_folders = {stem: split_of(stem.rpartition("/")[0].split("/")[0]) for stem in files}
+    if {"train"} < {*of_folders.values()} and all(of_folders.values()):
+        tests = {stem for stem, of_folder in of_folders.items() if of_folder != "train"}
+    else:
+        tests = hold_out(files, TEST_SHARE)
     chosen = [stem for stem in files if (stem in tests) == (split == "test")]
     # A stem of several formats stays without an ending, and is refused.
     return sorted(stem + files[stem][0].suffix if len(files[stem]) == 1 else stem for stem in chosen)
@@ -231,12 +276,13 @@ def _read_split(files, listing, names, skip_bad, levels):
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
     image_files, mask_files = files
-    samples, bad = {}, []
+    samples, bad, stacks = {}, [], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = [pool.submit(_read_pair, image_files, mask_files, name, levels) for _, name in entries]
     for (number, name), future in zip(entries, futures):
         try:
-            samples[number, name] = future.result()
+            samples[number, name], is_stack = future.result()
+            stacks += [name] * is_stack
         except TpukitError as error:
             where = name if listing.is_dir() else f"line {number}: {name}"
             bad.append(f"  {where}: {error}")
@@ -245,6 +291,8 @@ def _read_split(files, listing, names, skip_bad, levels):
     notes += "\n".join(bad[:20] + ["  ..."] * (len(bad) > 20))
     if bad and not (skip_bad and samples):
         raise TpukitError(f"{notes}\nFix them, or leave them out with skip_bad=True (--skip-bad).")
+    if stacks:
+        notes += f"\n{_counted(stacks, 'images')} of several pages or frames, of which the first is used"
     # Kept with the arrays: at the start of a training no pixels are read.
     masks = [[sample.shape[1:], hashlib.sha256(sample[-1]).hexdigest()] for sample in samples.values()]
     channels = max(map(len, samples.values()))
@@ -255,6 +303,9 @@ def _read_split(files, listing, names, skip_bad, levels):
         masks_digest=np.array(arrays.digest(masks)),
         digests=np.array([hashlib.sha256(sample[:-1]).hexdigest() for sample in samples.values()]),
         targets=np.array([_measure_targets(sample[-1]) for sample in samples.values()]),
+        levels_used=np.array(
+            [np.count_nonzero(np.bincount(sample[:-1].ravel())) for sample in samples.values()]
+        ),
         shapes=np.array([sample.shape for sample in pixels]),
         pixels=np.concatenate([sample.ravel() for sample in pixels]),
     )
@@ -262,14 +313,17 @@ def _read_split(files, listing, names, skip_bad, levels):
 
 def _measure_targets(mask):
     """(The brightest value of a mask (H, W) uint8, the share of the image that its targets are, the share of
-    the smallest and of the largest target); the last three are 0 without one."""
+    the smallest and of the largest target, how many regions are darker than a target); the last four are 0
+    without one."""
     areas = [area / mask.size for area, _ in regions(mask >= 128)]
-    return float(mask.max()), sum(areas), min(areas, default=0.0), max(areas, default=0.0)
+    dark = np.count_nonzero(brightest(mask) < 128)
+    return float(mask.max()), sum(areas), min(areas, default=0.0), max(areas, default=0.0), dark
 
 
 def _read_pair(images, masks, name, levels):
-    """The planes of an image and its mask, (C + 1, H, W), of a name in a list, which is looked up in these
-    folders' files and so leads nowhere else. Raises TpukitError with what is wrong."""
+    """(The planes of an image and its mask, (C + 1, H, W), whether the image has several pages) of a name in
+    a list, which is looked up in these folders' files and so leads nowhere else. Raises TpukitError with what
+    is wrong."""
     image = _one(_find_image(images, name), images, "images", name)
     mask = _one(_find_mask(masks, name), masks, "masks", name)
     planes = []
@@ -282,7 +336,7 @@ def _read_pair(images, masks, name, levels):
     sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
     if sizes[0] != sizes[1]:
         raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
-    return np.concatenate(planes)
+    return np.concatenate(planes), pictures.is_stack(image)
 
 
 def _one(paths, files, kind, name):
@@ -291,6 +345,11 @@ def _one(paths, files, kind, name):
         found = ", ".join(path.name for path in paths)
         raise TpukitError(f"{kind}/ has {found}: keep one of them")
     if not paths:
+        numbered = [stem for stem in files if re.fullmatch(re.escape(_stem(name)) + r"\D*\d+", stem)]
+        if kind == "masks" and numbered:
+            raise TpukitError(
+                f"masks/ has {', '.join(numbered[:3])}: put all targets of an image into one mask"
+            )
         here = ", ".join(path.name for stem in list(files)[:3] for path in files[stem])
         raise TpukitError(f"no image {kind}/{_stem(name)}; {kind}/ has {here or 'no images'}")
     return paths[0]
@@ -329,4 +388,6 @@ def read_mask(path: Path) -> np.ndarray:
         values = values / 257
     elif values.dtype.kind == "f" and found[-1] <= 1:
         values = values * 255
+    elif is_lossy and found[-1] >= 128:
+        values = np.where(values < NOISE, 0, values)
     return np.nan_to_num(values).clip(0, 255).astype(np.uint8)[None]

@@ -27,13 +27,30 @@ def require_targets(data: InfraredSet) -> None:
 
 
 def notices(data: InfraredSet) -> list[str]:
-    """Return what may be wrong with the masks, a sentence each."""
-    return [_count(data, text, indices) for text, indices in find_problems(data).items()]
+    """Return what may be wrong with masks and images, a sentence each."""
+    found = [_count(data, text, indices) for text, indices in find_problems(data).items()]
+    if plain := np.flatnonzero(data.levels_used <= 2).tolist():
+        found.append(
+            f"{len(plain)} of {len(data)} {_kind(data)} images have at most two levels of grey"
+            f" ({_names(data, plain)}): are they masks, or was their range lost?"
+        )
+    return found + _contradictions(data)
+
+
+def _contradictions(data):
+    """Return a sentence if equal images have different masks; else none."""
+    first, found = {}, []
+    for index, digest in enumerate(data.digests):
+        other = first.setdefault(digest, index)
+        if not np.array_equal(data.masks[other], data.masks[index]):
+            found.append(index)
+    equal = f"{len(found)} of {len(data)} {_kind(data)} images equal another one, and their masks differ"
+    return [f"{equal} ({_names(data, found)})"] if found else []
 
 
 def find_problems(data: InfraredSet) -> dict[str, list[int]]:
     """Return what may be wrong with masks: the rest of a sentence -> their indices."""
-    brightest, share, smallest, largest = data.targets.T
+    brightest, share, smallest, largest, dark = data.targets.T
     is_white = share > WHITE
     has_target = (share > 0) & ~is_white
     rules = {
@@ -42,6 +59,9 @@ def find_problems(data: InfraredSet) -> dict[str, list[int]]:
         ),
         "are white for the most part: targets must be white on black": is_white,
         "are black: an image without a target teaches the network what is none": brightest == 0,
+        "have regions darker than 128, which are no targets: make them 255 if they are": (
+            (brightest >= 128) & (dark > 0)
+        ),
         f"have a target of less than {TINY} pixels as the network sees it: a larger base_size keeps it": (
             has_target & (np.rint(smallest * data.base_size**2) < TINY)
         ),
@@ -84,8 +104,11 @@ def check(data: InfraredSet) -> tuple[list[str], list[int]]:
 
 
 def _count(data, text, indices):
-    kind = "training" if data.split == "train" else data.split
-    return f"{len(indices)} of {len(data)} {kind} masks {text} ({_names(data, indices)})"
+    return f"{len(indices)} of {len(data)} {_kind(data)} masks {text} ({_names(data, indices)})"
+
+
+def _kind(data):
+    return "training" if data.split == "train" else data.split
 
 
 def _names(data, indices):
