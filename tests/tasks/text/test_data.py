@@ -24,6 +24,7 @@ def tokenizer():
 def chats():
     found = hub.load_tokenizer("tiny")
     found.chat_template = CHAT
+    found.add_tokens(["</s>"])
     return found
 
 
@@ -79,9 +80,8 @@ def test_without_a_test_set_some_rows_are_left_out_for_tests(tmp_path, tokenizer
     ] and not {*train.kept} & {*test.kept}
 
 
-def test_a_long_text_is_tokenised_in_pieces(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 20)
-    monkeypatch.setattr(data, "PIECES", 2)
+def test_a_long_text_is_several_documents(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "DOCUMENT", 40)
     monkeypatch.setattr(data, "MANY", 2)
     (tmp_path / "train.txt").write_text("abcdefghij" * 10)
     write_lines(tmp_path / "train.jsonl", dict(prompt="1", completion="2"))
@@ -159,11 +159,11 @@ def test_tool_calls_are_learned_and_tools_are_read(chats):
     row = dict(messages=[*turns("a"), call], tools=json.dumps(TOOLS))
     counts = collections.Counter()
     data.parts_of(row, chats, "x", counts)
-    assert counts == {data.UNLEARNED: 1, data.TOOLLESS: 1}, "of a template without tools"
+    assert +counts == {data.UNLEARNED: 1, data.TOOLLESS: 1}, "of a template without tools"
     chats.chat_template = WITH_TOOLS
     counts.clear()
     parts, _ = data.parts_of(row, chats, "x", counts)
-    assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not counts
+    assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not +counts
 
 
 FORMATS = {
@@ -173,6 +173,14 @@ FORMATS = {
     "ShareGPT": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     "Alpaca": dict(instruction="a", input="", output="b"),
     "question and answer": dict(question="a", answer="b"),
+    "Dolly": dict(instruction="a", context="", response="b"),
+    "query and response": dict(query="a", response="b"),
+    "train false": dict(
+        messages=[*turns("x"), dict(role="assistant", content="y", train=False), *turns("a", "b")]
+    ),
+    "other names of roles": dict(
+        messages=[dict(role="prompter", content="a"), dict(role="bot", content="b")]
+    ),
     "weight 0": dict(messages=[*turns("x"), dict(role="assistant", content="y", weight=0), *turns("a", "b")]),
     "parts": dict(messages=[*turns("a"), dict(role="assistant", content=[dict(type="text", text="b")])]),
     "missing values": dict(messages=[dict(one, tool_calls=None, name=None) for one in turns("a", "b")]),
@@ -188,8 +196,14 @@ def test_the_usual_formats_are_read(row, chats):
     assert parts[0][0].endswith("<user>a</s><assistant>")
 
 
-def test_the_input_of_alpaca_and_a_system_column_are_part_of_the_prompt(chats):
-    row = dict(system="s", instruction="a", input="i", output="b")
+@pytest.mark.parametrize(
+    "row",
+    [
+        dict(system="s", instruction="a", input="i", output="b"),
+        dict(system_prompt="s", question="a", context="i", answer="b"),
+    ],
+)
+def test_an_input_or_a_context_and_a_system_column_are_part_of_the_prompt(row, chats):
     assert data.parts_of(row, chats, "x")[0][0][0] == "<system>s</s><user>a\n\ni</s><assistant>"
 
 
@@ -203,6 +217,10 @@ def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
     ]
     write_lines(path, *rows)
     assert len(opened(tmp_path, chats, length=63)[0]) == 1
+    path.with_suffix(".jsonl").write_text(json.dumps(rows))
+    path.unlink()
+    assert len(opened(tmp_path, chats, length=63)[0]) == 1
+    path.with_suffix(".jsonl").unlink()
     path.write_text(json.dumps([rows[0], dict(words="a")]))
     with refuses("a.json, entry 2", "it needs a text"):
         opened(path, chats)
@@ -284,11 +302,11 @@ def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_lin
 
 
 BAD_LINES = {
-    "not JSON": ('{"text": "a', "line 2", "not JSON"),
+    "not JSON": ('{"text": "a', "line 2", "no JSON"),
     "no text": (dict(words="a"), "line 2", "it needs a text", "words"),
     "a list": ([1, 2], "line 2", "it needs a text"),
-    "an empty completion": (dict(prompt="a", completion=" "), "line 2", "completion is empty"),
-    "nothing said": (dict(messages=[dict(role="user", content="a")]), "line 2", "completion is empty"),
+    "numbers": (dict(prompt=1, completion=2), "line 2", "prompt (int), completion (int)"),
+    "pairs to choose from": (dict(prompt="a", chosen="b", rejected="c"), "line 2", "chosen (str)"),
     "no messages": (dict(messages=[]), "line 2", "messages, a list"),
     "a number": (dict(messages=5), "line 2", "messages, a list"),
     "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),
@@ -298,7 +316,7 @@ BAD_LINES = {
         "line 2",
         "half of a character",
     ),
-    "deep": ("[" * 5000, "line 2", "not JSON"),
+    "deep": ("[" * 5000, "line 2", "no JSON"),
 }
 
 
@@ -309,10 +327,85 @@ def test_a_bad_line_is_named_by_its_number(line, told, tmp_path, tokenizer):
         opened(path, tokenizer)
 
 
-def test_a_template_that_refuses_a_conversation_is_told(tmp_path, chats):
-    chats.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with refuses("line 1", "roles must alternate"):
-        opened(write_lines(tmp_path / "a.jsonl", said("a", "b")), chats)
+LEFT_OUT = {
+    "an empty completion": (dict(prompt="a", completion=" "), "line 1: the completion is empty"),
+    "no completion": (dict(prompt="a", completion=None), "line 1: no message is of the assistant"),
+    "nothing said": (dict(messages=turns("a")), "line 1: no message is of the assistant, only of user"),
+    "nothing written": (dict(text=" "), "line 1: the text is empty"),
+    "an answer that is not wanted": (dict(prompt="a", completion="b", label=False), "line 1: its label"),
+    "refused": (
+        dict(messages=turns("a", "b", first="assistant")),
+        "line 1: the model's chat template refuses",
+    ),
+}
+
+
+@pytest.mark.parametrize("row, told", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_a_row_without_anything_to_learn_is_left_out_and_told_and_a_set_of_such_is_refused(
+    row, told, tmp_path, chats
+):
+    chats.chat_template = (
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}" + CHAT
+    )
+    train, test = opened(write_lines(tmp_path / "a.jsonl", row, *[said("a", "b")] * 3), chats, length=63)
+    assert len(parts_of(train, chats) + parts_of(test, chats)) == 3
+    assert "1 texts are left out" in train.notes and told in train.notes
+    with refuses(told):
+        opened(write_lines(tmp_path / "a.jsonl", row, row), chats)
+
+
+COUNTED = {
+    "columns": (
+        dict(prompt="a", completion="b", source="web", history=[]),
+        data.UNUSED.format("source, history"),
+    ),
+    "the template knows no such role": (
+        dict(messages=[dict(role="critic", content="no"), *turns("a", "b")]),
+        data.UNSEEN.format("critic"),
+    ),
+    "reasoning": (
+        dict(messages=[*turns("a"), dict(role="assistant", content="b", reasoning_content="because")]),
+        data.SHORTENED,
+    ),
+    "a token of another model": (
+        dict(prompt="a", completion="b<|im_end|>"),
+        data.FOREIGN.format("<|im_end|>"),
+    ),
+    "a weight between": (
+        dict(messages=[*turns("a"), dict(role="assistant", content="b", weight=0.5)]),
+        data.WEIGHTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("row, told", COUNTED.values(), ids=COUNTED)
+def test_what_is_not_learned_as_it_stands_there_is_counted(row, told, chats):
+    chats.chat_template = CHAT.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'critic' %}"
+    )
+    counts = collections.Counter()
+    data.parts_of(row, chats, "x", counts)
+    assert +counts == {told: 1}
+    counts.clear()
+    data.parts_of(said("a", "b"), chats, "x", counts)
+    assert not +counts
+
+
+def test_test_texts_that_are_training_texts_are_counted(tmp_path, chats):
+    write_lines(tmp_path / "train.jsonl", said("a", "b"), said("c", "d"))
+    write_lines(tmp_path / "test.jsonl", said("c", "d"), said("e", "f"))
+    assert f"1 {data.COPIES}" in opened(tmp_path, chats, length=63)[0].notes
+
+
+def test_lists_beside_lines_are_read_and_files_about_the_data_or_in_no_split_are_counted(tmp_path, chats):
+    write_lines(tmp_path / "b.jsonl", said("a", "b"))
+    (tmp_path / "a.json").write_text(json.dumps([said("c", "d"), said("e", "f")]))
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "README.md").write_text("About these data.")
+    (tmp_path / "table.csv").write_text("prompt,completion")
+    train, test = opened(tmp_path, chats, length=63)
+    assert len(parts_of(train, chats) + parts_of(test, chats)) == 3
+    assert "3 files are not used: README.md, settings.json, table.csv" in train.notes
 
 
 def test_places_without_texts_and_other_encodings_are_told(tmp_path, tokenizer):
