@@ -10,8 +10,8 @@ from tests.conftest import refuses
 from tests.tasks.text.small import CHAT
 from tpukit.tasks.text import data, hub
 
-processors = pytest.importorskip("tokenizers").processors
-pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
 END = "<|endoftext|>"
 
 
@@ -89,6 +89,29 @@ def test_a_long_text_is_several_documents(tmp_path, tokenizer, monkeypatch):
     train, _ = opened(tmp_path, tokenizer, length=128)
     found = [whole.removesuffix(END) for whole, _ in parts_of(train, tokenizer)]
     assert sorted(found) == ["12", "abcdefghij" * 2, *["abcdefghij" * 4] * 2]
+
+
+@pytest.fixture
+def pieces():
+    """A tokenizer as Llama 2's, which writes a space before whatever it is given."""
+    letters = ["▁", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *letters, "▁a", "ab"])}
+    model = tokenizers.models.BPE(vocabulary, [("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>")
+    found = tokenizers.Tokenizer(model)
+    spaces = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    found.normalizer = tokenizers.normalizers.Sequence(spaces)
+    found.add_special_tokens(["<s>", "</s>"])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=found, eos_token="</s>", chat_template="<s>" + CHAT
+    )
+
+
+@pytest.mark.parametrize("row", [said("ab ab", "ab"), dict(text="ab" * 2**16)], ids=["chat", "long text"])
+def test_ids_are_those_of_the_whole_though_a_tokenizer_adds_a_space_to_each_part(row, pieces):
+    whole = pieces.apply_chat_template(row["messages"], tokenize=False) if "messages" in row else row["text"]
+    expected = pieces(whole, add_special_tokens=False)["input_ids"]
+    tokens, _ = data.tokens_of(row, pieces, "x")
+    assert tokens["tokens"].tolist() == (expected[:-1] if "messages" in row else expected)
 
 
 def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
@@ -228,7 +251,7 @@ def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
 
 def test_nothing_is_doubled_in_texts_that_begin_and_end_as_the_model_wants(tokenizer):
     assert data.parts_of(dict(text=f"a{END}"), tokenizer, "x")[0][1:] == [(f"a{END}", True), ("", True)]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{END} $A", special_tokens=[(END, 256)]
     )
     assert [data.parts_of(dict(text=text), tokenizer, "x")[0][0][0] for text in ("a", f"{END}a")] == [END, ""]
