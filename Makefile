@@ -10,7 +10,8 @@
 # make twins  runs every built English notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
 #             make twins ONLY=colab-gpu for one of them
 # make wheel  builds wheel and sdist, and trains with the wheel in a clean environment
-# make release  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums
+# make release  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums; make release ASSETS=folder adds
+#             the files of a folder, such as weights of a long training run
 # make publish REPO=owner/name  dist/publish/: the repository with its home filled in and the notebooks built, to push
 # make executed  docs/executed/: copies of some notebooks with outputs, from small runs on this machine's CPU
 # make size   how large each part is, beside its end
@@ -30,6 +31,7 @@ ONLY ?=
 JOBS ?= 2
 NIGHTLY ?= nightly
 KILLS ?= 1000
+ASSETS ?=
 # Packages in place of requirements.txt's torch: make fast TORCH="torch==2.8.0 torchvision==0.23.0 torch-xla==2.8.0"
 TORCH ?=
 
@@ -121,6 +123,7 @@ wheel: .venv/installed
 release: wheel notebooks
 	rm -rf $(OUT)/release && mkdir -p $(OUT)/release && cp $(OUT)/package/* $(OUT)/release
 	cd dist && zip -qr ../$(OUT)/release/notebooks.zip . -x 'publish/*'
+	$(if $(ASSETS),cp $(ASSETS)/* $(OUT)/release)
 	cd $(OUT)/release && sha256sum * > SHA256SUMS
 
 size: .venv/installed

@@ -207,15 +207,13 @@ class Run:
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
                 record = json.loads(line)
-                numbers = record["step"], record["time"]
-                if isinstance(record["kind"], str) and all(0 <= number < 2**53 for number in numbers):
+                if not all(0 <= record[name] < 2**53 for name in ("step", "time")):
+                    raise ValueError
+                if kind in (None, record["kind"]):
                     records.append(record)
-                    continue
             except (ValueError, KeyError, TypeError, RecursionError):
-                pass
-            warnings.warn(f"{path}: line {number} is damaged and left out", stacklevel=2)
-        of_kind = [record for record in records if kind is None or record["kind"] == kind]
-        return sorted(of_kind, key=operator.itemgetter("step"))
+                warnings.warn(f"{path}: line {number} is damaged and left out", stacklevel=2)
+        return sorted(records, key=operator.itemgetter("step"))
 
     def records_size(self) -> int:
         """Return the size of the records in bytes."""

@@ -57,7 +57,7 @@ def read(path: str | Path) -> "dict[str, Tensor]":
             f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__} of {keys:.200}:"
             " save the state dict alone, or under state_dict"
         )
-    for name, tensor in content.items():
+    for name, tensor in entries:
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not is_dense or tensor.is_quantized or tensor.is_nested:
             raise TpukitError(f"weights {path}: {name} is no plain tensor (use .to_dense() or .dequantize())")

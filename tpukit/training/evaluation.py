@@ -127,13 +127,15 @@ class Evaluator:
             scores = self.executor.submit(_timed_scores, self.task, predicted)
             self.pending = Scoring(step, epoch, loss, time.monotonic() - started, copied(), scores)
 
-    def collect(self, state: TrainState, *, wait: bool) -> None:
-        """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep
-        the best weights.
+    def has_scores(self) -> bool:
+        """Return True if there is an epoch to collect, and `collect` need not wait."""
+        return self.pending is not None and self.pending.scores.done()
 
-        wait: until the scores are there; otherwise an epoch that is not scored yet stays pending."""
+    def collect(self, state: TrainState) -> None:
+        """Wait for the scores that are being computed, if there are any, and record their epoch, in the
+        `TrainState` too; keep the best weights."""
         task, done = self.task, self.pending
-        if done is None or not (wait or done.scores.done()):
+        if done is None:
             return
         self.pending = None
         self.scores, scoring_s = done.scores.result()

@@ -98,7 +98,7 @@ class Throughput:
         self.started, self.steps, self.waited_s = time.monotonic(), 0, 0.0
         self.counters = self.runtime.counters()
 
-    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the same batches, one for each step, counted and timed."""
         while True:
             asked = time.monotonic()

@@ -151,7 +151,7 @@ class Trainer:
 
     def stop_early(self, epochs: int) -> None:
         """End the training here, after this many epochs, if its patience is exhausted: on every rank."""
-        if not (self.task.patience and self.runtime.world.broadcast(self.patience_exhausted())):
+        if not self.runtime.world.broadcast(self.patience_exhausted()):
             return
         self.total = self.state.step
         self.write_progress(epochs - 1)
@@ -164,7 +164,7 @@ class Trainer:
     def save(self) -> None:
         """Start writing a checkpoint. It waits for the scores of the last epoch, because a resumed run could
         not repeat the evaluation."""
-        self.evaluator.collect(self.state, wait=True)
+        self.evaluator.collect(self.state)
         sums = self.sync().sums
         checkpoint.save(self.saver, self.runtime, self.step.parts, self.origin, self.state, sums)
 
