@@ -1,5 +1,5 @@
-"""What MkDocs calls to make a site of the pages (mkdocs.yml): README is its first page, and links to what is no
-page lead to the repository."""
+"""Hooks with which MkDocs makes a site of the pages (mkdocs.yml): README is its first page, and links to what is
+no page lead to the repository."""
 
 import posixpath
 import re

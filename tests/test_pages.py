@@ -182,7 +182,7 @@ def planned():
 
 
 def quoted(text):
-    """(number, unit) of each sentence that speaks of the compiler's figures; of a table by its header, too."""
+    """(number, unit) in each sentence that speaks of the compiler's figures, or whose table does."""
     header = ""
     for line in text.splitlines():
         header = (header or line) if line.startswith("|") else ""
