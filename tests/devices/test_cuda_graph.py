@@ -119,7 +119,7 @@ def test_a_captured_training_equals_an_eager_one_over_both_phases_and_resumes_in
     recipe = dict(batch_size=2, base_size=32, crop_size=32, num_workers=1, log_every=3, eval_every=2)
     recipe |= dict(ema_decay=0.9, clip_norm=0.1, warmup_epochs=2.5, micro_batches=2)
     task = Narrow(dataset_dir=infrared, epochs=4, warm_epoch=1, freeze=("conv_init",), **recipe)
-    eager = trained(dataclasses.replace(task, cuda_graph=False), tmp_path / "eager", gpu)
+    eager = trained(dataclasses.replace(task, compile="no"), tmp_path / "eager", gpu)
     assert not emulated.launches
     captured = trained(task, tmp_path / "captured", gpu)
     assert len(emulated.graphs) == 1 and emulated.launches == 32 - cuda_graph.WARM_UP  # for both phases

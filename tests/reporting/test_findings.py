@@ -64,16 +64,18 @@ CAPTURED = compiled_at(4, seconds=0.5)
 
 
 @pytest.mark.parametrize(
-    "mode, events, words, marked",
+    "choice, events, words, marked",
     [
         ("no", [], "Nothing is compiled", []),
-        ("reduce-overhead", [], "torch.compile compiled the model (reduce-overhead)", []),
-        ("no", [CAPTURED], "captured as a CUDA graph at step 4 (0.5 s)", [4]),
-        ("no", [CAPTURED | dict(programs=0, why=["in fp16 so"])], "because in fp16 so.", []),
+        ("yes", [], "torch.compile compiled the loss", []),
+        ("auto", [CAPTURED], "captured as a CUDA graph at step 4 (0.5 s)", [4]),
+        ("auto", [CAPTURED | dict(programs=0, why=["in fp16 so"])], "because in fp16 so.", []),
     ],
 )
-def test_a_step_of_a_gpu_is_reported_as_compiled_as_captured_or_with_the_reason(mode, events, words, marked):
-    records = [started(torch_compile=mode), *events, trained_at(8)]
+def test_a_step_of_a_gpu_is_reported_as_compiled_as_captured_or_with_the_reason(
+    choice, events, words, marked
+):
+    records = [started(compile=choice), *events, trained_at(8)]
     sentences = " ".join(findings.describe(records))
     assert words in sentences and "CPU" not in sentences
     assert ("Nothing is compiled" in sentences) == (words == "Nothing is compiled")

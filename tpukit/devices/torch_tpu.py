@@ -42,16 +42,16 @@ class TorchTPURuntime(Runtime):
     def device_name(self) -> str:
         return torch.tpu.get_device_name() + " through torch_tpu"
 
-    def to_device(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
+    def to_device(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)  # whose compiler chooses its own layouts
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
-        # In the step, which changes weights, the model alone is compiled: see `torch_compile`.
+        # Of the step, which changes weights, the loss alone is compiled: see `torch_compile`.
         return function if mutates else torch.compile(function, dynamic=False)
 
-    def torch_compile(self, model, mode):
-        # torch_tpu refuses modes
-        return torch.compile(model, dynamic=False) if self.trusts_graphs else model
+    def torch_compile(self, function, choice):
+        is_compiled = self.trusts_graphs and choice != "no"
+        return torch.compile(function, dynamic=False) if is_compiled else function
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         if self.device.type == "tpu":

@@ -215,7 +215,7 @@ def plot(axis, x, y, colour):
 def fit_scores(axis, scores, paper=None):
     """Set the range of an axis of scores so that the later half of them fills a quarter or more of it: a rise
     from 0.97 to 0.99 is seen, and a bad start may leave the axis below. paper: the score of the paper."""
-    late = scores[len(scores) // 2 :]
+    late = scores[len(scores) // 2 :] if len(scores) > 5 else scores
     if not late or not all(map(math.isfinite, scores)):
         return
     high = max([*scores, paper or max(scores)])

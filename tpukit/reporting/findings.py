@@ -245,8 +245,8 @@ def _describe_graphs(session, speeds):
             if not _made_graphs(record):
                 reason = _why(record, ", because ")
                 sentences.append(f"The training step is not captured as a CUDA graph{reason}.")
-        if (mode := session[0].get("torch_compile", "no")) != "no":
-            sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
+        if session[0].get("compile") == "yes":
+            sentences.append("torch.compile compiled the loss; it does not report when.")
         return sentences or [words.NOTHING_COMPILES]
     if speeds and not expected:
         sentences.append("The training step was not compiled: this session had already compiled this graph.")

@@ -47,7 +47,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
-        model = runtime.to_device(model, channels_last=task.channels_last)
+        model = runtime.to_device(model)
         log_notes(run, data, runtime)
         loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)

@@ -29,7 +29,7 @@ def open_predictor(task: Task, best: Path, runtime: Runtime) -> Callable[[Batch]
     the file `best`."""
     model = task.model().eval()
     weights.load(model, best)
-    model = runtime.to_device(model, channels_last=task.channels_last)
+    model = runtime.to_device(model)
     return task.predictor(model, runtime, weights.epoch_of(best))
 
 

@@ -148,14 +148,10 @@ class Task:
     running ones, which no longer change; scale and offset still train."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
-    channels_last: Literal["auto", "yes", "no"] = setting("auto", free=True)
-    """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of
-    convolutions, on CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
-    torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
-    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway), without CUDA
-    graphs of its own: `cuda_graph` captures the whole step."""
-    cuda_graph: bool = setting(True, free=True)
-    """On GPUs, capture the whole step as a CUDA graph and replay it; the log says why if it cannot."""
+    compile: Literal["auto", "yes", "no"] = setting("auto", free=True)
+    """auto: the training step is one graph, on GPUs captured and replayed, and plain PyTorch on CPUs. yes: on
+    GPUs and CPUs torch.compile compiles the loss and the model, too, which takes minutes at first. no: Python
+    runs every step, operation by operation, so that you can debug it."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index,
     augmented there. host: threads make the batches. auto: the device, if it is an accelerator with at least

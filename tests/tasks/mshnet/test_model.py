@@ -78,7 +78,7 @@ def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_mean
 
 def test_no_convolution_of_more_than_three_channels_gets_maps_that_are_not_channels_last(cpu, monkeypatch):
     task = Narrow(base_size=32, crop_size=32)
-    model = cpu.to_device(task.model().train(), channels_last="auto")
+    model = cpu.to_device(task.model().train())
     inputs, conv2d = [], F.conv2d
 
     def noted(x, *arguments, **settings):
@@ -122,7 +122,7 @@ class Additions(TorchDispatchMode):
 
 def test_gradients_of_maps_that_are_added_lie_in_one_layout(cpu):
     task = Narrow(base_size=32, crop_size=32)
-    model = cpu.to_device(task.model().train(), channels_last="auto")
+    model = cpu.to_device(task.model().train())
     batch = cpu.put(task.example(2))
     with Additions() as additions:
         task.loss(model, batch, epoch=9).backward()

@@ -97,10 +97,10 @@ def _most_logits() -> int:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32. In fp16 a sum over thousands of positions would overflow."""
-    if a.is_cuda and a.dtype != torch.float32:
+    """a @ b in float32. In fp16 a sum over thousands of positions could overflow."""
+    if a.dtype != torch.float16:
+        return (a @ b).float()
+    if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    if a.dtype == torch.float16:
-        with torch.autocast(a.device.type, enabled=False):
-            return a.float() @ b.float()
-    return (a @ b).float()
+    with torch.autocast(a.device.type, enabled=False):
+        return a.float() @ b.float()
