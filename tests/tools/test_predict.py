@@ -147,8 +147,13 @@ def test_the_command_predicts_digits_names_a_broken_file_and_ends_with_1(trained
         Image.fromarray(image[0]).save(mine / f"{number}.png")
     assert cli.main(words(run.path, mine / "*.png", "--out", tmp_path / "good")) == 0
     (mine / "\x1b[31m.png").write_bytes(b"no image")
+    (mine / "more").mkdir()
     assert cli.main(words(run.path, mine, "--out", out)) == 1
-    assert "\x1b" not in "".join(capsys.readouterr())
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+    assert (
+        "1 files left out: 1 .png" in printed.out and "1 folders in it are not searched (more)" in printed.out
+    )
     listed = json.loads((out / "predictions.json").read_text())
     good = [entry for entry in listed if "error" not in entry]
     again = predict(run, mine / "?.png", progress=False)
