@@ -4,10 +4,10 @@ shows; of tqdm's own, a widget, "model not found" would be left."""
 import sys
 from typing import Any
 
-import tqdm.std
+from tqdm.std import tqdm as shell_bar
 
 
-class tqdm(tqdm.std.tqdm):
+class tqdm(shell_bar):
     """A progress bar, see `tqdm.tqdm`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -26,9 +26,8 @@ class tqdm(tqdm.std.tqdm):
             super().display(*args, **options)
 
     def _show(self, text):
-        from IPython.display import display
-
         if self._output is None:
+            display = sys.modules["IPython.display"].display  # of every kernel
             self._output = display({"text/plain": text}, raw=True, display_id=True)
         else:
             self._output.update({"text/plain": text}, raw=True)
