@@ -105,9 +105,9 @@ def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_
     traces, whole = [], step_module.train_step
 
     @functools.wraps(whole)
-    def traced(*arguments, **options):
+    def traced(*arguments):
         traces.append(1)
-        return whole(*arguments, **options)
+        return whole(*arguments)
 
     monkeypatch.setattr(step_module, "train_step", traced)
     settings = dict(DIGITS, log_every=1, eval_every=9)

@@ -139,7 +139,7 @@ def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():
         torch.manual_seed(0)
         task = MNIST(channels=4, micro_batches=count)
         model, batch = task.model(), runtime.put(task.example(8))
-        loss = add_gradients(task, model, task.optimizer(model), runtime, batch, 0)
+        loss = add_gradients(task, task.loss, model, task.optimizer(model), runtime, batch, 0)
         gradients.append(torch.cat([loss.reshape(1), *(p.grad.flatten() for p in model.parameters())]))
     torch.testing.assert_close(*gradients, atol=2e-3, rtol=1e-2)
     assert float(gradients[0].abs().max()) > 0.1
@@ -156,7 +156,8 @@ def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it(cp
     model = torch.nn.Linear(1, 1)
     batch = dict(x=torch.arange(12))  # of two cores: 0 to 5, and 6 to 11
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    add_gradients(Seen(micro_batches=3), model, optimizer, cpu, batch, 0)
+    task = Seen(micro_batches=3)
+    add_gradients(task, task.loss, model, optimizer, cpu, batch, 0)
     assert parts == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 

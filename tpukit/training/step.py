@@ -24,6 +24,7 @@ Loss = Callable[[nn.Module, Batch, int | Tensor], Tensor]
 
 def train_step(
     task: Task,
+    loss: Loss,
     model: nn.Module,
     optimizer: Optimizer,
     runtime: Runtime,
@@ -32,18 +33,16 @@ def train_step(
     epoch: int | Tensor,
     sums: Tensor,
     lr_factor: float | Tensor | None = None,
-    *,
-    loss: Loss | None = None,
 ) -> Tensor:
     """Take one optimizer step and return the new sums, a tensor as `metrics.new_sums` makes it.
 
-    compose: `BatchLoader.compose`. batch: dict of tensors on the device, as `BatchLoader.batches` yields
-    them. epoch: from 0, as `Runtime.as_graph_input` gives it. lr_factor: of `schedule.lr_factor`, given in
-    the same way. loss: `task.loss`, as torch.compile made it. The gradients stay until the next step, so that
-    their norm can be computed when the metrics are synced."""
+    loss: `task.loss`, or what torch.compile made of it. compose: `BatchLoader.compose`. batch: dict of
+    tensors on the device, as `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.as_graph_input`
+    gives it. lr_factor: of `schedule.lr_factor`, given in the same way. The gradients stay until the next
+    step, so that their norm can be computed when the metrics are synced."""
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)
-    value = add_gradients(task, model, optimizer, runtime, batch, epoch, loss=loss)
+    value = add_gradients(task, loss, model, optimizer, runtime, batch, epoch)
     runtime.all_reduce_gradients(optimizer)  # SPMD has done so in backward
     grad_norm = runtime.clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
@@ -52,13 +51,12 @@ def train_step(
 
 def add_gradients(
     task: Task,
+    loss: Loss,
     model: nn.Module,
     optimizer: Optimizer,
     runtime: Runtime,
     batch: Batch,
     epoch: int | Tensor,
-    *,
-    loss: Loss | None = None,
 ) -> Tensor:
     """Compute the gradients of a batch, all of it at once or in micro-batches. Returns the loss, a scalar
     without gradient."""
@@ -69,7 +67,7 @@ def add_gradients(
             part = {name: values.unflatten(0, (-1, count))[:, number] for name, values in batch.items()}
         part = runtime.barrier_after_gradients(optimizer, part)
         with runtime.autocast():
-            value = (loss or task.loss)(model, part, epoch).float()
+            value = loss(model, part, epoch).float()
         value = value if count == 1 else value / count
         runtime.backward(value, optimizer, is_last=number == count - 1)  # scales the loss in fp16
         losses.append(value.detach())
@@ -105,9 +103,7 @@ class TrainingStep:
         which the first step starts from."""
         task, runtime = self.task, self.runtime
         loss = runtime.torch_compile(task.loss, task.compile)
-        self.eager = functools.partial(
-            train_step, task, self.model, self.optimizer, runtime, compose, loss=loss
-        )
+        self.eager = functools.partial(train_step, task, loss, self.model, self.optimizer, runtime, compose)
         # Without the optimizer's state the second step has more inputs than the first: one more graph.
         self.max_graphs = 1 if self.has_optimizer_state else 2
         is_captured = self.has_optimizer_state and task.compile != "no"

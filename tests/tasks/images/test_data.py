@@ -1,6 +1,7 @@
 """Images and their classes from folders and CSV lists; their splits; bad ones; and the decoded pixels."""
 
 import contextlib
+import dataclasses
 import itertools
 import shutil
 import struct
@@ -13,6 +14,7 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tpukit import ImageClassifier
+from tpukit.runs.weights import serialize
 from tpukit.tasks.images import data
 from tpukit.tasks.images.data import find_samples, read_image
 
@@ -502,5 +504,12 @@ def test_deep_grey_is_scaled_by_the_training_set_and_the_weights_keep_how(kind, 
     assert "deeper than 8 bits" in train.notes
     kept = one.metadata(train)["grey_levels"]
     assert np.allclose(list(map(float, kept.split())), train.levels)
+    weights = tmp_path / "best.safetensors"
+    about = dict(task=one.name) | {name: str(value) for name, value in one.metadata(train).items()}
+    weights.write_bytes(serialize({}, about))
+    trained = dataclasses.replace(one, weights=weights, dataset_dir=None)
+    batch, _ = trained.read_files([tmp_path / name for name in test.names], weights)
+    assert np.array_equal(batch["image"], test.images), "a prediction sees what the evaluation does"
+    assert f"{train.levels[0]:g} to {train.levels[1]:g} becomes 0 to 255" in trained.export_preprocessing
     with refuses("deeper than 8 bits") if kind == "uint16" else contextlib.nullcontext():
         read_image(path, 16)

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image, ImageFile
 
 from tests.conftest import refuses
-from tpukit import MSHNet
+from tests.tasks.mshnet.small import Narrow
+from tpukit import MSHNet, Run, train
 from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_list
 from tpukit.tasks.mshnet.scores import regions
 
@@ -198,6 +199,33 @@ def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_
         assert pictures.parse_levels(kept["grey_levels"]) == train.levels
     with refuses("deeper than 8 bits"):
         read_image(tmp_path / "uint16/images/a.tif")  # by weights that learned from 8 bits
+
+
+DEPTHS = {
+    "8 bits": lambda grey: grey,
+    "12 bits": lambda grey: grey.astype(np.uint16) * 3 + 1200,
+    "14 bits": lambda grey: grey.astype(np.uint16) + 14000,
+    "16 bits": lambda grey: grey.astype(np.uint16) * 150 + 9000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_targets_are_learned_in_grey_of_every_depth_as_in_8_bits(depth, tmp_path, cpu):
+    rng = np.random.default_rng(0)
+    write_set(tmp_path, "abcdefghijklmnop", lists=())
+    for name in "abcdefghijklmnop":
+        mask = np.zeros((32, 32), np.uint8)
+        row, column = rng.integers(4, 24, 2)
+        mask[row : row + 3, column : column + 3] = 255
+        grey = rng.normal(80, 6, mask.shape) + rng.uniform(60, 100) * (mask > 0)
+        Image.fromarray(DEPTHS[depth](grey.astype(np.uint8))).save(tmp_path / f"images/{name}.png")
+        Image.fromarray(mask).save(tmp_path / f"masks/{name}.png")
+    settings = dict(base_size=32, crop_size=32, epochs=20, warm_epoch=20, eval_every=20, num_workers=0)
+    task = Narrow(dataset_dir=tmp_path, **settings)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    assert run.records("evaluation")[-1]["scores"]["iou"] > 0.9
 
 
 @pytest.mark.parametrize(
