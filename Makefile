@@ -10,9 +10,11 @@
 # make twins  runs every built English notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
 #             make twins ONLY=colab-gpu for one of them
 # make wheel  builds wheel and sdist, and trains with the wheel in a clean environment
-# make release  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums
+# make release  what a release gets, in outputs/release/: wheel, sdist, notebooks, checksums; make release ASSETS=folder adds
+#             the files of a folder, such as weights of a long training run
 # make publish REPO=owner/name  dist/publish/: the repository with its home filled in and the notebooks built, to push
 # make executed  docs/executed/: copies of some notebooks with outputs, from small runs on this machine's CPU
+# make site   outputs/site/: the pages as a site with search
 # make size   how large each part is, beside its end
 # make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
@@ -30,13 +32,14 @@ ONLY ?=
 JOBS ?= 2
 NIGHTLY ?= nightly
 KILLS ?= 1000
+ASSETS ?=
 # Packages in place of requirements.txt's torch: make fast TORCH="torch==2.8.0 torchvision==0.23.0 torch-xla==2.8.0"
 TORCH ?=
 
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run try lint check fast test nightly bench plan notebooks twins wheel release size executed publish clean
+.PHONY: run try lint check fast test nightly bench plan notebooks twins wheel release site size executed publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -101,18 +104,36 @@ notebooks: .venv/installed
 twins: .venv/installed
 	$(BIN)/python -m release.twins $(ONLY)
 
+# Built from a copy, in which the links of README are absolute, as a package index needs them, and which lists every
+# file for the sdist.
+SOURCE := $(OUT)/source
+HOME_URL := https://github.com/TPUKIT_SOURCE
 wheel: .venv/installed
-	rm -rf $(OUT)/package $(OUT)/clean
-	$(BIN)/python -m build --outdir $(OUT)/package
+	rm -rf $(OUT)/package $(OUT)/clean $(SOURCE)
+	mkdir -p $(SOURCE) && git archive HEAD | tar -x -C $(SOURCE)
+	git ls-files | sed 's/^/include /' > $(SOURCE)/MANIFEST.in
+	sed -i -E -e 's,(!\[[^]]*\]\()([^):#]+\)),\1$(HOME_URL)/raw/main/\2,g' \
+		-e 's,(\]\()([^):#]+[^):]*\)),\1$(HOME_URL)/blob/main/\2,g' $(SOURCE)/README.md
+	$(BIN)/python -m build --outdir $(OUT)/package $(SOURCE)
 	$(PYTHON) -m venv $(OUT)/clean
 	$(OUT)/clean/bin/pip install --quiet $(shell grep ^torch== requirements.txt) $(OUT)/package/*.whl
 	cd $(OUT)/clean && TPUKIT_OFFLINE=1 bin/python -P -m tpukit train mnist --epochs 1 --run run
-	rm -rf $(OUT)/clean
+	cd $(OUT)/clean && bin/python -P -m tpukit predict demo demo --out detections
+	rm -rf $(OUT)/clean $(SOURCE)
 
 release: wheel notebooks
 	rm -rf $(OUT)/release && mkdir -p $(OUT)/release && cp $(OUT)/package/* $(OUT)/release
 	cd dist && zip -qr ../$(OUT)/release/notebooks.zip . -x 'publish/*'
+	$(if $(ASSETS),cp $(ASSETS)/* $(OUT)/release)
 	cd $(OUT)/release && sha256sum * > SHA256SUMS
+
+.venv-site/installed: release/site.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/pip install --quiet --disable-pip-version-check -r release/site.txt
+	touch $@
+
+site: .venv-site/installed
+	.venv-site/bin/mkdocs build --strict --quiet -f release/mkdocs.yml
 
 size: .venv/installed
 	@$(BIN)/python -m release.size
@@ -128,4 +149,4 @@ publish: .venv/installed
 	cd dist/publish && sed -i '/^dist/d' .gitignore && $(CURDIR)/$(BIN)/python -m release.notebooks
 
 clean:
-	rm -rf .venv .twins $(OUT) build dist *.egg-info
+	rm -rf .venv .venv-site .twins $(OUT) build dist *.egg-info

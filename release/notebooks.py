@@ -44,12 +44,15 @@ def main():
 
 def build(out):
     """Build every notebook into the folder `out`. Returns the paths written."""
-    with_pyeit = library(pyeit_files())
-    without = library()
+    archives = {
+        "cdeit import simulate": library(pyeit_files()),
+        'show_own(\\"demo': library(demo=True),
+        "": library(),
+    }
     written = []
     for source in sorted((ROOT / "notebooks").glob("**/*.ipynb")):
         text = source.read_text()
-        archive = with_pyeit if "cdeit import simulate" in text else without
+        archive = next(archive for words, archive in archives.items() if words in text)
         books = {source.name: nbformat.reads(text, 4)}
         if other := FOR_A_GPU.get(source.stem):
             own_links = text.replace(f"{source.name})", f"{other}.ipynb)")

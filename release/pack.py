@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tpukit.tasks.trained import DEMO_FOLDER
+
 ROOT = Path(__file__).parent.parent
 
 TAG = "tpukit-archive"  # of the cell
@@ -73,11 +75,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 '''
 
 
-def library(others: Mapping[str, bytes] | None = None) -> bytes:
+def library(others: Mapping[str, bytes] | None = None, demo: bool = False) -> bytes:
     """Return tpukit/ and its licence as the bytes of a tar.xz archive. Equal files give equal bytes.
 
-    others: more files, name -> content."""
+    others: more files, name -> content. demo: with the small MSHNet and its images."""
     paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in KINDS]
+    if demo:
+        paths += [path for path in DEMO_FOLDER.iterdir() if path.is_file()]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     raw = io.BytesIO()

@@ -8,12 +8,14 @@ import shlex
 import pytest
 from markdown_it import MarkdownIt
 
+import tpukit
 from release import troubleshooting
 from tests.conftest import ROOT
+from tpukit.devices.chips import CHIPS, V5E
 from tpukit.host.known_errors import KNOWN_ERRORS
+from tpukit.host.tables import GIB
 
-GLOSSARY = ROOT / "docs/GLOSSARY.md"
-ALONE = [GLOSSARY, ROOT / "docs/hardware/README.md"]  # one page for both languages
+GLOSSARY = ROOT / "docs/GLOSSARY.md"  # one page for both languages, for those who write pages
 ENGLISH = sorted(
     [
         ROOT / "README.md",
@@ -21,7 +23,7 @@ ENGLISH = sorted(
     ]
 )
 # Pages that only developers read are in English alone.
-FOR_DEVELOPERS = ("BENCHMARKS.md", "CONTRIBUTING.md", "STATUS.md")
+FOR_DEVELOPERS = ("CONTRIBUTING.md", "MEASURED.md")
 PAIRS = [
     (path, path.with_name(path.name.replace(".md", ".zh-CN.md")))
     for path in ENGLISH
@@ -132,7 +134,7 @@ def test_links_of_a_chinese_page_lead_to_chinese_pages(path):
     assert not wrong
 
 
-@pytest.mark.parametrize("path", [*PAGES, *ALONE], ids=name)
+@pytest.mark.parametrize("path", [*PAGES, GLOSSARY], ids=name)
 def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
@@ -147,9 +149,57 @@ def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(path):
             assert part in map(anchor, headings(found)), f"{target} in {path.name}"
 
 
-def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_have_their_headings():
-    assert (ROOT / "docs/TROUBLESHOOTING.md").read_text() == troubleshooting.page(), (
+def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_have_their_texts():
+    english, chinese = ROOT / "docs/TROUBLESHOOTING.md", ROOT / "docs/TROUBLESHOOTING.zh-CN.md"
+    assert english.read_text() == troubleshooting.page(), (
         "python -m release.troubleshooting > docs/TROUBLESHOOTING.md"
     )
-    chinese = headings(ROOT / "docs/TROUBLESHOOTING.zh-CN.md")[1:]
-    assert chinese == [f"## {error.title}" for error in KNOWN_ERRORS.values()]
+    for error in KNOWN_ERRORS.values():
+        line = f"| {error.title} | " if error.harmless else f"## {error.title}\n"
+        assert line in english.read_text() and line in chinese.read_text()
+    assert headings(english)[1:-1] == headings(chinese)[1:-1]
+
+
+def test_the_site_has_every_page():
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "release/mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(path.name.replace("README", "index") for path in PAGES)
+
+
+@pytest.mark.parametrize("page", ["TRAINING.md", "TRAINING.zh-CN.md"])
+def test_the_training_page_ends_with_a_line_for_each_name_of_tpukit(page):
+    table = (ROOT / "docs" / page).read_text().rpartition("\n\n")[2]
+    names = [row.split("`")[1] for row in table.splitlines()[2:]]
+    assert sorted(names) == tpukit.__all__ and len(names) == len(set(names))
+
+
+def planned():
+    """The figures that pages may quote of the TPU compiler: {unit: values}, those of plan.json and of chips.
+    Times are those of FLOP and of HBM bytes at the chip's full rates, of a step or of one of its samples."""
+    found = {"GiB": [chip.hbm_bytes / GIB for chip in CHIPS], "GB": [], "ms": []}
+    for plan in json.loads((ROOT / "benchmarks/plan.json").read_text())["plans"].values():
+        if plan["fits"]:
+            times = [plan["flops"] / V5E.flops * 1e3, plan["hbm_bytes"] / V5E.bandwidth * 1e3]
+            samples = plan["batch_size"] / int(plan["chip"].rpartition("-")[2])
+            found["GiB"].append(plan["peak_bytes"] / GIB)
+            found["GB"].append(plan["hbm_bytes"] / 1e9)
+            found["ms"] += [*times, max(times) / samples]
+    return found
+
+
+def quoted(text):
+    """(number, unit) in each sentence that speaks of the compiler's figures, or whose table does."""
+    header = ""
+    for line in text.splitlines():
+        header = (header or line) if line.startswith("|") else ""
+        for sentence in re.split(r"(?<=[.?!;]) |[。？！；()（）]", line):
+            if re.search(r"\bHBM\b|\bpeak\b|plan\.json|峰值", header + sentence):
+                units = sentence.replace("毫秒", "ms")
+                yield from re.findall(r"(\d[\d,]*(?:\.\d+)?) ?(GiB|GB|ms)\b(?!/)", units)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_what_a_page_says_of_the_tpu_compiler_is_in_plan_json(path):
+    for number, unit in quoted(path.read_text()):
+        unit_of_last_digit = 10.0 ** -len(number.partition(".")[2])
+        errors = [abs(float(number.replace(",", "")) - value) for value in planned()[unit]]
+        assert min(errors) <= 0.51 * unit_of_last_digit, f"{number} {unit} is not in plan.json"

@@ -20,7 +20,7 @@ def test_a_task_deletes_its_idle_machine_keeps_the_run_in_a_bucket_and_states_it
     assert task["file_mounts"] == {"/backup": dict(source="${BUCKET}", mode="MOUNT")}
     assert task["envs"]["BUCKET"] is None  # SkyPilot asks for it
     assert re.search(r"\d\.\d\d USD an hour, \d\.\d+ on spot", path.read_text().splitlines()[0])
-    assert f"docs/sky/{path.name}" in (ROOT / "docs/RENTING.md").read_text()
+    assert f"docs/sky/{path.name}" in (ROOT / "docs/TRAINING_COMPARISON.md").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import SMALL, checkpoint, exact, same
 from tests.devices.conftest import outcome, take_step
@@ -118,7 +119,7 @@ def test_a_captured_training_equals_an_eager_one_over_both_phases_and_resumes_in
     recipe = dict(batch_size=2, base_size=32, crop_size=32, num_workers=1, log_every=3, eval_every=2)
     recipe |= dict(ema_decay=0.9, clip_norm=0.1, warmup_epochs=2.5, micro_batches=2)
     task = Narrow(dataset_dir=infrared, epochs=4, warm_epoch=1, freeze=("conv_init",), **recipe)
-    eager = trained(dataclasses.replace(task, cuda_graph=False), tmp_path / "eager", gpu)
+    eager = trained(dataclasses.replace(task, compile="no"), tmp_path / "eager", gpu)
     assert not emulated.launches
     captured = trained(task, tmp_path / "captured", gpu)
     assert len(emulated.graphs) == 1 and emulated.launches == 32 - cuda_graph.WARM_UP  # for both phases
@@ -212,6 +213,38 @@ def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(opt
     assert torch.equal(ours[6][0], ours[7][0]) and not torch.equal(ours[7][0], ours[8][0])
     # torch's fused update rounds differently
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_rate_of_a_fused_optimizer_that_changes_needs_no_copy_of_the_weights(precision, emulated):
+    """The oracle is an optimizer whose settings have the rate of each step."""
+    gpu, taken = EmulatedRuntime(precision), []
+    for is_by_factor in (True, False):
+        parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(3)]
+        groups = [dict(params=parameters[:2], lr=0.1), dict(params=parameters[2:], lr=0.02, weight_decay=0.3)]
+        made = torch.optim.AdamW(groups)
+        gpu.init_optimizer_state(made)
+        for number in range(4):
+            factor = 1 - number / 5
+            made.zero_grad()
+            gpu.backward(sum((number + i - 1.5) * p.sum() for i, p in enumerate(parameters)), made)
+            for group, rate in zip(made.param_groups, (0.1, 0.02)):
+                group["lr"] = rate if is_by_factor else rate * factor
+            with Copies() as copies:
+                gpu.optimizer_step(made, torch.tensor(factor) if is_by_factor else None)
+            assert not copies.number and [type(group["lr"]) for group in made.param_groups] == [float, float]
+        taken.append(parameters)
+    torch.testing.assert_close(*taken, atol=1e-7, rtol=1e-6)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors of a parameter's size that are cloned."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten.clone.default and args[0].numel() > 1
+        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("overflows", [False, True])

@@ -47,7 +47,6 @@ def install(replace=setattr):
             get_device_properties=lambda: SimpleNamespace(total_memory=16 * 2**30),
             is_initialized=lambda: False,
             default_generators=(torch.Generator(),),
-            _shutdown_runtime=lambda: None,
         ),
         "torch.tpu.distributed": dict(set_tpu_launch_env=set_tpu_launch_env),
     }

@@ -163,24 +163,6 @@ except KeyboardInterrupt:
     assert printed(ran) == [] and "ending all cores" in ran.stdout
 
 
-@pytest.mark.slow
-def test_torchruns_ranks_run_a_plain_function(tmp_path):
-    (tmp_path / "program.py").write_text(
-        "import sys, tpukit\n"
-        "def function(place):\n"
-        "    core = tpukit.core()\n"
-        "    ranks = core.world.all_gather(core.rank)\n"
-        "    open(f'{place}/{core.rank}', 'w').write(str(ranks))\n"
-        "tpukit.launch(function, sys.argv[1])\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "program.py"), str(tmp_path)]
-    env = {**CPU, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    assert [(tmp_path / name).read_text() for name in "01"] == ["[0.0, 1.0]"] * 2
-
-
 MOST_LINES = 1600
 
 

@@ -26,8 +26,8 @@ from tpukit.host import environment
 from tpukit.launching import launcher
 from tpukit.launching.supervisor import Supervisor
 from tpukit.runs import weights
-from tpukit.training import batch_norm
 from tpukit.training.data import training_index_batches
+from tpukit.training.launch_plan import launch_plan
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_one_of_several_hosts_is_refused(accelerator, variables, digits, tmp_pat
     ],
 )
 def test_one_gpu_is_taken_if_a_share_of_the_batch_is_too_small_for_batch_norm(task, gpus, one):
-    assert bool(batch_norm.why_one_gpu(task, gpus)) == one
+    assert bool(launch_plan(task, Run("run")).why_one_gpu(gpus)) == one
 
 
 @pytest.mark.parametrize("cores, processes", [(None, 1), (2, 2)])

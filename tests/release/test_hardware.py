@@ -10,7 +10,7 @@ from release import hardware
 from tests.conftest import ROOT, refuses
 from tpukit.tools.doctor.hardware import FAIL, PASS, SKIP
 
-PAGES = ("README.md", "README.zh-CN.md", "docs/STATUS.md", "docs/hardware/README.md")
+PAGES = ("README.md", "README.zh-CN.md", "docs/MEASURED.md")
 
 
 def report(outcomes, **changes):
@@ -37,6 +37,7 @@ def renewed(tmp_path):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
         for number, one in enumerate(reports):
+            (tmp_path / "docs/hardware").mkdir(exist_ok=True)
             (tmp_path / f"docs/hardware/{number}.json").write_text(json.dumps(one))
         hardware.renew(tmp_path)
         return {name: (tmp_path / name).read_text() for name in PAGES}
@@ -63,14 +64,14 @@ def test_a_report_turns_not_seen_into_seen_with_versions_and_date(renewed):
     )
     assert "nobody has run" not in texts["README.md"] and "还没有人" not in texts["README.zh-CN.md"]
     rows = {row.split("`")[1]: row for row in texts[PAGES[-1]].splitlines() if row.startswith("| `")}
-    assert re.search(r"Tesla T4 .*\*\*does not hold\*\*<br>1 x TPU v5e .*: holds", rows["step"])  # by date
+    assert re.search(r"Tesla T4: \*\*does not hold\*\*<br>TPU v5e: holds", rows["step"])  # by date
     assert "| not seen |" in rows["all_reduce"] and "of_tomorrow" not in rows
     assert "on a TPU chip yet" in renewed(gpu, gpu)["README.md"]
 
 
 def test_what_a_stranger_calls_a_chip_is_text_on_the_page(renewed):
     hostile = "<script>x</script> [a](http://b) **c** | `d` <!-- end of hardware -->"
-    page = renewed(report({"step": PASS}, chip=hostile))["docs/STATUS.md"]
+    page = renewed(report({"step": PASS}, chip=hostile))["docs/MEASURED.md"]
     assert "scriptx/script" in page and not re.search(r"<script|\]\(http://b|\*\*c|`d`", page)
 
 

@@ -18,8 +18,9 @@ from tests.conftest import ROOT
 
 @pytest.fixture(scope="module")
 def archives():
-    """The library without and with pyEIT, packed once, because packing takes seconds."""
-    return {False: notebooks.library(), True: notebooks.library(notebooks.pyeit_files())}
+    """The library alone, with pyEIT, and with the demo, packed once, because packing takes seconds."""
+    kinds = {"alone": {}, "pyeit": dict(others=notebooks.pyeit_files()), "demo": dict(demo=True)}
+    return {name: notebooks.library(**kind) for name, kind in kinds.items()}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,11 @@ def build(archives):
 
     def build_into(folder):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(notebooks, "library", lambda others=None: archives[others is not None])
+            patch.setattr(
+                notebooks,
+                "library",
+                lambda others=None, demo=False: archives["pyeit" if others else "demo" if demo else "alone"],
+            )
             return notebooks.build(folder)
 
     return build_into
@@ -67,7 +72,7 @@ def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_
     embedded = {
         re.search('SHA256 = "(.+)"', archive_cell(path).source)[1] for path in dist.glob("**/*.ipynb")
     }
-    assert len(embedded) == 2  # without and with pyEIT
+    assert len(embedded) == 3  # alone, with pyEIT, with the demo
     folder, files = unpack(archive_cell(dist / "mnist_quickstart.ipynb"), tmp_path)
     code = {
         path.relative_to(ROOT).as_posix(): path

@@ -36,7 +36,7 @@ def strange_run(folder, word):
     speed = SPEED | dict(memory=[[2**30, 2**34]], counters=dict(compilations=1, fallbacks={word: 3}))
     compiled = dict(kind="compile", programs=1, seconds=9.0, why=[word], refused=False)
     scores = {word: 0.5, "iou": 0.25, "beside": {word: {word: 0.5, "iou": word}}}
-    start = dict(kind="start", step=0, device=word, accelerator=word, torch_compile=word)
+    start = dict(kind="start", step=0, device=word, accelerator=word, compile=word)
     records = [
         dict(start, batch_size=4, max_graphs=1, steps_per_epoch=4),
         dict(compiled, step=1, what="step"),

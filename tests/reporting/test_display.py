@@ -30,14 +30,40 @@ def test_a_run_is_shown_by_its_last_scores_and_its_curves(trained, shown):
     assert (run.path / "pictures/curves.png").read_bytes() == curves.data
 
 
-def test_the_scores_of_the_kept_weights_stand_below_the_last_ones_where_an_earlier_epoch_was_better(
+def test_one_table_has_the_last_scores_and_beside_them_those_of_the_kept_weights_and_of_other_methods(
     tmp_path, shown
 ):
     scores = enumerate((0.25, 0.75, 0.75, 0.5))
     records = [evaluated(2 * n + 2, n, dict(accuracy=score), kept=n < 2) for n, score in scores]
+    records[-1]["scores"]["beside"] = {"guessing": dict(accuracy=0.1)}
     display.show(write_run(tmp_path / "run", records))
-    for table, epoch, score in zip(shown, ("epoch 4", "epoch 2"), ("0.5000", "0.7500")):
-        assert epoch in table.title and table.rows == [("accuracy", score)]
+    table, curves = shown
+    assert table.title == "Scores after epoch 4 (last) and epoch 2 (kept)"
+    assert table.columns == ("score", "last", "kept", "guessing")
+    assert table.rows == [("accuracy", "0.5000", "0.7500", "0.1000")] and curves.data
+    display.show(write_run(tmp_path / "other", records[:2]))
+    assert shown[2].columns == ("score", "last, kept") and shown[2].rows == [("accuracy", "0.7500")]
+
+
+def test_a_sentence_below_the_scores_says_what_is_wrong_with_them(tmp_path, shown):
+    display.show(write_run(tmp_path / "run", [evaluated(2, 0, dict(iou=0.01, pd=1.0, fa=0.9), kept=True)]))
+    assert shown[1] == ["The network marks nearly everything: train longer."]
+
+
+def test_a_chinese_notebook_has_chinese_tables_and_sentences_and_a_name_that_is_no_word_stays(
+    tmp_path, shown, monkeypatch
+):
+    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
+    scores = enumerate((0.25, 0.75, 0.5))
+    records = [evaluated(2 * n + 2, n, dict(accuracy=score, mine=1.0), kept=n < 2) for n, score in scores]
+    display.show(write_run(tmp_path / "run", records))
+    assert shown[0].title == "第 3 轮（最后）和第 2 轮（保留）之后的分数"
+    assert shown[0].columns == ("分数", "最后一轮", "保留的")
+    assert [row[0] for row in shown[0].rows] == ["正确率", "mine"]
+    display.show(MNIST(lr=0.125))
+    assert shown[-1].title == "mnist 的设置" and shown[-1].summary.endswith("个取默认值的设置")
+    display.show_report(Run.open(tmp_path / "new", MNIST()))
+    assert shown[-1] == ["这次训练还没有开始。"]
 
 
 def test_a_run_shows_its_roc_and_one_without_a_record_says_so(tmp_path, shown):

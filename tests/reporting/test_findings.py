@@ -64,16 +64,18 @@ CAPTURED = compiled_at(4, seconds=0.5)
 
 
 @pytest.mark.parametrize(
-    "mode, events, words, marked",
+    "choice, events, words, marked",
     [
         ("no", [], "Nothing is compiled", []),
-        ("reduce-overhead", [], "torch.compile compiled the model (reduce-overhead)", []),
-        ("no", [CAPTURED], "captured as a CUDA graph at step 4 (0.5 s)", [4]),
-        ("no", [CAPTURED | dict(programs=0, why=["in fp16 so"])], "because in fp16 so.", []),
+        ("yes", [], "torch.compile compiled the loss", []),
+        ("auto", [CAPTURED], "captured as a CUDA graph at step 4 (0.5 s)", [4]),
+        ("auto", [CAPTURED | dict(programs=0, why=["in fp16 so"])], "because in fp16 so.", []),
     ],
 )
-def test_a_step_of_a_gpu_is_reported_as_compiled_as_captured_or_with_the_reason(mode, events, words, marked):
-    records = [started(torch_compile=mode), *events, trained_at(8)]
+def test_a_step_of_a_gpu_is_reported_as_compiled_as_captured_or_with_the_reason(
+    choice, events, words, marked
+):
+    records = [started(compile=choice), *events, trained_at(8)]
     sentences = " ".join(findings.describe(records))
     assert words in sentences and "CPU" not in sentences
     assert ("Nothing is compiled" in sentences) == (words == "Nothing is compiled")
@@ -184,3 +186,35 @@ def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a
         ("b", "5", "0.6667", "0.8000"),
         ("c", "3", "", "0.0000"),
     ]
+
+
+CLASSES = dict(confusion=dict(classes=["a", "b"], counts=[[1, 1], [1, 1]]))
+
+
+@pytest.mark.parametrize(
+    "scores, words",
+    [
+        ([dict(iou=0.001, pd=1.0, fa=0.99)], "marks nearly everything"),
+        ([dict(iou=0.0, pd=0.0, fa=0.0)], "finds no target"),
+        ([dict(iou=0.5, pd=0.9, fa=1e-5)], None),
+        ([dict(accuracy=0.55) | CLASSES], "guessing one of 2 classes"),
+        ([dict(accuracy=0.9) | CLASSES], None),
+        ([dict(accuracy=0.05)], None),  # of how many classes, nobody says
+        ([dict(accuracy=score / 10) for score in range(5, 9)], "The last epoch is the best one"),
+        ([dict(accuracy=score / 10) for score in (5, 9, 7, 8)], None),
+        ([dict(iou="?", pd=None, fa=[])], None),
+        ([], None),
+    ],
+)
+def test_a_verdict_is_one_sentence_where_the_kept_scores_need_one(scores, words):
+    best = max((score.get("accuracy", 0) for score in scores), default=0)
+    kept = [score.get("accuracy", 0) == best for score in scores]
+    records = [evaluated(n + 1, n, score, kept=kept[n]) for n, score in enumerate(scores)]
+    said = findings.verdict(records)
+    assert len(said) == bool(words) and all(words in sentence for sentence in said)
+
+
+def test_a_run_says_how_many_epochs_it_is_to_train():
+    for settings, epochs in ((dict(epochs=7), 7), ({}, 0), (dict(epochs="7"), 0), (dict(epochs=-1), 0)):
+        for task in ("mshnet", "unknown"):
+            assert findings.labels_of(dict(task=task, settings=settings)).epochs == epochs

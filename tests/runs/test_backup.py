@@ -21,14 +21,6 @@ def steps_in(folder):
     return [c["step"] for c in Run(folder).checkpoints()]
 
 
-def test_a_backup_that_another_run_took_meanwhile_is_not_written_in(tmp_path, capsys):
-    one, two = (Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("one", "two"))
-    two.save({}, 7)
-    one.save({}, 3)
-    assert steps_in(tmp_path / "drive") == [7]
-    assert f"id {two.config['id']}, not {one.config['id']}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "place",
     ["s3://bucket/runs/mine", Path("gs://bucket/mine"), "hf://datasets/me/runs", "HTTPS://me:secret@host/"],
@@ -42,28 +34,6 @@ def test_a_backup_at_an_address_is_refused_naming_the_mount_and_no_folder_is_mad
     message = str(refused.value)
     assert "mount" in message and "\n" not in message and "secret" not in message
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("copies", range(3))
-def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(
-    copies, tmp_path, monkeypatch, capsys
-):
-    drive, done = tmp_path / "drive", []
-    drive.mkdir()
-    ismount, copy = os.path.ismount, files.copy_atomic
-    run = Run.open(tmp_path / "run", MNIST())
-    run.log("note", 1)
-
-    def mounted(path):
-        return len(done) <= copies if Path(path) == drive else ismount(path)
-
-    monkeypatch.setattr(os.path, "ismount", mounted)
-    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths[1]), copy(*paths)))
-    run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
-    run.save({}, 1)  # config, records, the checkpoint
-    assert len(done) == copies + 1 and f"mounted at {drive}" in capsys.readouterr().out
-    listed = drive / "runs/mnist/checkpoints/checkpoints.json"
-    assert not listed.exists() or "step-" not in listed.read_text()
 
 
 def test_what_changed_is_copied_by_content_and_not_by_clock_and_nothing_twice(tmp_path, monkeypatch):

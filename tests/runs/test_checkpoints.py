@@ -41,16 +41,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_resumed(
     assert exact(run) == wanted
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_deletes_nothing(trained, cpu):
-    task, run = trained
-    for entry in run.checkpoints():
-        (run.path / "checkpoints" / entry["file"]).write_bytes(b"nothing")
-    before = run.records()
-    with refuses(run.path / "checkpoints"):
-        train(task, run, runtime=cpu, progress=False)
-    assert run.records() == before
-
-
 @pytest.mark.parametrize(
     "limit_bytes, file",
     [(None, r"step-\d+\.pt"), (100_000, "best.safetensors"), (3_000, "records.jsonl"), (10, "config.json")],

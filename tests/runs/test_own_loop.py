@@ -1,9 +1,7 @@
 """`Checkpoints` alone, as a loop uses it that is not tpukit's: no Run, no Task."""
 
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +14,7 @@ import torch
 
 from tests.conftest import ROOT, flip, refuses
 from tests.runs.store import alike, content, kill_everywhere, put_back
-from tpukit import MNIST, Checkpoints, Run, TpukitError
+from tpukit import MNIST, Checkpoints, Run
 from tpukit.host import files
 from tpukit.runs import hashes
 
@@ -242,19 +240,6 @@ def test_a_drive_that_goes_within_a_copy_is_reported_once_gets_no_further_file_a
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == drive or ismount(path))
     saved.save(filled(4), 4)
     assert steps_in(drive / "mine") == [4, 3] and "works again" in capsys.readouterr().out
-
-
-def test_a_full_disk_is_named_and_leaves_what_was_saved(saved):
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, limit[1]))  # more fails, as on a full disk
-    try:
-        with pytest.raises(TpukitError, match=r"step-00000003\.pt.*MiB"):
-            saved.save(dict(a=torch.zeros(1000)), 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, old)
-    assert value_of(again(saved, "mine").restore()) == 2 and not list(saved.folder.rglob("*.partial"))
 
 
 def test_another_loops_backup_and_a_run_are_not_replaced_and_a_later_state_is_neither(

@@ -56,9 +56,9 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
     seen = {"train": [], "measure": []}
     plain = step.train_step
 
-    def recorded(task, model, optimizer, runtime, compose, batch, epoch, sums, lr_factor):
+    def recorded(task, loss, model, optimizer, runtime, compose, batch, epoch, sums, lr_factor):
         seen[now].append((batch["label"].tolist(), epoch, float(next(model.parameters()).detach().sum())))
-        return plain(task, model, optimizer, runtime, compose, batch, epoch, sums, lr_factor)
+        return plain(task, loss, model, optimizer, runtime, compose, batch, epoch, sums, lr_factor)
 
     monkeypatch.setattr(step, "train_step", recorded)
     task = MNIST(dataset_dir=digits, batch_size=16, channels=4, epochs=1)

@@ -23,7 +23,7 @@ from tpukit.training import prediction
 
 def predict_one(run, task, path):
     """(batch, prediction, name) of a file."""
-    [sample] = own_files.predict_own(run, task, path, limit=1)
+    [sample] = own_files.predict_own(run.best(), task, path, limit=1)
     return sample.batch, sample.prediction, sample.name
 
 

@@ -283,8 +283,7 @@ def test_a_task_of_ones_own_predicts_without_further_methods(trained):
     task, run = trained
 
     class Plain(MNIST):
-        def results(self, batch, predictions):
-            return super(MNIST, self).results(batch, predictions)
+        results = None
 
     plain = Plain(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
     image = task.test_set().batch([0])["image"][0, 0]

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from tpukit import MNIST
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.training import batch_norm
@@ -44,5 +43,5 @@ def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla
 )
 def test_the_share_of_a_batch_that_batch_norm_sees_is_said_where_it_is_not_all(kind, size, share):
     model = torch.nn.Sequential(kind(3, 3, 1) if kind is torch.nn.Conv2d else kind(3))
-    said = batch_norm.note(model, MNIST(batch_size=12, micro_batches=2), Runtime("cpu", world=World(0, size)))
-    assert share in said if share else said == ""
+    note = batch_norm.note(model, 12, 2, Runtime("cpu", world=World(0, size)))
+    assert share in note if share else note == ""

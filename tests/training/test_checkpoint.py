@@ -66,13 +66,13 @@ class WithMomentum(Narrow):
 
 
 def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the_weights(
-    infrared, tmp_path, cpu
+    infrared, tmp_path, cpu, monkeypatch
 ):
-    task = WithMomentum(
-        dataset_dir=infrared, epochs=1, base_size=16, crop_size=16, channels_last="no", **SMALL
-    )
-    train_in(tmp_path, task, cpu)
-    task = dataclasses.replace(task, epochs=2, channels_last="yes")
+    task = WithMomentum(dataset_dir=infrared, epochs=1, base_size=16, crop_size=16, **SMALL)
+    with monkeypatch.context() as other_device:
+        other_device.setattr(Runtime, "_computes_faster_channels_last", lambda *_: False)
+        train_in(tmp_path, task, cpu)
+    task = dataclasses.replace(task, epochs=2)
     resumed = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
     kernel = resumed.model.encoder_0[0].conv1.weight
     buffer = resumed.optimizer.state[kernel]["momentum_buffer"]
@@ -87,7 +87,7 @@ def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the
     [
         (dict(format=None), "best.safetensors"),
         (dict(format=0), "best.safetensors"),
-        (dict(train_size=77), 77),
+        (dict(train_set={"number of samples": "77"}), "number of samples"),
     ],
 )
 def test_a_checkpoint_of_another_version_or_dataset_or_without_its_version_is_refused(

@@ -81,6 +81,17 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(name, xla, request):
             torch.testing.assert_close(found[array].float(), wanted[array].float(), atol=grey_levels, rtol=0)
 
 
+def test_a_batch_that_is_an_index_is_made_by_the_thread_that_asks(digits, cpu, monkeypatch):
+    data, made_by = MNIST(dataset_dir=digits).datasets()[0], []
+    make = data.sample_parameters
+    monkeypatch.setattr(
+        data, "sample_parameters", lambda *chosen: made_by.append(threading.current_thread()) or make(*chosen)
+    )
+    loader = BatchLoader(data, cpu, on="device", workers=2)
+    list(loader.batches(training_index_batches(len(data), 50, seed=0, epoch=0, num_uniforms=2)))
+    assert made_by == [threading.current_thread()] * (len(data) // 50)
+
+
 def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_loader_says_so(
     digits, xla, cpu, monkeypatch
 ):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import signal
 import subprocess
@@ -55,13 +54,6 @@ def test_every_task_moves_its_weights_scores_and_shows(name, device, tmp_path, r
     assert (run.path / "pictures/curves.png").stat().st_size > 5000
     assert (run.path / "pictures/predictions.png").stat().st_size > 3000
     assert f"It ran on {runtime}" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_mnist_learns_synthetic_digits(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=16, lr=0.03, **SMALL)
-    # 0.1 by guessing
-    assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7
 
 
 STOPPED = """
@@ -141,27 +133,6 @@ def test_the_model_of_a_training_is_freed_as_soon_as_it_ends_or_runs_out_of_memo
     with ends if "full_at" in settings else contextlib.nullcontext() as kept:
         train_in(tmp_path, task, request.getfixturevalue(device))
     assert (kept is None or kept.value.__cause__ is not None) and task.models[0]() is None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Turning(MNIST):
-    """Predicts by another compiled graph from the second epoch on."""
-
-    def predictor(self, model, runtime, epoch=None):
-        # a number, not `runtime.as_graph_input`
-        return runtime.inference(functools.partial(self.predict, model, epoch=epoch))
-
-    def predict(self, model, batch, epoch=None):
-        digit = super().predict(model, batch)
-        return 9 - digit if epoch >= 1 else digit
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, tmp_path, xla):
-    task = Turning(dataset_dir=digits, epochs=3, batch_size=40)
-    run = train_in(tmp_path, task, xla)
-    predicted = [(r["step"], r["why"]) for r in run.records("compile") if r["what"] == "predict"]
-    assert predicted == [(5, []), (10, ["epoch went from 0 to 1"])]
 
 
 class DrawsARandomSplit(MNIST):

@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import functools
+import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import SMALL, checkpoint, refuses
+from tests.conftest import SMALL, checkpoint, exact, refuses, same
 from tests.tasks.cdeit.small import task_of
+from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import train_in
-from tpukit import MNIST, MSHNet
+from tpukit import MNIST, LanguageModel, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.training.step import add_gradients
@@ -36,6 +39,56 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
         norm = cpu.clip_gradients(optimizer, 1.0)
         cpu.optimizer_step(optimizer)
         assert float(norm) == pytest.approx(size) and torch.allclose(weight, -wanted * direction)
+
+
+# Compilation
+
+
+@pytest.mark.parametrize("choice, compiled", [("auto", []), ("no", []), ("yes", ["loss"])])
+def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_is_asked_for(
+    choice, compiled, digits, tmp_path, cpu, monkeypatch
+):
+    monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    seen, whole = [], functools.partial(torch.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", lambda function: seen.append(function.__name__) or whole(function))
+    task = MNIST(dataset_dir=digits, epochs=1, compile=choice, **dict(SMALL, channels=4))
+    found = train_in(tmp_path / "found", task, cpu)
+    assert seen == compiled
+    wanted = train_in(tmp_path / "wanted", dataclasses.replace(task, compile="auto"), cpu)
+    assert exact(found) == exact(wanted) and same(checkpoint(found)["model"], checkpoint(wanted)["model"])
+    said = "step 1 took" in (found.path / "log.txt").read_text()
+    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert (said, kept) == ((True, str(tmp_path / "cache" / "inductor")) if compiled else (False, None))
+
+
+class Counted(MNIST):
+    def loss(self, model, batch, epoch):
+        losses.append(epoch)
+        return super().loss(model, batch, epoch)
+
+
+losses = []
+
+
+@pytest.mark.parametrize("choice, calls", [("auto", 2), ("no", 25)])
+def test_on_xla_too_python_runs_every_step_if_compile_is_no(choice, calls, digits, tmp_path, xla):
+    losses.clear()
+    train_in(tmp_path, Counted(dataset_dir=digits, epochs=1, compile=choice, **dict(SMALL, channels=4)), xla)
+    assert len(losses) == calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [MNIST, Narrow, LanguageModel])
+def test_the_whole_loss_is_one_graph_of_torch_compile_in_both_phases(kind, cpu):
+    sizes = {Narrow: dict(base_size=32, crop_size=32), LanguageModel: dict(sequence_length=64)}
+    task = kind(**sizes.get(kind, {}))
+    model, batch = cpu.to_device(task.model().train()), cpu.put(task.example(2))
+    compiled = torch.compile(task.loss, backend="eager", fullgraph=True)
+    for epoch in (0, 9):
+        found, wanted = (loss(model, batch, torch.tensor(epoch)) for loss in (compiled, task.loss))
+        torch.testing.assert_close(found, wanted)
 
 
 # Gradient accumulation
@@ -86,7 +139,7 @@ def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():
         torch.manual_seed(0)
         task = MNIST(channels=4, micro_batches=count)
         model, batch = task.model(), runtime.put(task.example(8))
-        loss = add_gradients(task, model, task.optimizer(model), runtime, batch, 0)
+        loss = add_gradients(task, task.loss, model, task.optimizer(model), runtime, batch, 0)
         gradients.append(torch.cat([loss.reshape(1), *(p.grad.flatten() for p in model.parameters())]))
     torch.testing.assert_close(*gradients, atol=2e-3, rtol=1e-2)
     assert float(gradients[0].abs().max()) > 0.1
@@ -103,7 +156,8 @@ def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it(cp
     model = torch.nn.Linear(1, 1)
     batch = dict(x=torch.arange(12))  # of two cores: 0 to 5, and 6 to 11
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    add_gradients(Seen(micro_batches=3), model, optimizer, cpu, batch, 0)
+    task = Seen(micro_batches=3)
+    add_gradients(task, task.loss, model, optimizer, cpu, batch, 0)
     assert parts == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 

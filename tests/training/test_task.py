@@ -16,9 +16,7 @@ from tpukit.runs.settings import from_settings
 from tpukit.tools.child import to_request
 
 
-@pytest.mark.parametrize(
-    "method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "read_files"]
-)
+@pytest.mark.parametrize("method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate"])
 def test_a_task_that_leaves_a_method_out_is_told_which(method):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Empty(Task):
@@ -78,7 +76,7 @@ WRONG = [
     *({name: -1.0} for name in ("clip_norm", "save_every_s")),
     dict(warmup_epochs=math.nan),
 ]
-CHOICES = "precision schedule batch_norm channels_last torch_compile data_on".split()
+CHOICES = "precision schedule batch_norm compile data_on".split()
 KINDS = MNIST, MSHNet, CDEIT, ImageClassifier, LanguageModel
 OF_ONE_TASK = [
     (MSHNet, dict(ema_decay=2.0)),
@@ -114,14 +112,15 @@ def test_settings_that_no_training_can_have_are_refused_by_their_name(kind, wron
         (dict(epochs=True), "a whole number"),
         (dict(epochs=None), "a whole number"),
         (dict(lr="fast"), "a number"),
-        (dict(cuda_graph="no"), "True or False"),
+        (dict(skip_bad="no"), "True or False"),
+        (dict(freeze="backbone"), "a tuple, such as ('head',)"),
     ],
     ids=str,
 )
 def test_a_setting_of_another_type_is_one_sentence_that_names_it_as_a_notebook_does(given, wanted):
     ((name, value),) = given.items()
     with pytest.raises(TpukitError) as raised:
-        MNIST(**given)
+        MSHNet(**given)
     assert str(raised.value) == f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}"
 
 

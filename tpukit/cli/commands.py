@@ -121,13 +121,13 @@ def check_options(words: list[str], names: list[str], command: str) -> None:
 
 
 def todays(word: str) -> str:
-    """A word with today's name of its option."""
+    """Return a word with today's name of its option."""
     name, equals, value = word.partition("=")
     return f"{ALIASES.get(name.replace('_', '-'), name)}{equals}{value}"
 
 
 def choose(words: list[str], known: dict[str, Any], kind: str, prog: str) -> str:
-    """The first word. SystemExit with a list of what is known, or with the nearest, where it is not."""
+    """Return the first word. If it is not known, exit with a list of what is, or with the nearest."""
     if not words or words[0] in HELP:
         summaries = {name: text.partition("\n")[0].partition(". ")[0] for name, text in known.items()}
         lines = [f"  {name:10} {summary.removesuffix('.')}" for name, summary in summaries.items()]

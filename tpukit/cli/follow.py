@@ -29,9 +29,6 @@ def follow(run: Run) -> None:
 
 
 def is_finished(progress: dict, checkpoints: list) -> bool:
-    """Return True if nothing will follow: a training evaluates after its last step, and the checkpoint of
-    that step comes last."""
-    if not progress or progress["step"] < progress["total"]:
-        return False
-    steps = [entry["step"] for entry in checkpoints]
-    return progress["unit"] != "step" or progress["total"] <= max(steps, default=-1)
+    """Return True if nothing will follow: the checkpoint of the last step comes after its evaluation."""
+    saved = max((entry["step"] for entry in checkpoints), default=-1)
+    return bool(progress) and min(progress["step"], saved) >= progress["total"]

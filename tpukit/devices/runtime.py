@@ -28,6 +28,7 @@ from tpukit.devices.optimizers import (
     parameters_of,
     parameters_with_gradient,
 )
+from tpukit.host import files
 from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Modes of torch.compile that make CUDA graphs of the model, which the one of the whole step cannot hold.
-_WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def check_batch(batch_size: int, cores: int, micro_batches: int = 1) -> None:
@@ -114,15 +113,10 @@ class Runtime:
 
     # Moving
 
-    def to_device(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
-        """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are
-        new objects.
-
-        channels_last: the layout of images, "yes", "no", or "auto" for what is faster here, see
-        `Task.channels_last`."""
-        if channels_last == "auto":
-            channels_last = "yes" if self._computes_faster_channels_last(model) else "no"
-        layout = torch.channels_last if channels_last == "yes" else torch.preserve_format
+    def to_device(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device, with the channels of images innermost in memory if that is faster.
+        Build the optimizer from what this returns: on XLA its parameters are new objects."""
+        layout = torch.channels_last if self._computes_faster_channels_last(model) else torch.preserve_format
         return model.to(self.device, memory_format=layout)  # pyright: ignore[reportCallIssue] (no stub)
 
     def _computes_faster_channels_last(self, model: nn.Module) -> bool:
@@ -207,9 +201,15 @@ class Runtime:
         now."""
         return True
 
-    def torch_compile(self, model: nn.Module, mode: str) -> Any:
-        """The model, compiled by torch.compile in this mode; unchanged for "no"."""
-        return model if mode == "no" else torch.compile(model, mode=_WITHOUT_CUDA_GRAPHS.get(mode, mode))
+    def torch_compile(self, function: Callable, choice: str) -> Callable:
+        """Return the function, by `Task.compile` compiled by torch.compile. Inductor keeps its code in the
+        cache folder, so that a later session starts in seconds."""
+        if choice != "yes":
+            return function
+        with contextlib.suppress(OSError):  # without the folder Inductor has one of its own
+            files.make_private(files.cache_folder())
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(files.cache_folder() / "inductor"))
+        return torch.compile(function)
 
     @contextlib.contextmanager
     def broadcast_buffers(self, model: nn.Module):
@@ -293,21 +293,36 @@ class Runtime:
         """Update the weights, unless in fp16 a gradient overflowed. lr_factor: number or scalar tensor on the
         device that multiplies the learning rates in this step; None for 1.
 
-        The update is multiplied, because torch's optimizers read a rate that is a tensor on the host. It
-        comes to the same where the update is proportional to the rate: with SGD, Adam(W), Adagrad, RMSprop
-        and most, but not Rprop and ASGD."""
-        parameters = [] if lr_factor is None else parameters_with_gradient(optimizer)
-        before = [parameter.detach().clone() for parameter in parameters]
+        Fused optimizers read a rate on the device. Of others the update is multiplied, because they read it
+        on the host. It comes to the same if the update is proportional to the rate: with SGD, Adam(W),
+        Adagrad, RMSprop and most, but not Rprop and ASGD."""
+        groups = optimizer.param_groups
+        if lr_factor is None:
+            self._update(optimizer)
+        elif all(group.get("fused") for group in groups):
+            rates = [group["lr"] for group in groups]
+            try:
+                for group, rate in zip(groups, rates):
+                    group["lr"] = lr_factor * rate
+                self._update(optimizer)
+            finally:
+                for group, rate in zip(groups, rates):
+                    group["lr"] = rate
+        else:
+            parameters = parameters_with_gradient(optimizer)
+            before = [parameter.detach().clone() for parameter in parameters]
+            self._update(optimizer)
+            with torch.no_grad():
+                torch._foreach_sub_(parameters, before)
+                torch._foreach_mul_(parameters, lr_factor)
+                torch._foreach_add_(parameters, before)
+
+    def _update(self, optimizer: Optimizer) -> None:
         if self.scaler is None:
             optimizer.step()
         else:
             self._step_unless_overflow(optimizer, self.scaler)
             self.scaler.update()
-        if parameters:
-            with torch.no_grad():
-                torch._foreach_sub_(parameters, before)
-                torch._foreach_mul_(parameters, lr_factor)
-                torch._foreach_add_(parameters, before)
 
     def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         scaler.step(optimizer)

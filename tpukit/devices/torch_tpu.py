@@ -6,7 +6,6 @@ adds torch.tpu, is imported within functions, because most machines lack it."""
 
 # It is not installed where types are checked.
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
-import atexit
 import os
 
 import torch
@@ -43,16 +42,16 @@ class TorchTPURuntime(Runtime):
     def device_name(self) -> str:
         return torch.tpu.get_device_name() + " through torch_tpu"
 
-    def to_device(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
+    def to_device(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)  # whose compiler chooses its own layouts
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
-        # In the step, which changes weights, the model alone is compiled: see `torch_compile`.
+        # Of the step, which changes weights, the loss alone is compiled: see `torch_compile`.
         return function if mutates else torch.compile(function, dynamic=False)
 
-    def torch_compile(self, model, mode):
-        # torch_tpu refuses modes
-        return torch.compile(model, dynamic=False) if self.trusts_graphs else model
+    def torch_compile(self, function, choice):
+        is_compiled = self.trusts_graphs and choice != "no"
+        return torch.compile(function, dynamic=False) if is_compiled else function
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         if self.device.type == "tpu":
@@ -91,29 +90,16 @@ def is_open() -> bool:
 
 def set_launch_variables(processes: int) -> None:
     """Set the variables by which the processes of this host, forked later, find each other and their
-    chips. Those of an earlier launch stay, so a session launches one number of processes."""
+    chips. Those that are set stay, so a session launches one number of processes. Raises TpukitError if they
+    are of another number, because the processes would wait for chips that nobody opens."""
     import torch_tpu  # noqa: F401
     from torch.tpu.distributed import set_tpu_launch_env
 
     set_tpu_launch_env(nproc_per_node=processes)
-    check_launch_variables(processes)
-
-
-def check_launch_variables(processes: int) -> None:
-    """Raise TpukitError unless these variables are set for this number of processes: others would wait for
-    chips that nobody opens."""
     addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
     chips = len(addresses.split(",")) if addresses else 0
     if chips != processes:
         raise TpukitError(
             f"TORCH_TPU_SLICEBUILDER_ADDRESSES names {chips} TPU chips, but {processes} processes were to"
-            " run, one on each. `tpukit train` without torchrun sets it: unset it. Before torchrun run"
-            ' `set -a; eval "$(python -m torch.tpu.distributed)"; set +a`, and start as many processes as it'
-            " names chips"
+            " run, one on each: unset it, or restart the session"
         )
-
-
-def leave_without_waiting() -> None:
-    """Let this process end after an error. (torch_tpu would first wait for the other ranks, which wait for
-    this one.)"""
-    atexit.unregister(torch.tpu._shutdown_runtime)

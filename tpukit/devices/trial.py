@@ -83,16 +83,20 @@ def _take_steps(runtime, *, as_graph):
     model = runtime.to_device(nn.Sequential(*layers, nn.Linear(8 * (SIDE - 2) ** 2, 4)))
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
     runtime.init_optimizer_state(optimizer)
-    called = runtime.torch_compile(model, "no") if as_graph else model  # which torch_tpu compiles
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch["image"]), batch["label"]).float()
+
+    compiled_loss = runtime.torch_compile(loss, "auto") if as_graph else loss  # by torch_tpu
 
     def step(batch, lr_factor):
         optimizer.zero_grad(set_to_none=True)
         with runtime.autocast():
-            loss = F.cross_entropy(called(batch["image"]), batch["label"]).float()
-        runtime.backward(loss, optimizer)
+            value = compiled_loss(model, batch)
+        runtime.backward(value, optimizer)
         runtime.all_reduce_gradients(optimizer)
         runtime.optimizer_step(optimizer, lr_factor)
-        return loss.detach().reshape(1)
+        return value.detach().reshape(1)
 
     compiled = runtime.compile(step, name="trial", mutates=(model, optimizer)) if as_graph else step
     numbers, losses = torch.Generator().manual_seed(runtime.world.rank), []

@@ -83,7 +83,7 @@ class XLARuntime(Runtime):
 
     # Moving
 
-    def to_device(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
+    def to_device(self, model: nn.Module) -> nn.Module:
         prepare: Any = getattr(model, "prepare_for_xla", None)
         if prepare and not self.notes:
             self.notes = prepare(self)  # a sentence: which of its ways it computes here
@@ -177,8 +177,8 @@ class XLARuntime(Runtime):
         kind = ReplayedStep if is_replayed else CompiledFunction
         return kind(function, name or function.__name__, max_graphs, self, mutates)
 
-    def torch_compile(self, model, mode):
-        return model
+    def torch_compile(self, function, choice):
+        return function
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         if self.world.size == 1:

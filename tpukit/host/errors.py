@@ -32,12 +32,12 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Context manager: an error of a foreign library, of whatever type, becomes a TpukitError that begins
+def explained(what: str, kind: type[TpukitError] = TpukitError) -> Iterator[None]:
+    """Context manager: an error of a foreign library, of whatever type, becomes one of this kind that begins
     with `what`. One that is a TpukitError already stays."""
     try:
         yield
     except TpukitError:
         raise
     except Exception as error:
-        raise TpukitError(f"{what}: {first_line(error)}") from error
+        raise kind(f"{what}: {first_line(error)}") from error

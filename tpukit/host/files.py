@@ -114,8 +114,8 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def explain_unwritable(place: Path, *, only: Collection[int] = ()) -> Iterator[None]:
-    """Context manager: raise an OSError as a TpukitError with `place`, a folder or a file.
+def explain_unwritable(path: Path, *, only: Collection[int] = ()) -> Iterator[None]:
+    """Context manager: raise an OSError as a TpukitError with `path`, a folder or a file.
 
     only: the error numbers to explain, in code that does more than writing there; by default all."""
     try:
@@ -125,18 +125,18 @@ def explain_unwritable(place: Path, *, only: Collection[int] = ()) -> Iterator[N
             raise
         reason = (error.strerror or str(error)).lower()
         if error.errno in DISK_FULL:
-            free = shutil.disk_usage(place if place.is_dir() else place.parent).free
+            free = shutil.disk_usage(path if path.is_dir() else path.parent).free
             reason += f", {free / 2**20:.0f} MiB free there; what was saved before is untouched"
-        at = f": {error.filename}" if error.filename and str(error.filename) != str(place) else ""
-        raise TpukitError(f"cannot write {place} ({reason}{at}): choose another folder") from error
+        at = f": {error.filename}" if error.filename and str(error.filename) != str(path) else ""
+        raise TpukitError(f"cannot write {path} ({reason}{at}): choose another folder") from error
 
 
 def local_path(path: str | Path, advice: str) -> Path:
     """Return the path. Raises TpukitError with `advice` for an address such as s3://bucket/run, without
     showing it: it may hold a secret."""
     # pathlib makes s3:/ of s3://, and would write in a folder named "s3:".
-    if found := re.match(r"([a-z][a-z0-9+.-]+):/", str(path), re.I):
-        raise TpukitError(f"{found[1]}:// is an address and not a folder or a file of this machine: {advice}")
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/", str(path), re.I):
+        raise TpukitError(f"{match[1]}:// is an address and not a folder or a file of this machine: {advice}")
     return Path(path)
 
 
@@ -144,8 +144,8 @@ def check_empty(folder: Path) -> None:
     """Raise TpukitError for files where no run is: they could be taken for a part of one."""
     with explain_unwritable(folder):
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    if found := [name for name in names if not name.startswith(".")]:
-        has = printable(", ".join(found[:3]))
+    if visible := [name for name in names if not name.startswith(".")]:
+        has = printable(", ".join(visible[:3]))
         raise TpukitError(f"{folder} is not empty and holds no run (it has {has}): choose an empty folder")
 
 
@@ -198,44 +198,35 @@ def file_lock(path: Path) -> Iterator[None]:
     """Context manager: wait for a lock per user and host. It lies in the cache folder, because `path` may be
     on a disk that cannot be written; without a cache folder there is none, and what is written is still
     atomic."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, TpukitError):
             make_private(cache_folder())
-            name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
-            file = stack.enter_context(_open_lock(cache_folder() / f"{name}.lock"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # released by the system when the process ends
+            held.enter_context(exclusive_lock(cache_folder() / f"{name}.lock", waits=True))
         yield
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
+def exclusive_lock(path: Path, signs: Iterable[Path] = (), *, waits: bool = False) -> Iterator[None]:
     """Context manager: take the lock file `path` for this process alone, and write its pid and host into it.
 
-    Raises TpukitError with the pid and host of the process that has it. A lock ends with its process, killed
-    or not. Another host's is not seen through some shared disks (Drive): it counts as long as this file or
-    one of `signs` changed lately."""
-    with explain_unwritable(path.parent):
-        file = _open_lock(path)
-    with file:
-        holder, here = file.read().decode(errors="replace"), f" on {socket.gethostname()}"
-        is_free = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # a disk without locks
-            pass
-        if holder and not holder.endswith(here):  # of another host, whose clock may be ahead
-            changed = [sign.stat().st_mtime for sign in (path, *signs) if sign.exists()]
-            is_free &= all(abs(time.time() - then) >= ALIVE_S for then in changed)
-        if not is_free:
+    waits: for the process of this host that has it; else a TpukitError has its pid and host. A lock ends with
+    its process, killed or not. Another host's is not seen through some shared disks (Drive): it counts as
+    long as this file or one of `signs` changed lately."""
+    with explain_unwritable(path.parent):  # neither emptied nor opened through a link
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(number, "r+b", buffering=0) as file:
+        holder = file.read().decode(errors="replace")
+        if waits:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        elif not _is_free(file, holder, (path, *signs)):
             raise TpukitError(
                 f"{holder or 'another process'} is at work in {path.parent} (it trains or restores): end it,"
                 f" or choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
         try:
             with explain_unwritable(path, only=DISK_FULL):
-                _overwrite(file, f"process {os.getpid()}{here}".encode())
+                _overwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
             yield
         finally:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
@@ -243,9 +234,18 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
 
 
-def _open_lock(path: Path) -> BinaryIO:
-    """Open a lock file without emptying it, and never through a link."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b", buffering=0)
+def _is_free(file: BinaryIO, holder: str, signs: Iterable[Path]) -> bool:
+    """Lock a file, if no other process has it. Return False if one has, or a host that was alive lately."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a disk without locks
+        pass
+    if not holder or holder.endswith(f" on {socket.gethostname()}"):
+        return True
+    changed = [sign.stat().st_mtime for sign in signs if sign.exists()]  # by a clock that may be ahead
+    return all(abs(time.time() - then) >= ALIVE_S for then in changed)
 
 
 def _overwrite(file: BinaryIO, data: bytes) -> None:

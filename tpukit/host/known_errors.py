@@ -19,9 +19,10 @@ class KnownError:
     """A known problem; known_errors.toml says what each field is."""
 
     title: str
-    cause: str
     fix: str
     source: str
+    cause: str = ""
+    harmless: bool = False
     pattern: str | None = None
     phrases: str | None = None
 

@@ -1,4 +1,4 @@
-"""Stopping a training at a point where its state is complete, and a process whose parent has ended."""
+"""Stopping a training run at a point where its state is complete, and a process whose parent has ended."""
 
 import contextlib
 import ctypes

@@ -16,7 +16,12 @@ NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'
 
 def printable(text: object) -> str:
     """Escape a text's control characters (\\x1b), so that a terminal shows them and does not obey them."""
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
+
+
+def say(text: object) -> None:
+    """Print a text with its control characters escaped."""
+    print(printable(text))
 
 
 class Table:

@@ -25,7 +25,7 @@ import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._pytree import tree_map_only
 
-from tpukit.devices import add_libtpu_args, open_runtime, processes, torch_tpu
+from tpukit.devices import add_libtpu_args, open_runtime, processes
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
@@ -88,14 +88,10 @@ _launches_under_torchrun = itertools.count()  # of this process; all ranks make 
 def call_under_torchrun(job: Job, parallel: str) -> Any:
     """Call the job's function in this process, which is one of torchrun's; torchrun watches over it."""
     end_with_parent(os.getppid())
-    by_torch_tpu = job.env.uses_torch_tpu
-    if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
+    if job.env.accelerator == "tpu" or parallel == "spmd":
         raise TpukitError(
             "torchrun is for GPUs. On TPUs run `tpukit train` without it, which starts all cores of this host"
         )
-    if by_torch_tpu:
-        torch_tpu.check_launch_variables(int(os.environ["WORLD_SIZE"]))
-        processes.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
     core = None
     try:
         store, rank, size = next(dist.rendezvous("env://"))
@@ -109,8 +105,6 @@ def call_under_torchrun(job: Job, parallel: str) -> Any:
             return job.call(core)
     except Exception as error:
         print(f"{describe(job, environment.rank(), core)} failed: {error}", file=sys.stderr)
-        if by_torch_tpu:
-            torch_tpu.leave_without_waiting()
         raise
 
 

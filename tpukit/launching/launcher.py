@@ -66,8 +66,8 @@ def launch(
         raise TpukitError(
             "Runtime is already initialized: this kernel has already used the"
             f" {environment.NAMES[env.accelerator]}, and processes forked from it cannot use it. Restart the"
-            ' session, and use no device (a training on one core, `torch_xla.device()`, a tensor on "tpu")'
-            " before the launch."
+            " session, and use no device (a training run on one core, `torch_xla.device()`, a tensor on"
+            ' "tpu") before the launch.'
         )
     # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.
     shares_the_chips = has_opened or (count == 1 and os.environ.get("TPU_VISIBLE_CHIPS"))

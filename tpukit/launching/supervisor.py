@@ -102,7 +102,7 @@ class Supervisor:
             process.join()
 
     def _started(self):
-        """The cores that were started: (process, pid) of each."""
+        """Return (process, pid) of the cores that were started."""
         return [(process, process.pid) for process in self.processes if process.pid is not None]
 
     def _result(self, stop):
@@ -165,7 +165,7 @@ class Supervisor:
     # Explaining, in lines
 
     def _describe(self, lines):
-        """The message of a `CoreFailed`."""
+        """Return the message of a `CoreFailed`."""
         logs = f"What each core printed: {self.job.folder}/rank-NN.log"
         return "\n".join([*lines, f"{self.plan.saved()} {logs}".strip()])
 
@@ -200,7 +200,7 @@ class Supervisor:
         return self._read(index, "log").strip().splitlines()[-15:]
 
     def _stack(self, index):
-        """The lines of a core's faulthandler dump without idle threads, and without what called the core."""
+        """Return the lines of a core's faulthandler dump, without idle threads and what called the core."""
         lines = []
         for thread in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", self._read(index, "stacks")):
             is_idle = re.match(r".*\n.*in _worker$", thread, re.M) or "tqdm/_monitor.py" in thread

@@ -65,6 +65,8 @@ def _show_run(run: Run) -> None:
     labels = findings.labels_of(run.config)
     for table in findings.last_and_kept_tables(records):
         present(table)
+    if sentences := findings.verdict(records):
+        present(Sentences(sentences))
     present_figure(figures.curves_figure(records, labels), pictures / "curves.png")
     if roc := findings.roc(records):
         present_figure(figures.roc_figure(roc), pictures / "roc.png")
@@ -115,8 +117,8 @@ def show_labels(task: Task, *, count: int = 4) -> None:
     data, _ = task.datasets()
     notices: list[str] = [*getattr(data, "notices", ())]
     if task.dataset_dir and is_synthetic(task.dataset_dir):
-        yours = "name the folder of yours as DATASET_DIR, or in a shell as --dataset-dir"
-        notices.insert(0, f"This is not your data, but a synthetic set that tpukit made: {yours}")
+        yours = "Name your folder as DATASET_DIR, or in a shell as --dataset-dir."
+        notices.insert(0, f"This is not your data, but a synthetic set that tpukit made. {yours}")
     if notices:
         present(Notice(notices))
     sentences, indices = task.check_labels(data)
@@ -133,7 +135,8 @@ def _steps_sentence(task, count):
             f"batch_size={task.batch_size} is more than the {count} training samples: choose at most {count}"
         )
     sentence = f"{task.epochs} epochs of {steps} steps, each of batch_size={task.batch_size} samples"
-    return sentence + (f"; each epoch leaves out {dropped} samples, others each time" if dropped else "")
+    left_over = f"; {dropped} samples are left over each epoch (different ones each time)"
+    return sentence + (left_over if dropped else "")
 
 
 def show_predictions(run: Run, task: Task, *, count: int = 4) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host.tables import printable
-from tpukit.reporting import findings
+from tpukit.reporting import findings, language
 from tpukit.training.panels import RIGHT, WRONG
 
 if TYPE_CHECKING:
@@ -17,18 +17,25 @@ if TYPE_CHECKING:
 # Nearly those of Okabe and Ito, told apart with every common colour blindness. A figure has no background:
 # curves and text (in grey) have to be seen on white pages and on dark ones.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#B98000", "#009E73", "#D55E00", "#787f89"
+SHARES = (-0.03, 1.03)  # of an axis: what lies on 0 or 1 is not on the frame
 SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), ("#CC79A7", "D"))  # colour and marker of a curve
+WIDTH = 9.6  # inches, of every figure: a page has one width
+SMALL, MEDIUM, LARGE = 9, 10, 11.5  # points; on a page of 1,000 pixels the smallest has 11 pixels
 MAX_LABEL = 60  # characters
 MAX_NAME = 36  # characters of a file's name below a panel's title
 MARKS = {RIGHT: GREEN, WRONG: RED}  # sign at the beginning of a panel's title -> colour of its frame
 Panel = tuple[str, Any]  # a title, and an array (H, W) or (H, W, 3), or a text
-TEXT_LINES = 18  # of a panel
+TEXT_LINES, TEXT_WIDTH = 16, 32  # lines of a panel, and characters in one
 
 
 def as_png(figure: "Figure") -> bytes:
     """Return a figure as the bytes of a PNG file, without a background."""
+    import matplotlib
+
     png = io.BytesIO()
-    figure.savefig(png, dpi=110, format="png", transparent=True)
+    families = [*matplotlib.rcParams["font.sans-serif"], *language.fonts()]
+    with matplotlib.rc_context({"font.sans-serif": families}):
+        figure.savefig(png, dpi=110, format="png", transparent=True)
     return png.getvalue()
 
 
@@ -39,20 +46,21 @@ def curves_figure(records: list, labels: findings.Labels = findings.NO_LABELS) -
     series = {name: points for name, points in series.items() if name in shown or not labels.names}
     if not series:
         return None
-    columns = min(3, len(series))
+    columns = 2 if len(series) in (1, 2, 4) else 3  # no line with one chart alone
     lines = math.ceil(len(series) / columns)
-    figure, axes = subplots(lines, columns, (4.2 * columns, 2.7 * lines))
+    figure, axes = subplots(lines, columns, 2.6 * lines)
     hide(axes.flat[len(series) :])
+    end = max(epochs[-1] for epochs, _ in series.values())
     for axis, (name, (epochs, values)) in zip(axes.flat, series.items()):
-        plot_curve(axis, name, epochs, values, labels)
+        plot_curve(axis, name, epochs, values, labels, end)
         if name == "gradient norm" and max(values) > 10 * min(values) > 0:
             axis.set_yscale("log")
     return figure
 
 
-def plot_curve(axis, name, epochs, values, labels):
-    """Plot one series of a run over the epochs, with its unit, best value and the paper's."""
-    is_score, title = name not in findings.NO_SCORES, labels.names.get(name, name)
+def plot_curve(axis, name, epochs, values, labels, end):
+    """Plot one series of a run over the epochs up to `end`, with its unit, best value and the paper's."""
+    is_score, title = name not in findings.NO_SCORES, labels.names.get(name, name.replace("_", " "))
     plot(axis, epochs, values, RED if is_score else BLUE)
     if name == labels.score and values:
         best, epoch = max(zip(values, epochs), key=lambda point: point[0])
@@ -60,40 +68,38 @@ def plot_curve(axis, name, epochs, values, labels):
         title += f" (best {best:.3g})"
     paper = labels.published.get(name) if values else None
     if paper:
-        axis.axhline(paper, color=GREY, ls="--", lw=1.2, label=f"the paper: {paper:.3g}")
+        axis.axhline(paper, color=GREY, ls="--", lw=1.2, label=label(f"the paper: {paper:.3g}"))
     if is_score:
-        start_at_zero(axis, [*values, paper or 0])
-    finish(axis, title, "epoch")
+        fit_scores(axis, values, paper)
+    finish(axis, title, "epoch", end=end)
 
 
 def live_figure(records: list, labels: findings.Labels) -> "Figure":
-    """Draw a training as it stands: loss, the score that decides, and speed with the compilations of the
-    step, over the epochs. The progress bar, which is redrawn more often, says how far it is."""
-    figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
+    """Draw a training as it stands, over all epochs that are planned: loss, the score that decides, and speed
+    with the compilations of the step. The progress bar, which is redrawn more often, says how far it is."""
+    figure, ((loss, score, speed),) = subplots(1, 3, 2.9)
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
+    spans = findings.intervals(records)
+    done = [span["to"] / steps_per_epoch for span in spans]
+    end = max([labels.epochs, *done, *(epochs[-1] for epochs, _ in series.values())])
     scores = [name for name in series if name not in findings.NO_SCORES]
     for axis, name in ((loss, "loss"), (score, labels.score or next(iter(scores), "score"))):
-        plot_curve(axis, name, *series.get(name, ((), ())), labels)
-    spans = findings.intervals(records)
+        plot_curve(axis, name, *series.get(name, ((), ())), labels, end)
     rates = [span["images_per_s"] for span in spans]
-    plot(speed, [span["to"] / steps_per_epoch for span in spans], rates, GREEN)
-    mark_compilations(speed, [step / steps_per_epoch for step in findings.compiled_steps(records)])
-    speed.set_ylim(bottom=0)
-    finish(speed, "samples per second", "epoch")
+    plot(speed, done, rates, GREEN)
+    for number, step in enumerate(findings.compiled_steps(records)):
+        name = None if number else label("step compiled")
+        speed.axvline(step / steps_per_epoch, color=RED, ls=":", lw=1.4, label=name)
+    speed.set_ylim(0, 1.1 * max(rates, default=0) or 1)
+    finish(speed, "samples per second", "epoch", end=end)
     write_above(figure, findings.headline(records))
     return figure
-
-
-def mark_compilations(axis, positions):
-    """Draw a dotted line where the training step was compiled. positions: on the x axis."""
-    for number, x in enumerate(positions):
-        axis.axvline(x, color=RED, ls=":", lw=1.4, label=None if number else "step compiled")
 
 
 def roc_figure(roc: dict) -> "Figure":
     """Draw recall over the false pixels per pixel, and precision over recall, with the points of three
     thresholds. roc: of `findings.roc`."""
-    figure, ((left, right),) = subplots(1, 2, (9.6, 3.2))
+    figure, ((left, right),) = subplots(1, 2, 3.2)
     least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2  # 0 has no logarithm
     points = list(zip(roc["threshold"], roc["tpr"], [max(rate, least) for rate in roc["fpr"]]))
     # Where nothing is found the precision says nothing: 0 of 0, or 0 of some.
@@ -102,11 +108,11 @@ def roc_figure(roc: dict) -> "Figure":
         plot(axis, [x for _, _, x in curve], [y for _, y, _ in curve], colour)
         marked = [point for point in curve if point[0] in (0.1, 0.5, 0.9)]
         for (threshold, y, x), marker in zip(marked, "^sv"):
-            name = f"threshold {threshold:g}"
-            axis.plot(x, y, ls="", color=GREEN, marker=marker, ms=8, label=name, clip_on=False)
-    left.set(xscale="log", ylim=(0, 1))
+            name = label(f"threshold {threshold:g}")
+            axis.plot(x, y, ls="", color=GREEN, marker=marker, ms=8, label=name)
+    left.set(xscale="log", ylim=SHARES)
     finish(left, "ROC, pixels of the test set", "false pixels per background pixel", "recall")
-    right.set(xlim=(0, 1), ylim=(0, 1))
+    right.set(xlim=SHARES, ylim=SHARES)
     finish(right, "precision and recall", "recall", "precision")
     return figure
 
@@ -114,15 +120,14 @@ def roc_figure(roc: dict) -> "Figure":
 def confusion_figure(confusion: dict) -> "Figure":
     """Draw test images by their class (a row each) and the predicted one. confusion: see `findings`."""
     names, counts = [label(name, 20) for name in confusion["classes"]], confusion["counts"]
-    side = 2.2 + 0.32 * len(names)  # inches
-    figure, ((axis,),) = subplots(1, 1, (side + 0.6, side))
+    figure, ((axis,),) = subplots(1, 1, 2.2 + 0.32 * len(names))
     # No tile where there is no image; the palest one is still seen on white.
     shares = [[count / (sum(row) or 1) if count else math.nan for count in row] for row in counts]
     axis.imshow(shares, cmap="Blues", vmin=-0.25, vmax=1)
     for line, column in itertools.product(range(len(names)), repeat=2):
         if count := counts[line][column]:
             colour = "white" if shares[line][column] > 0.5 else "black"
-            axis.text(column, line, f"{count:g}", ha="center", va="center", fontsize=7, color=colour)
+            axis.text(column, line, f"{count:g}", ha="center", va="center", fontsize=SMALL, color=colour)
     axis.set_xticks(range(len(names)), names, rotation=45, ha="right")
     axis.set_yticks(range(len(names)), names)
     finish(axis, "test images", "predicted", "class")
@@ -132,16 +137,15 @@ def confusion_figure(confusion: dict) -> "Figure":
 
 def runs_figure(series: findings.Series, name: str) -> "Figure":
     """Draw one series of several runs over the epochs. series: dict run -> (epochs, values)."""
-    figure, ((axis,),) = subplots(1, 1, (7.2, 3.4))
+    figure, ((axis,),) = subplots(1, 1, 3.4)
     looks = itertools.cycle(itertools.product(("-", "--", ":"), SERIES))
     for (run, (epochs, values)), (dashes, (colour, marker)) in zip(series.items(), looks):
         name_of_run = f" {label(run)}"  # matplotlib leaves a label that begins with _ out of the legend
         axis.plot(epochs, values, ls=dashes, color=colour, marker=marker, lw=1.6, ms=4, label=name_of_run)
     if not series:
         write_in_empty(axis, "no run has this score")
-    if name not in findings.NO_SCORES:
-        start_at_zero(axis, [value for _, values in series.values() for value in values])
-    finish(axis, name, "epoch")
+    end = max((epochs[-1] for epochs, _ in series.values()), default=1)
+    finish(axis, name.replace("_", " "), "epoch", end=end)
     return figure
 
 
@@ -151,33 +155,35 @@ def panels_figure(rows: list[list[Panel]], title: str, names: Iterable[str] = ()
     named = [name if len(name) <= MAX_NAME else f"…{name[1 - MAX_NAME :]}" for name in map(printable, names)]
     if named:
         rows = [[(f"{row[0][0]}\n{name}", row[0][1]), *row[1:]] for row, name in zip(rows, named)]
-    samples = {1: 4, 2: 2, 3: 2}.get(len(rows[0]), 1)  # in a line
-    rows = [sum(rows[first : first + samples], []) for first in range(0, len(rows), samples)]
-    side = 2.3 if len(rows[0]) < 6 else 2.0  # inches
-    height = side + (0.3 if named else 0.15)
-    figure, axes = subplots(len(rows), len(rows[0]), (side * len(rows[0]), height * len(rows) + 0.3))
-    for line, row in zip(axes, rows):
-        draw_panels(line, row)
+    samples = 4 if len(rows[0]) == 1 else 1  # in a line
+    lines = [sum(rows[first : first + samples], []) for first in range(0, len(rows), samples)]
+    columns = max(3, len(lines[0]))  # one picture alone is no larger than three are
+    figure, axes = subplots(len(lines), columns, (WIDTH / columns + 0.3) * len(lines) + 0.3)
+    for number, (line, panels) in enumerate(zip(axes, lines)):
+        draw_panels(line, panels, lines[number - 1] if number and samples == 1 else ())
     write_above(figure, title)
     return figure
 
 
-def draw_panels(axes, panels):
-    """Draw each panel as a picture, or a text, with its title of one or two lines; hide axes without one."""
+def draw_panels(axes, panels, above=()):
+    """Draw each panel as a picture, or a text, with its title of one or two lines; hide axes without one.
+
+    above: the panels of the line above, whose title a further panel of a line does not repeat."""
     hide(axes[len(panels) :])
-    for axis, (title, array) in zip(axes, panels):
+    repeated = [
+        number and title == other for number, ((title, _), (other, _)) in enumerate(zip(panels, above))
+    ]
+    for axis, (title, array), is_repeated in itertools.zip_longest(axes[: len(panels)], panels, repeated):
         colour = MARKS.get(title[:1], GREY)  # an edge for a white image, too
         axis.set(xticks=(), yticks=())
         axis.spines[:].set(color=colour, linewidth=0.8 if colour == GREY else 2.5)
-        axis.set_title("\n".join(map(label, title.split("\n", 1))), fontsize=8, color=colour)
+        shown = "" if is_repeated else "\n".join(map(label, title.split("\n", 1)))
+        axis.set_title(shown, fontsize=SMALL, color=colour)
         if isinstance(array, str):
-            lines = [
-                part for line in array.splitlines() for part in textwrap.wrap(printable(line), 38) or [""]
-            ]
-            text = "\n".join(lines[:TEXT_LINES])
-            axis.text(
-                0.02, 0.98, text, fontsize=6, va="top", color=GREY, transform=axis.transAxes, parse_math=False
-            )
+            paragraphs = [textwrap.wrap(printable(line), TEXT_WIDTH) or [""] for line in array.splitlines()]
+            text = "\n".join(sum(paragraphs, [])[:TEXT_LINES])
+            look = dict(fontsize=8, va="top", color=GREY, parse_math=False)
+            axis.text(0.02, 0.98, text, transform=axis.transAxes, **look)
             continue
         # The range of its type: scaled to its own values, a mask that is true everywhere would be black.
         low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
@@ -187,11 +193,11 @@ def draw_panels(axes, panels):
 # The common look
 
 
-def subplots(lines: int, columns: int, size: tuple[float, float], **grid) -> tuple["Figure", Any]:
-    """Return (figure, array (lines, columns) of axes). size: in inches."""
+def subplots(lines: int, columns: int, height: float, **grid) -> tuple["Figure", Any]:
+    """Return (figure, array (lines, columns) of axes). height: in inches."""
     from matplotlib.figure import Figure  # without pyplot: nothing global, no window, no leak
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots(lines, columns, squeeze=False, gridspec_kw=grid)
 
 
@@ -202,38 +208,38 @@ def plot(axis, x, y, colour):
         write_in_empty(axis, "nothing yet")
 
 
-def start_at_zero(axis, scores):
-    """Set the range of an axis of scores, if none is below 0: a share ends at 1."""
-    largest = max(scores, default=0)
-    top = 1 if 0.8 < largest <= 1 else 1.25 * largest or 1
-    if min(scores, default=0) >= 0 and math.isfinite(top):
-        axis.set_ylim(0, top)
+def fit_scores(axis, scores, paper=None):
+    """Set the range of an axis of scores so that the later half of them fills a quarter or more of it: a rise
+    from 0.97 to 0.99 is seen, and a bad start may leave the axis below. paper: the score of the paper."""
+    late = scores[len(scores) // 2 :] if len(scores) > 5 else scores
+    if not late or not all(map(math.isfinite, scores)):
+        return
+    high = max([*scores, paper or max(scores)])
+    low = max(min(scores), high - 4 * (high - min(late)))
+    low = min(low, high - 0.1 * abs(high))
+    room = (high - low) / 10 or 0.1
+    axis.set_ylim(low - (room if low < 0 or low > room else room / 3), high + room)
 
 
-def finish(axis, title, x, y=""):
-    """Set title, names, look, and a legend if a curve has a label. Ticks of epochs are whole."""
-    axis.set_title(label(title), loc="left", fontsize=10, color=GREY)
-    axis.set_xlabel(x, fontsize=9, color=GREY)
-    axis.set_ylabel(y, fontsize=9, color=GREY)
-    if x == "epoch":
-        axis.set_xlim(0, 1.02 * max(1, axis.dataLim.x1))
+def finish(axis, title, x, y="", end=0.0):
+    """Set title, names, look, and a legend if a curve has a label. Ticks of epochs are whole, up to `end`."""
+    axis.set_title(textwrap.fill(label(title), 34), loc="left", fontsize=MEDIUM, color=GREY)
+    axis.set_xlabel(label(x), fontsize=SMALL, color=GREY)
+    axis.set_ylabel(label(y), fontsize=SMALL, color=GREY)
+    if end:
+        axis.set_xlim(0, 1.02 * max(1, end))
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8, frameon=False, labelcolor=GREY)
-    style(axis)
-
-
-def style(axis):
-    axis.tick_params(labelsize=8, color=GREY, labelcolor=GREY, which="both")
+        axis.legend(fontsize=SMALL, frameon=False, labelcolor=GREY)
+    axis.tick_params(labelsize=SMALL, color=GREY, labelcolor=GREY, which="both")
     axis.grid(color=GREY, alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["bottom", "left"]].set_color(GREY)
 
 
 def write_above(figure, text):
-    letters = int(12 * figure.get_figwidth())  # in a line
-    title = textwrap.fill(label(text, limit=150), letters)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=GREY)
+    title = textwrap.fill(label(text, limit=150), 100)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=LARGE, color=GREY)
 
 
 def hide(axes):
@@ -242,13 +248,13 @@ def hide(axes):
 
 
 def write_in_empty(axis, text):
-    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", fontsize=9, color=GREY)
+    axis.text(0.5, 0.5, label(text), transform=axis.transAxes, ha="center", fontsize=SMALL, color=GREY)
     axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
 
 
 def label(text: str, limit: int = MAX_LABEL) -> str:
     """Fit a text for a figure: on one line, within the limit, and without formulas for matplotlib."""
-    words = " ".join(printable(text).split())
+    words = language.translate(" ".join(printable(text).split()), drawn=True)
     if len(words) > limit:
         words = f"{words[: limit - 1]}…"
     return words.replace("$", r"\$")

@@ -63,7 +63,7 @@ def _worked(records):
 # Scores and curves
 
 
-def scores_table(scores: dict, title: str = "Scores") -> Table:
+def scores_table(scores: dict, title: str = "Scores", column: str = "value") -> Table:
     """Return the scores of an evaluation. `beside` holds the same scores for each further column."""
     beside = scores.get("beside") or {}
     rows = []
@@ -71,7 +71,7 @@ def scores_table(scores: dict, title: str = "Scores") -> Table:
         if isinstance(value, (int, float)):
             values = [value, *(other.get(name, "") for other in beside.values())]
             rows.append((name, *map(_format_number, values)))
-    return Table(title, ("score", "value", *beside), rows)
+    return Table(title, ("score", column, *beside), rows)
 
 
 def _format_number(value):
@@ -81,14 +81,41 @@ def _format_number(value):
 
 
 def last_and_kept_tables(records: list) -> list[Table]:
-    """Return the scores of the last evaluation, and of the one whose weights are kept, if another."""
+    """Return the scores, if there are any: of the last evaluation, and of the one whose weights are kept."""
     evaluations = _of_kind(readable(records), "evaluation")
-    kept = [record for record in evaluations if record["kept"]][-1:]
-    tables = []
-    for record in evaluations[-1:] + [record for record in kept if record is not evaluations[-1]]:
-        which = ", whose weights are kept" if tables else ""
-        tables.append(scores_table(record["scores"], f"Scores after epoch {record['epoch'] + 1}{which}"))
-    return tables
+    if not evaluations:
+        return []
+    last = evaluations[-1]
+    kept = next((record for record in reversed(evaluations) if record["kept"]), None)
+    if kept is None or kept is last:
+        title = f"Scores after epoch {last['epoch'] + 1}"
+        return [scores_table(last["scores"], title, "last, kept" if kept else "last")]
+    title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept)"
+    both = {"beside": {"kept": kept["scores"], **(last["scores"].get("beside") or {})}}
+    return [scores_table(last["scores"] | both, title, "last")]
+
+
+def verdict(records: list) -> list[str]:
+    """Return what the scores of the kept weights say: nothing where they need no word, else one sentence."""
+    evaluations = _of_kind(readable(records), "evaluation")
+    kept = [record for record in evaluations if record["kept"]][-1:] or evaluations[-1:]
+    scores = kept[0]["scores"] if kept else {}
+    false, found, right = (_number(scores, name) for name in ("fa", "pd", "accuracy"))
+    classes = len((scores.get("confusion") or {}).get("classes") or ())
+    if false is not None and false > 0.1:
+        return ["The network marks nearly everything: train longer."]
+    if found == 0:
+        return ["The network finds no target yet: train longer."]
+    if right is not None and classes and right < 1 / classes + 0.1:
+        return [f"This is hardly better than guessing one of {classes} classes: train longer."]
+    if len(evaluations) > 3 and kept[0] is evaluations[-1]:
+        return ["The last epoch is the best one: train longer, and the scores may rise further."]
+    return []
+
+
+def _number(scores, name):
+    value = scores.get(name)
+    return value if isinstance(value, (int, float)) else None
 
 
 def curves(records: list) -> Series:
@@ -120,11 +147,13 @@ class Labels(NamedTuple):
     """A task's names of its scores. Empty for a task that tpukit does not know.
 
     score: the one that decides which weights are best. names: the scores worth a curve, with unit; all where
-    there are none. published: the paper's scores, where the run's dataset is the paper's."""
+    there are none. published: the paper's scores, where the run's dataset is the paper's. epochs: those that
+    the run is to train; 0 if its settings do not say."""
 
     score: str | None
     names: dict[str, str]
     published: dict[str, float]
+    epochs: int = 0
 
 
 NO_LABELS = Labels(None, {}, {})
@@ -132,11 +161,14 @@ NO_LABELS = Labels(None, {}, {})
 
 def labels_of(config: dict) -> Labels:
     """Return the `Labels` of a run. config: `Run.config`."""
+    epochs = config["settings"].get("epochs")
+    epochs = epochs if isinstance(epochs, int) and 0 < epochs < MAX_DRAWN else 0
     if config["task"] not in TASKS:
-        return NO_LABELS
+        return NO_LABELS._replace(epochs=epochs)
     kind = find(config["task"])
     folders = Path(str(config["settings"].get("dataset_dir")).lower()).parts
-    return Labels(kind.score, kind.score_names, kind.published if kind.dataset.lower() in folders else {})
+    published = kind.published if kind.dataset.lower() in folders else {}
+    return Labels(kind.score, kind.score_names, published, epochs)
 
 
 def _last_evaluated(records, name):
@@ -211,8 +243,8 @@ def _describe_graphs(session, speeds):
             if not _made_graphs(record):
                 reason = _why(record, ", because ")
                 sentences.append(f"The training step is not captured as a CUDA graph{reason}.")
-        if (mode := session[0].get("torch_compile", "no")) != "no":
-            sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
+        if session[0].get("compile") == "yes":
+            sentences.append("torch.compile compiled the loss; it does not report when.")
         return sentences or [words.NOTHING_COMPILES]
     if speeds and not expected:
         sentences.append("The training step was not compiled: this session had already compiled this graph.")

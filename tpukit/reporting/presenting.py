@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from tpukit.reporting import language
+
 
 def present(thing: Any) -> None:
     """Display a table, sentences or an image in a notebook, print it in a shell."""
+    thing = language.translated(thing)
     if in_notebook():
         from IPython.display import display
 

@@ -102,7 +102,9 @@ def show_runs(folder: str | Path) -> None:
         advice = "train first, or name the folder that holds the run folders"
         raise TpukitError(f"no run below {folder} has a curve yet: {advice}")
     if len(curves) == 1:
-        print(printable(f"one run in {folder}: the next one, in a folder of its own, is drawn beside it"))
+        print(
+            f"Only one run so far ({next(iter(curves))}). Train again with another name to compare both here."
+        )
         return
     names = sorted({score for series in curves.values() for score in series})
 

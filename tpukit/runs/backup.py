@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tpukit.host import environment, files
 from tpukit.host.environment import Environment
-from tpukit.host.errors import Damaged, TpukitError, first_line
+from tpukit.host.errors import Damaged, TpukitError, explained
 from tpukit.runs import hashes
 
 OTHER_FOLDER = "choose another backup, or, to resume what was backed up, a folder that does not exist yet"
@@ -39,7 +39,7 @@ class Backup:
         return str(self.path)
 
     def check_writable(self) -> None:
-        """Raise TpukitError, before a training, if no copy can be kept here."""
+        """Raise TpukitError, before a training run, if no copy can be kept here."""
         drive = environment.detect().drive
         if drive is not None and self.path.is_relative_to(drive.parent) and not drive.is_dir():
             raise TpukitError(f"{self} is on Drive, which is not mounted: call tpukit.mount_drive first")
@@ -50,22 +50,21 @@ class Backup:
     def owner(self, folder: Path) -> str | None:
         """Return the id of what is in a folder, None if it has none. Raises Damaged."""
         path = folder / self.names[0]
-        try:
+        advice = "copy it there from another copy of this folder, or choose another one"
+        with explained(f"{path} is damaged ({advice})", Damaged):
+            if not path.exists():
+                return None
             return json.loads(path.read_bytes())["id"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            advice = "copy it there from another copy of this folder, or choose another one"
-            raise Damaged(f"{path} is damaged ({first_line(error)}): {advice}") from error
 
     def check_owner(self, folder: Path, owner: str | None) -> None:
         """Raise TpukitError if what has this id, in `folder`, cannot be backed up here: the disk is gone, or
         this holds the backup of another, or other files."""
         self._check_mounted()
-        if (found := self.owner(self.path)) is None:
+        backed_up = self.owner(self.path)
+        if backed_up is None:
             files.check_empty((self.path / self.names[0]).parent)
-        elif found != owner:
-            other = f"belongs to another run than {folder} (id {found}, not {owner})"
+        elif backed_up != owner:
+            other = f"belongs to another run than {folder} (id {backed_up}, not {owner})"
             raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
 
     def check(self, folder: Path, owner: str | None) -> None:
@@ -176,12 +175,12 @@ def find_in_inputs(env: Environment, name: str) -> Path | None:
         return None
     # The deepest: notebooks/OWNER/NOTEBOOK/outputs/.
     patterns = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]
-    found = [folder for pattern in patterns for folder in sorted(env.inputs.glob(pattern)) if is_run(folder)]
-    if len(found) > 1:
+    runs = [folder for pattern in patterns for folder in sorted(env.inputs.glob(pattern)) if is_run(folder)]
+    if len(runs) > 1:
         raise TpukitError(
-            f"{len(found)} inputs hold a run named {name}: {', '.join(map(str, found))}. Remove all but one"
+            f"{len(runs)} inputs hold a run named {name}: {', '.join(map(str, runs))}. Remove all but one"
         )
-    return found[0] if found else None
+    return runs[0] if runs else None
 
 
 def is_run(folder: Path) -> bool:

@@ -9,15 +9,11 @@ from typing import Any, BinaryIO
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError
-from tpukit.host.tables import printable
+from tpukit.host.tables import say
 from tpukit.runs import hashes, weights
 from tpukit.runs.backup import MOUNT, Backup, Say
 
 ID = "checkpoints/id.json"  # of a loop that has a backup, so that no other loop replaces that
-
-
-def _print(text: str) -> None:
-    print(printable(text))
 
 
 class Checkpoints:
@@ -29,7 +25,7 @@ class Checkpoints:
 
     One process at a time saves, of several ranks the first; all may restore."""
 
-    def __init__(self, folder: str | Path, backup: str | Path | None = None, *, say: Say = _print):
+    def __init__(self, folder: str | Path, backup: str | Path | None = None, *, say: Say = say):
         """
         Args:
             backup: a folder that gets a copy of each checkpoint, and in which `restore` looks, too.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tpukit.host import files
-from tpukit.host.errors import Damaged, first_line
+from tpukit.host.errors import Damaged, explained, first_line
 
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
 LIST = "checkpoints/checkpoints.json"
@@ -71,16 +71,14 @@ def check_best(path: Path) -> None:
 def read_list(folder: Path) -> Listed | None:
     """Return the list of a folder, None if it is missing. Raises Damaged."""
     path = folder / LIST
-    try:
+    advice = "restore it from a copy of the folder, or choose another one"
+    with explained(f"{path} is damaged ({advice})", Damaged):
+        if not path.exists():
+            return None
         listed = json.loads(path.read_bytes())
-        if all(_is_ours(name) and isinstance(digests, list) for name, digests in listed.items()):
-            return listed
-        raise ValueError("it names other files")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        advice = "restore it from a copy of the folder, or choose another one"
-        raise Damaged(f"{path} is damaged ({first_line(error)}): {advice}") from error
+        if not all(_is_ours(name) and isinstance(digests, list) for name, digests in listed.items()):
+            raise ValueError("it names other files")
+        return listed
 
 
 def write_list(folder: Path, listed: Listed) -> None:
@@ -107,8 +105,8 @@ def steps(listed: Listed) -> dict[str, int]:
 
 def step_of(name: str) -> int | None:
     """Return the step of a checkpoint by its name in the folder; None if the file is not tpukit's."""
-    found = re.fullmatch(r"checkpoints/step-(\d{8,})\.pt", name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"checkpoints/step-(\d{8,})\.pt", name)
+    return int(match[1]) if match else None
 
 
 def _is_ours(name: str) -> bool:

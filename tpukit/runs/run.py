@@ -1,5 +1,5 @@
-"""A run directory: settings, records, checkpoints, best weights. The only channel between a training and its
-readers.
+"""A run directory: settings, records, checkpoints, best weights. Training writes it; everything else only
+reads it.
 
 config.json              task, settings, and the run's id
 records.jsonl            one JSON object per line: kind, step, time, values
@@ -13,7 +13,6 @@ own/                     a user's own files, and what was predicted for them
 cores/                   what each core of the last launch printed, and its error or stacks if it failed
 .lock                    host and pid of the process that trains here
 .launch-HOST.lock        host and pid of the process that launched the cores of that host
-.test                    marks a folder without a run, in which foreign weights were tested
 """
 
 import contextlib
@@ -27,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
-from tpukit.host.errors import Damaged, TpukitError
-from tpukit.host.tables import printable
+from tpukit.host.errors import Damaged, TpukitError, explained
+from tpukit.host.tables import printable, say
 from tpukit.runs import hashes, weights
 from tpukit.runs.backup import Backup, find_in_inputs
 from tpukit.runs.checkpoints import Checkpoints
@@ -56,7 +55,8 @@ class Run:
         self._progress_at = 0.0
 
     def read_only(self) -> "Run":
-        """The same run for a rank that is not 0: it reads, and drops what it is given to print or write."""
+        """Return the same run for a rank that is not 0: it reads, and drops what it is given to print or
+        write."""
         other = Run(self.path)
         other._writes = other.echo = False
         return other
@@ -115,7 +115,7 @@ class Run:
             if hashes.read_list(run.path) is None:
                 hashes.write_list(run.path, {})
         if run.backup:
-            _announce(f"every checkpoint is copied to {run.backup}")
+            say(f"every checkpoint is copied to {run.backup}")
         return run
 
     def _fetch(self, copy: Backup, task: Described) -> None:
@@ -125,26 +125,18 @@ class Run:
         copied = Run(copy.path)
         check_settings(copied.path, copied.config, task)
         copied.check_results()
-        _announce(f"restoring {self.path} from {copy}")
+        say(f"restoring {self.path} from {copy}")
         with files.atomic_folder(self.path) as folder:
-            copy.fetch(folder, _announce)
+            copy.fetch(folder, say)
 
     @classmethod
-    def find(cls, path: str | Path, *, trained: bool = True) -> "Run":
-        """Open a run for reading; raises TpukitError if there is none. trained=False: also an empty folder,
-        created if missing, in which foreign weights are tested."""
+    def find(cls, path: str | Path) -> "Run":
+        """Open a run for reading. Raises TpukitError if there is none."""
         run = cls(path)
-        if (run.path / "config.json").is_file():
-            return run
-        if trained:
+        if not (run.path / "config.json").is_file():
             below = ", ".join(sorted(str(config.parent) for config in run.path.glob("*/config.json")))
             hint = f"; runs below it: {below}" if below else ""
             raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
-        if not (run.path / ".test").exists():
-            files.check_empty(run.path)
-        with files.explain_unwritable(run.path):
-            run.path.mkdir(parents=True, exist_ok=True)
-            (run.path / ".test").touch()
         return run
 
     @contextlib.contextmanager
@@ -159,15 +151,11 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """task, settings and id that the run was opened with. Raises TpukitError if the file is damaged."""
-        try:
-            found = json.loads((self.path / "config.json").read_bytes())
-            return dict(found, task=found["task"], settings=dict(found["settings"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TpukitError(
-                f"{self.path}/config.json is damaged ({error}): copy it there from another copy of this run,"
-                " or choose another folder"
-            ) from error
+        """The task, settings and id that the run was opened with. Raises Damaged."""
+        path, advice = self.path / "config.json", "copy it there from another copy of this run"
+        with explained(f"{path} is damaged ({advice}, or choose another folder)", Damaged):
+            values = json.loads(path.read_bytes())
+            return dict(values, task=values["task"], settings=dict(values["settings"]))
 
     def _has_results(self) -> bool:
         """Return whether the folder holds results of training steps, other than checkpoints."""
@@ -178,7 +166,7 @@ class Run:
         """Raise TpukitError for results without checkpoints, which a new training would replace."""
         if hashes.read_list(self.path) is None and self._has_results():
             raise TpukitError(
-                f"{self.path} holds results of a training (best.safetensors, records.jsonl), but none of its"
+                f"{self.path} holds results of training (best.safetensors, records.jsonl), but none of its"
                 " checkpoints: put them back, or choose a new run folder (and another backup)"
             )
 
@@ -203,33 +191,32 @@ class Run:
         files.append(self.path / "records.jsonl", json.dumps(record) + "\n")
 
     def records(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """The records in the order of their steps; in the file an evaluation comes once it is scored, after
-        some later steps. A damaged line, or a last one cut short by a kill, is left out with a warning."""
+        """Return the records in the order of their steps; in the file an evaluation comes once it is scored,
+        after some later steps. A damaged line, or a last one cut short by a kill, is left out with a
+        warning."""
         path, records = self.path / "records.jsonl", []
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
                 record = json.loads(line)
-                numbers = record["step"], record["time"]
-                if isinstance(record["kind"], str) and all(0 <= number < 2**53 for number in numbers):
+                if not all(0 <= record[name] < 2**53 for name in ("step", "time")):
+                    raise ValueError
+                if kind in (None, record["kind"]):
                     records.append(record)
-                    continue
             except (ValueError, KeyError, TypeError, RecursionError):
-                pass
-            warnings.warn(f"{path}: line {number} is damaged and left out", stacklevel=2)
-        found = [record for record in records if kind is None or record["kind"] == kind]
-        return sorted(found, key=operator.itemgetter("step"))
+                warnings.warn(f"{path}: line {number} is damaged and left out", stacklevel=2)
+        return sorted(records, key=operator.itemgetter("step"))
 
     def records_size(self) -> int:
-        """Bytes of the records."""
+        """Return the size of the records in bytes."""
         path = self.path / "records.jsonl"
         return path.stat().st_size if path.exists() else 0
 
     def _cut_records(self, size: int) -> None:
         """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again."""
-        path = self.path / "records.jsonl"
-        if (found := self.records_size()) < size:
-            self.print(f"{path}: {size - found} of {size} bytes are lost")
-        if found > size:
+        path, there = self.path / "records.jsonl", self.records_size()
+        if there < size:
+            self.print(f"{path}: {size - there} of {size} bytes are lost")
+        if there > size:
             files.write_atomic(path, path.read_bytes()[:size])
 
     def write_progress(self, *, step: int, total: int, **values: Any) -> None:
@@ -247,7 +234,7 @@ class Run:
         return {}
 
     def stop_requested(self) -> int | None:
-        """The signal that the notebook's process passes on to its cores through the run directory."""
+        """Return the signal that the notebook's process passes on to its cores through the run directory."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return int((self.path / "cores" / "stop").read_text())
         return None
@@ -310,11 +297,6 @@ class Run:
         hashes.put(self.path, hashes.BEST, lambda file: file.write(data))
 
 
-def _announce(text: str) -> None:
-    """Print a line before there is a log."""
-    print(printable(f"run: {text}"))
-
-
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives them back, with None for floats that are not finite."""
+    """Return values as JSON gives them back, with None for floats that are not finite."""
     return json.loads(json.dumps(values), parse_constant=lambda name: None)

@@ -4,12 +4,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.json_types import has_type
 
 
 class Described(Protocol):
@@ -26,29 +26,36 @@ Kind = TypeVar("Kind", bound=Described)
 
 
 def setting(default: Any, *, free: bool = False) -> Any:
-    """A dataclass field of a task. free=True: a resumed run may change it, because it does not change the
-    result."""
+    """Return a dataclass field of a task. free=True: a resumed run may change it, because it does not change
+    the result."""
     return dataclasses.field(default=default, metadata={"free": free})
 
 
 def as_declared(name: str, value: Any, declared: Any) -> Any:
-    """Return the value of a setting, a whole float as an int where one is declared. Raises TpukitError for a
-    value of another type than declared. name: of the setting."""
-    kinds = {declared, *get_args(declared)}
+    """Return the value of a setting in its declared type: a whole float as an int, a str as a Path, a list,
+    as in JSON, as a tuple. Raises TpukitError for a value of another type. name: of the setting."""
     if get_origin(declared) is Literal:
         if value not in get_args(declared):
             raise TpukitError(f"{name}={value!r}: choose one of {', '.join(get_args(declared))}")
         return value
+    members = get_args(declared) if get_origin(declared) in (Union, UnionType) else [declared]
+    kinds = {get_origin(member) or member: get_args(member) for member in members}
     if type(value) in kinds:
         return value
+    if Path in kinds and isinstance(value, str):
+        return Path(value)
+    if tuple in kinds and isinstance(value, list):
+        return tuple(as_declared(name, item, kinds[tuple][0]) for item in value)
     is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     is_whole = is_number and (isinstance(value, int) or float(value).is_integer())
     rules = {
         bool: (isinstance(value, bool), "True or False"),
         int: (is_whole, "a whole number"),
         float: (is_number, "a number"),
+        str: (isinstance(value, str), "a text in quotes"),
+        tuple: (isinstance(value, tuple), "a tuple, such as ('head',)"),
     }
-    for kind in kinds & rules.keys():
+    for kind in kinds.keys() & rules.keys():
         is_right, wanted = rules[kind]
         if not is_right:
             raise TpukitError(f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}")
@@ -86,22 +93,8 @@ def model_settings(task: Described) -> dict[str, Any]:
 
 
 def from_settings(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
-    """Return a task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does
-    not have, come back.
-
-    What is given for no field of the class is left out. Raises TypeError for a value of another type, as
-    damaged files have."""
+    """Return a task of a class with settings as `settings_dict` gives them. What is given for no field of the
+    class is left out. Raises TpukitError as `as_declared`."""
     types, fields = get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: _from_json(types[name], given[name]) for name in fields & given.keys()})
-
-
-def _from_json(declared: Any, value: Any) -> Any:
-    kinds = {declared, *get_args(declared)}
-    if isinstance(value, list) and (tuples := [kind for kind in kinds if get_origin(kind) is tuple]):
-        return tuple(_from_json(tuples[0], item) for item in value)
-    if isinstance(value, str) and Path in kinds:
-        return Path(value)
-    is_plain = all(isinstance(kind, type) for kind in get_args(declared) or [declared])
-    if is_plain and not has_type(value, declared):
-        raise TypeError(f"{value!r} is not of type {getattr(declared, '__name__', declared)}")
-    return value
+    names = fields & given.keys()
+    return kind(**{name: as_declared(name, given[name], types[name]) for name in names})

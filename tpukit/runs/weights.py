@@ -4,14 +4,14 @@ import argparse
 import contextlib
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from tpukit.host import files
-from tpukit.host.errors import Damaged, TpukitError, first_line
+from tpukit.host.errors import Damaged, TpukitError, explained
 from tpukit.runs import hashes
 
 if TYPE_CHECKING:
@@ -44,21 +44,18 @@ def read(path: str | Path) -> "dict[str, Tensor]":
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            content = load_file(path)
+            content: Any = load_file(path)
         else:
             content = load_tensors(path)
-    keys: list = []
     for key in KEYS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if isinstance(content, dict):
-        keys = [str(key) for key in content]
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     ):
-        holds = f", which has {', '.join(keys[:8])}" if keys else ""
+        keys = f" of {', '.join(map(str, content)):.200}" if isinstance(content, dict) else ""
         raise TpukitError(
-            f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__}{holds}: save the"
+            f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__}{keys}: save the"
             " state dict alone, or under state_dict"
         )
     for name, tensor in content.items():
@@ -69,11 +66,10 @@ def read(path: str | Path) -> "dict[str, Tensor]":
 
 
 def _without_prefixes(content):
-    """The tensors without the prefixes that all their names begin with."""
-    while content and (
-        found := [each for each in PREFIXES if all(name.startswith(each) for name in content)]
-    ):
-        content = {name.removeprefix(found[0]): tensor for name, tensor in content.items()}
+    """Return the tensors without the prefixes that all their names begin with."""
+    for prefix in PREFIXES:
+        if content and all(name.startswith(prefix) for name in content):
+            return _without_prefixes({name.removeprefix(prefix): value for name, value in content.items()})
     return content
 
 
@@ -89,13 +85,15 @@ def load_tensors(path: Path | BinaryIO) -> Any:
         if "weights_only" not in str(error):
             raise
         # torch goes on to recommend weights_only=False, which would run the code.
-        found = re.search(r"GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", str(error))
-        asked = found[1] or found[2] if found else "something that is not a tensor"
-        raise pickle.UnpicklingError(f"this pickle asks to load {asked}, which could run code") from None
+        match = re.search(r"GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", str(error))
+        asked = match[1] or match[2] if match else "something that is not a tensor"
+        raise pickle.UnpicklingError(
+            f"it asks to load {asked}, which could run code: ask for a state dict or a .safetensors file"
+        ) from None
 
 
 def _plain_types():
-    """Types of numbers and settings that checkpoints hold besides tensors, and that run no code."""
+    """Return types that checkpoints hold besides tensors, and that run no code: numbers and settings."""
     numbers = (np.float16, np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_)
     scalar = np.float64(0).__reduce__()[0]
     names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # of NumPy 1 and 2
@@ -143,28 +141,19 @@ def metadata(path: str | Path) -> dict[str, str]:
 
 
 def epoch_of(path: str | Path) -> int | None:
-    """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
+    """Return the epoch (from 0) at which a run kept its best.safetensors, or None for a file from
+    elsewhere."""
     epoch = metadata(path).get("epoch", "")
     return int(epoch) if re.fullmatch(r"[0-9]{1,9}", epoch) else None
 
 
-@contextlib.contextmanager
-def explain_damage(path: Path) -> Iterator[None]:
+def explain_damage(path: Path) -> contextlib.AbstractContextManager[None]:
     """Context manager: raise whatever reading a weight file raises as Damaged."""
-    try:
-        yield
-    except TpukitError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise Damaged(
-            f"weights {path}: {error}, so it was not opened. Ask for a state dict or a .safetensors file"
-        ) from error
-    except Exception as error:  # torch and safetensors raise many types for a damaged file
-        raise Damaged(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
+    return explained(f"weights {path}: damaged or not a weight file", Damaged)
 
 
 def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a .safetensors file of CPU tensors."""
+    """Return the bytes of a .safetensors file of CPU tensors."""
     from safetensors.torch import save
 
     return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=dict(metadata))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -24,6 +24,31 @@ if TYPE_CHECKING:
 
 SYNTHETIC_NOTE = "Synthetic, made by tpukit; not real data.\n"
 DEMO = "demo"  # in place of a folder: the synthetic set
+
+
+class Findable(Protocol):
+    """The part of a task's class that only `find_dataset` asks for. What has a default may be left out."""
+
+    dataset_parts: ClassVar[tuple[str, ...]]
+    """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
+    synthetic_size: ClassVar[int]
+    """Samples of the synthetic dataset, train and test together, by default."""
+    synthetic_size_accelerator: ClassVar[int] = 0
+    """The same on a TPU or a GPU; 0: as many as without."""
+    needs_own_data: ClassVar[bool] = False
+    """If True, the command line stops where the data are missing, unless a synthetic set is requested."""
+    fallback: ClassVar[Path | None] = None
+    """A folder that may hold the dataset, too."""
+
+    @staticmethod
+    def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
+        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
+
+    @staticmethod
+    def download(folder: Path) -> None:
+        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError if that
+        fails."""
+        raise TpukitError("tpukit does not download it")
 
 
 def find_dataset(
@@ -71,7 +96,7 @@ def find_dataset(
         )
     task = _require_task(name)
     try:
-        folder = _made(env.outputs / "datasets" / f"{name}-downloaded", task.download)
+        folder = _made(env.outputs / "datasets" / f"{name}-downloaded", _asked(task, "download"))
     except TpukitError as error:
         unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
         searched = f"on Drive, in Kaggle inputs or in ./datasets{unseen}"
@@ -89,9 +114,9 @@ def find_dataset(
 def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo: bool = False) -> Task:
     """Return the task with the folder of its dataset: the given one, one that is found here, or a synthetic
     set of `size` samples, for a task that needs the user's own data only with `demo`."""
-    demo = demo or not task.needs_own_data
-    found = find_dataset(task.dataset, task.dataset_dir, size=size, demo=demo, env=env)
-    return dataclasses.replace(task, dataset_dir=found)
+    demo = demo or not _asked(task, "needs_own_data")
+    folder = find_dataset(task.dataset, task.dataset_dir, size=size, demo=demo, env=env)
+    return dataclasses.replace(task, dataset_dir=folder)
 
 
 def make_synthetic(name: str, folder: Path | str, *, size: int | None = None) -> Path:
@@ -129,7 +154,7 @@ def _places(env, name, fallback):
     if env.host == "kaggle":
         yield from _kaggle_inputs(env.inputs, name)
     yield from _named(Path("datasets"), name, "found in ./datasets")
-    fallback = fallback or getattr(_task_of(name), "fallback", None)
+    fallback = fallback or _asked(_task_of(name), "fallback")
     if fallback and Path(fallback).is_dir():
         yield Path(fallback), f"found at ./{fallback}"
     if on_drive and drive.ask_for_drive(env):
@@ -184,7 +209,7 @@ def _synthetic(env, name, size, task, why):
     """Return a synthetic set in the outputs, and print the reason why it is taken."""
     note = f"{size} synthetic samples"
     if not size:
-        large = task.synthetic_size_accelerator if env.accelerator in ("tpu", "cuda") else 0
+        large = _asked(task, "synthetic_size_accelerator") if env.accelerator in ("tpu", "cuda") else 0
         size = large or task.synthetic_size
         note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
@@ -203,8 +228,13 @@ def _made(folder, make):
     return folder
 
 
-def _task_of(name) -> type[Task] | None:
-    """Return the class of the task with a dataset of this name."""
+def _asked(task: Any, name: str) -> Any:
+    """Return what a task or its class has of `Findable`, by default as there."""
+    return getattr(task, name, getattr(Findable, name))
+
+
+def _task_of(name: str) -> Any:
+    """Return the class of the task with a dataset of this name, a `Findable`, or None."""
     return next((find(key) for key, entry in TASKS.items() if entry.dataset.lower() == name.lower()), None)
 
 

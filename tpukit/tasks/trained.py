@@ -11,6 +11,9 @@ from tpukit.runs.run import Run
 from tpukit.runs.settings import from_settings
 from tpukit.training.task import Task
 
+DEMO = "demo"  # in place of a run or of files: what comes with tpukit
+DEMO_FOLDER = Path(__file__).parent / "mshnet" / "demo"  # a small MSHNet and infrared images
+
 
 def task_of(config: dict) -> Task:
     """The task of a run's config, dict(task, settings), with fresh weights: those that it started from may be
@@ -20,8 +23,10 @@ def task_of(config: dict) -> Task:
             f"{config['task']} is a task of your own, which its name does not find: from Python, give it as"
             " task=TASK"
         )
-    with explained(f"the settings of a {config['task']} are damaged"):
+    try:
         return from_settings(tasks.find(config["task"]), config["settings"] | dict(weights=None))
+    except TpukitError as error:
+        raise TpukitError(f"the settings of a {config['task']} are damaged: {error}") from error
 
 
 def config_of(path: Path) -> dict | None:
@@ -34,11 +39,14 @@ def config_of(path: Path) -> dict | None:
 
 
 def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tuple[Task, Path]:
-    """(task, weights file) of a `Run`, a run's folder, or a weights file.
+    """Return (task, weights file) of a `Run`, a run's folder, a weights file, or "demo", the small MSHNet
+    that comes with tpukit.
 
     The task has the file as its `weights`, because what it says of classes may count. task: one of the user's
     own, or the name of a task, for a file that does not name its own. Raises TpukitError where there are no
     weights, or they are of no task that is known, or of another."""
+    if str(source) == DEMO and not Path(DEMO).exists():
+        source = DEMO_FOLDER / "weights.safetensors"
     if isinstance(source, Run) or Path(source).is_dir():
         run = source if isinstance(source, Run) else Run.find(source)
         path = run.best()

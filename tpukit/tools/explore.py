@@ -51,12 +51,12 @@ def threshold_figure(
     values = scores[threshold]
     names = list(score_names) or [name for name, value in values.items() if isinstance(value, float)]
     columns = max(len(panels), len(names))
-    figure, axes = figures.subplots(2, columns, (3.2 * columns, 5.6), height_ratios=(3.4, 2.2))
+    figure, axes = figures.subplots(2, columns, 5.6, height_ratios=(3.4, 2.2))
     figures.draw_panels(axes[0], panels)
     figures.hide(axes[1, len(names) :])
     for axis, name in zip(axes[1], names):
         figures.plot(axis, list(scores), [row[name] for row in scores.values()], figures.BLUE)
         axis.axvline(threshold, color=figures.RED, lw=1.2)
-        figures.start_at_zero(axis, [row[name] for row in scores.values()])
+        figures.fit_scores(axis, sorted(row[name] for row in scores.values()))
         figures.finish(axis, f"{score_names.get(name, name)}: {values[name]:.3g}", "threshold")
     return figure

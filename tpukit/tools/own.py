@@ -8,7 +8,7 @@ import json
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -21,6 +21,7 @@ from tpukit.reporting.display import predictions_figure
 from tpukit.reporting.output import offer_download, present_figure
 from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
+from tpukit.tasks.trained import DEMO, find_trained, task_of
 
 if TYPE_CHECKING:
     from tpukit.tools.own_files import Sample
@@ -37,8 +38,8 @@ def save_predictions(
 ) -> list[dict]:
     """Save what was predicted for a user's own files, one after the other, and return it: a list of dicts.
 
-    samples: of `own_files.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the
-    folder: predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png,
+    samples: of `own_files.predict_files`. Each dict: name, and what the task's `results` gives, or `error`.
+    In the folder: predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png,
     images/NAME.npy), and, with pictures, pictures/NAME.png."""
     results, listed, taken = [], [], set()
     for sample in samples:
@@ -62,7 +63,10 @@ def result_of(task: "Task", sample: "Sample") -> dict:
     """Return dict(name, ...) of a sample: the task's results, or `error`."""
     if sample.batch is None:
         return dict(name=sample.name, error=sample.error)
-    return dict(name=sample.name, **task.results(sample.batch, sample.prediction)[0])
+    from tpukit.tools.own_files import method_of
+
+    results = method_of(task, "results")
+    return dict(name=sample.name, **results(sample.batch, sample.prediction)[0])
 
 
 def _six_digits(value):
@@ -120,11 +124,21 @@ def _as_csv(entries):
     return out.getvalue()
 
 
-def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
+def show_own(run: "Run | Literal['demo']", task: "Task | None" = None, paths: str | Path | list = "") -> None:
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
 
-    paths: a file, a folder, or a list of files. Empty: test images stand in for them, and an open page gets a
-    button to upload. What is uploaded also joins the zip of `save_zip`, if there is one."""
+    run: or "demo", the small MSHNet that comes with tpukit, which saves nothing; without paths it shows four
+    infrared images that come with it. task: of the run. paths: a file, a folder, or a list of files. Empty:
+    test images stand in for them, and an open page gets a button to upload. What is uploaded also joins the
+    zip of `save_zip`, if there is one."""
+    if not isinstance(run, Run):
+        demo, best = find_trained(run)
+        figure, _ = _predict(
+            best, demo, paths or DEMO, "Detections of the small MSHNet that comes with tpukit"
+        )
+        present_figure(figure)
+        return
+    task = task or task_of(run.config)
     if paths:
         present_figure(_predict_and_save(run, task, paths))
         return
@@ -141,16 +155,21 @@ def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
     show_with_controls(draw, upload=("FileUpload", dict(multiple=True)))
 
 
-def _predict_and_save(run, task, paths):
-    """Save the predictions, and return their figure. Raises TpukitError for a file that cannot be read:
-    nothing is saved."""
+def _predict(best, task, paths, title):
+    """Return (figure, samples) of a user's files. Raises TpukitError for a file that cannot be read."""
     from tpukit.tools import own_files
 
-    samples = own_files.predict_own(run, task, paths, limit=MAX_SHOWN)
+    task = dataclasses.replace(task, weights=best)
+    samples = own_files.predict_own(best, task, paths, limit=MAX_SHOWN)
+    rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
+    return figures.panels_figure(rows, title, [sample.name for sample in samples]), samples
+
+
+def _predict_and_save(run, task, paths):
+    """Save the predictions, and return their figure. If a file cannot be read, nothing is saved."""
+    figure, samples = _predict(run.best(), task, paths, "Your own files")
     task = dataclasses.replace(task, weights=run.best())
     save_predictions(task, samples, run.path / "own", pictures=False)
-    rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
-    figure = figures.panels_figure(rows, "Your own files", [sample.name for sample in samples])
     _save(run.path / "own/predictions.png", figures.as_png(figure))
     return figure
 

@@ -3,12 +3,13 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import glob
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +19,53 @@ from torch.utils._pytree import tree_map, tree_map_only
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
-from tpukit.runs.run import Run
+from tpukit.tasks.trained import DEMO, DEMO_FOLDER
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
 from tpukit.training.task import Task
+
+Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
+
+
+class OwnFiles(Protocol):
+    """The part of a task that only a user's own files ask for. `read_files` has no default; the others do as
+    here if a task leaves them out."""
+
+    def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
+        """Read a user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays
+        that a user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
+
+        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
+        such a batch. Raises TpukitError naming a file that cannot be read."""
+        ...
+
+    def results(self, batch: Arrays, predictions: Any) -> list[dict]:
+        """Return a user's results for files of their own: a dict for each sample, of numbers, strings, lists
+        of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a
+        mask.
+
+        batch, predictions: arrays (N, ...), as `panels` gets them."""
+        values = np.asarray(predictions)
+        return [dict(prediction=value if np.ndim(value) else value.item()) for value in values]
+
+    def split(self, batch: Arrays) -> tuple[list[Arrays], Callable[[list], object]]:
+        """(rows, join): a sample of a user's own (dict of arrays (1, ...)) as rows of one shape for all
+        samples, a list of dicts of arrays without the batch's axis; and a function from the list of their
+        predictions to that of the sample, (1, ...). This is one row; a task with samples of any size has its
+        own, which may cut a sample into several."""
+        row = {name: values[0] for name, values in batch.items()}
+        return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
+
+
+def method_of(task: Task, name: str) -> Callable[..., Any]:
+    """Return a method of `OwnFiles`: the task's own, or the default. Raises TpukitError if the task reads no
+    files."""
+    kind = type(task)
+    if name == "read_files" and not hasattr(kind, name):
+        raise TpukitError(
+            f"{kind.__name__} must implement read_files() to predict a user's own files:"
+            " tpukit/tasks/mnist.py shows how"
+        )
+    return getattr(task, name, None) or functools.partial(getattr(OwnFiles, name), task)
 
 
 @dataclasses.dataclass
@@ -43,19 +88,20 @@ def predict_files(
 
     best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
     with `error`; the others are still predicted."""
+    read_files, split = method_of(task, "read_files"), method_of(task, "split")
     predictor = open_predictor(task, best, runtime)
     waiting = collections.deque()  # (sample, function that joins its rows' predictions, number of rows)
 
     def rows():
         for path in paths:
             try:
-                batch, names = task.read_files([path], best)
+                batch, names = read_files([path], best)
             except TpukitError as error:
                 waiting.append((Sample(path.name, error=printable(error)), None, 0))
                 continue
             for index, name in enumerate(names):
                 one = {key: values[index : index + 1] for key, values in batch.items()}
-                parts, join = getattr(task, "split", split)(one)
+                parts, join = split(one)
                 waiting.append((Sample(name, one), join, len(parts)))
                 yield from parts
 
@@ -81,11 +127,10 @@ def predict_files(
     yield from (sample for sample, _, _ in waiting)
 
 
-def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
-    """Return the `Sample` of each of a user's files, by the run's best weights, on the CPU.
+def predict_own(best: Path, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
+    """Return the `Sample` of each of a user's files, by a file of weights, on the CPU.
 
     Raises TpukitError for a file that cannot be read, or for more than `limit` samples."""
-    best = run.best()
     task = dataclasses.replace(task, weights=best)
     runtime = Runtime("cpu")  # see `prediction.predict_test_images`
     predicted = predict_files(task, best, list_files(paths), runtime)
@@ -100,23 +145,16 @@ def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -
     return samples
 
 
-def split(batch: dict[str, np.ndarray]) -> tuple[list[dict[str, np.ndarray]], Callable[[list], object]]:
-    """(rows, join): a sample of a user's own (dict of arrays (1, ...)) as rows of one shape for all samples,
-    a list of dicts of arrays without the batch's axis; and a function from the list of their predictions to
-    that of the sample, (1, ...). This is one row; a task with samples of any size has its own, which may cut
-    a sample into several."""
-    row = {name: values[0] for name, values in batch.items()}
-    return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
-
-
 def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """Return the files that were named, those of a folder or a pattern (`*.png`) sorted by name, without
-    hidden ones.
+    hidden ones; for "demo", the infrared images that come with tpukit.
 
     Raises TpukitError where there is none, or two of one name, which could not be told apart in the results.
     """
     found = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        if str(path) == DEMO and not Path(DEMO).exists():
+            path = DEMO_FOLDER / "*.png"
         path = Path(path).expanduser()
         pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
         entries = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))

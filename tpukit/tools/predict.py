@@ -33,9 +33,9 @@ def predict(
     """Predict your own files with the best weights of a run. A file that cannot be read is left out.
 
     Args:
-        run: a `Run`, the folder of one, or a weights file.
+        run: a `Run`, the folder of one, a weights file, or demo, the small MSHNet that comes with tpukit.
         files: paths (files, folders, patterns), numpy arrays or PIL images; of CDEIT, files or arrays of
-            voltages.
+            voltages. demo: four infrared images that come with tpukit.
         task: a task of your own, or one with other settings, or the name of a task for a file that does not
             name its own.
         out: a new or empty folder for the results, with a picture of each sample.

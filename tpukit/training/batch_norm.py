@@ -1,6 +1,6 @@
 """Variants of batch norm for several cores, and for training with frozen statistics."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.tensors import is_on_xla
 from tpukit.host.errors import TpukitError
-
-
-class Shares(Protocol):
-    """The settings of a task that decide how many samples a batch norm sees at once."""
-
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def micro_batches(self) -> int: ...
-    @property
-    def batch_norm(self) -> str: ...
-    def model(self) -> nn.Module: ...
 
 
 def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:
@@ -43,29 +31,28 @@ MIN_SHARE = 16
 1)."""
 
 
-def why_one_gpu(task: Shares, gpus: int) -> str:
+def why_one_gpu(make_model: Callable[[], nn.Module], variant: str, share: int, batch_size: int) -> str:
     """Return a reason if each of several GPUs would have fewer than `MIN_SHARE` samples for its batch norms,
     otherwise "".
 
     Such a share is also too little work for a card: a step is bound by its launches, of which each card does
-    all."""
-    share = task.batch_size // gpus // task.micro_batches
-    if share >= MIN_SHARE or task.batch_norm != "per-core" or not _has_statistics_of_the_batch(task.model()):
+    all. share: samples of a batch that one GPU sees at once."""
+    if share >= MIN_SHARE or variant != "per-core" or not _has_statistics_of_the_batch(make_model()):
         return ""
     return (
-        f"on each, batch norm would see {share} of {task.batch_size} samples, too few for its statistics and"
-        " to be faster"
+        f"on each, batch norm would see {share} of {batch_size} samples, too few for its statistics and to be"
+        " faster"
     )
 
 
-def note(model: nn.Module, task: Shares, runtime: Runtime) -> str:
+def note(model: nn.Module, batch_size: int, micro_batches: int, runtime: Runtime) -> str:
     """Return a sentence on batch norms that see only a part of each batch, or ""."""
     if runtime.world.size == 1 or not _has_statistics_of_the_batch(model):
         return ""
-    share = task.batch_size // runtime.cores // task.micro_batches
+    share = batch_size // runtime.cores // micro_batches
     of_whole_batch = dict(cuda="batch_norm='synced' or cores=1", tpu="parallel='spmd' or cores=1")
     return (
-        f"batch norm takes its statistics from each core's {share} of {task.batch_size} samples; "
+        f"batch norm takes its statistics from each core's {share} of {batch_size} samples; "
         f"{of_whole_batch.get(runtime.accelerator, 'cores=1')} takes them from the whole batch"
     )
 

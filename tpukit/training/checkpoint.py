@@ -1,8 +1,8 @@
-"""Save and restore the state of a training. Both are collective."""
+"""Save and restore the state of a training run. Both are collective."""
 
 import dataclasses
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from tpukit.training import metrics
 from tpukit.training.saver import Saver
 from tpukit.training.task import Task
 
-FORMAT = 5  # of a checkpoint's state
+FORMAT = 6  # of a checkpoint's state
 TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
 
 
@@ -37,12 +37,12 @@ class TrainState:
 
 
 class Origin(NamedTuple):
-    """Data and optimizer that a run was started with, and must be resumed with; test_signature may change."""
+    """Signatures of the data and the optimizer that a run was started with. It must be resumed with the same,
+    but for the test set."""
 
-    train_size: int
-    data_signature: dict
-    test_signature: dict
-    optimizer_signature: dict
+    train_set: dict[str, str]
+    test_set: dict[str, str]
+    optimizer_settings: dict[str, str]
 
 
 def save(
@@ -71,8 +71,8 @@ def restore(
     Raises TpukitError for a checkpoint of another version, dataset, model or optimizer.
     """
     # Rank 0 reads for all: where the newest checkpoint is damaged, all go on from the same older one.
-    found = (run.restore(), run.has_whole_best()) if runtime.world.rank == 0 else None
-    saved, has_whole_best = runtime.world.broadcast(found)
+    read = (run.restore(), run.has_whole_best()) if runtime.world.rank == 0 else None
+    saved, has_whole_best = runtime.world.broadcast(read)
     if saved is None:
         return TrainState(), metrics.SUMS
     _check_origin(run, task, saved, origin, parts["model"])
@@ -86,7 +86,7 @@ def restore(
     state = TrainState(**saved["state"])
     if not has_whole_best:
         state.best = None
-    if changed := differences(saved["test_signature"], origin.test_signature):
+    if changed := differences(saved["test_set"], origin.test_set):
         state.best = None  # which no score on these samples can be compared with
         run.print(
             f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other"
@@ -109,20 +109,24 @@ def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn
             f"{run.path} was written by another version of tpukit: start a new run, and pass this run's"
             " best.safetensors as weights= to keep its result"
         )
-    data, code = f"other data than {task.dataset_dir} holds now", type(task).__name__
-    if saved["train_size"] != origin.train_size:
-        raise _changed(run, f"on {data}: {saved['train_size']} samples, not {origin.train_size}")
-    if changed := differences(saved["data_signature"], origin.data_signature):
-        raise _changed(run, f"on {data}, with other {' and '.join(changed)}")
+    code = type(task).__name__
+    if changed := differences(saved["train_set"], origin.train_set):
+        data = f"on other data than {task.dataset_dir} holds now"
+        raise _changed(run, f"{data}, with other {' and '.join(changed)}")
     if what := weights.differences(saved["model"], model.state_dict()):
         raise _changed(run, f"with another model than {code}.model() makes now: {what}")
-    old, new = saved["optimizer_signature"], origin.optimizer_signature
+    old, new = saved["optimizer_settings"], origin.optimizer_settings
     if what := ", ".join(f"{name} was {old[name]}, is {new[name]}" for name in differences(old, new)[:3]):
         raise _changed(run, f"with another optimizer than {code}.optimizer() makes now: {what}")
 
 
 def _changed(run: Run, what: str) -> TpukitError:
     return TpukitError(f"{run.path} was trained {what}. Undo the change, or {TRAIN_ANEW}")
+
+
+def data_signature(task: Task, data: Any) -> dict[str, str]:
+    """Return the signature of one of a task's datasets: its size, and what the task adds."""
+    return {"number of samples": str(len(data)), **task.data_signature(data)}
 
 
 def differences(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
@@ -133,13 +137,13 @@ def differences(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
 
 def _load_optimizer(optimizer: Optimizer, saved: dict) -> None:
     """Load an optimizer's state, and keep how this device counts its steps, updates, and lays out memory."""
-    for group, of_this_device in zip(saved["param_groups"], optimizer.param_groups):
-        for name in {"capturable", "fused"} & of_this_device.keys():
-            group[name] = of_this_device[name]
+    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups):
+        for name in {"capturable", "fused"} & group.keys():
+            saved_group[name] = group[name]
     optimizer.load_state_dict(saved)
     # Fused updates on a GPU need the layout of the parameter; the run may come from another one.
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            is_like_it = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if is_like_it and value.stride() != parameter.stride():
+            has_its_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if has_its_shape and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -91,7 +91,8 @@ class BatchLoader:
 
         Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what
         one device would."""
-        if self.workers == 0:
+        # Threads would only take the interpreter from each other for an index and a few numbers.
+        if self.workers == 0 or self.resident is not None:
             yield from (self.runtime.put_batch(self._make(spec)) for spec in plan)
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix="batches")
@@ -107,7 +108,7 @@ class BatchLoader:
             pool.shutdown(cancel_futures=True)
 
     def _make(self, spec: BatchSpec) -> dict[str, np.ndarray]:
-        """dict of numpy arrays: what goes to the device for this rank's share of a batch."""
+        """Return what goes to the device for this rank's share of a batch: dict of numpy arrays."""
         indices, numbers, valid = spec.of_rank(self.runtime.world.rank, self.runtime.world.size)
         if self.resident is None:
             batch = self.data.batch(indices, numbers)

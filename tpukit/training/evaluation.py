@@ -1,4 +1,4 @@
-"""Scoring weights: `test` for a run, `Evaluator` for the epochs of a training."""
+"""Scoring weights: `test` for a run, `Evaluator` for the epochs of a training run."""
 
 import concurrent.futures
 import contextlib
@@ -47,7 +47,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
-        model = runtime.to_device(model, channels_last=task.channels_last)
+        model = runtime.to_device(model)
         log_notes(run, data, runtime)
         loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
@@ -85,7 +85,7 @@ def scores_of(task: Task, predictions: list) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """An epoch of a training whose scores are being computed: on rank 0."""
+    """An epoch of a training run whose scores are being computed: on rank 0."""
 
     step: int
     epoch: int
@@ -97,7 +97,7 @@ class Scoring:
 
 
 class Evaluator:
-    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch
+    """Evaluates the epochs of a training run: predicts at once, and computes the scores while the next epoch
     trains."""
 
     def __init__(
@@ -127,13 +127,15 @@ class Evaluator:
             scores = self.executor.submit(_timed_scores, self.task, predicted)
             self.pending = Scoring(step, epoch, loss, time.monotonic() - started, copied(), scores)
 
-    def collect(self, state: TrainState, *, wait: bool) -> None:
-        """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep
-        the best weights.
+    def has_scores(self) -> bool:
+        """Return True if there is an epoch to collect, and `collect` need not wait."""
+        return self.pending is not None and self.pending.scores.done()
 
-        wait: until the scores are there; otherwise an epoch that is not scored yet stays pending."""
+    def collect(self, state: TrainState) -> None:
+        """Wait for the scores that are being computed, if there are any, and record their epoch, in the
+        `TrainState` too; keep the best weights."""
         task, done = self.task, self.pending
-        if done is None or not (wait or done.scores.done()):
+        if done is None:
             return
         self.pending = None
         self.scores, scoring_s = done.scores.result()

@@ -1,9 +1,11 @@
-"""The plan of launching a training: `launch_plan`."""
+"""The plan of launching a training run: `launch_plan`."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch import nn
 
 from tpukit.devices.runtime import check_batch
 from tpukit.host import files
@@ -13,11 +15,18 @@ from tpukit.runs.run import Run
 from tpukit.training import batch_norm
 
 
-class Launched(batch_norm.Shares, Protocol):
-    """What a launch asks of a task."""
+class Launched(Protocol):
+    """The part of a task that a launch asks for."""
 
     @property
+    def batch_size(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def batch_norm(self) -> str: ...
+    @property
     def precision(self) -> str: ...
+    def model(self) -> nn.Module: ...
     def libtpu_args(self, batch_size: int) -> str: ...
 
 
@@ -35,10 +44,14 @@ def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
     @contextlib.contextmanager
     def reserve() -> Iterator[Path]:
         with files.exclusive_lock(run.path / ".launch.lock"):
-            with run.lock():  # a training on one core may be at work there
+            with run.lock():  # a training run on one core may be at work there
                 pass
             (run.path / "progress.json").unlink(missing_ok=True)
             yield run.path / "cores"
+
+    def why_one_gpu(gpus: int) -> str:
+        share = task.batch_size // gpus // task.micro_batches
+        return batch_norm.why_one_gpu(task.model, task.batch_norm, share, task.batch_size)
 
     def saved() -> str:
         for entry in run.checkpoints()[:1]:
@@ -53,7 +66,7 @@ def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
         saved=saved,
         precision=task.precision,
         check=lambda cores: check_batch(task.batch_size, cores),
-        why_one_gpu=lambda gpus: batch_norm.why_one_gpu(task, gpus),
+        why_one_gpu=why_one_gpu,
         libtpu_args=lambda cores: task.libtpu_args(task.batch_size // cores),
         trains=True,
     )

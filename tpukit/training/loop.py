@@ -40,10 +40,6 @@ def fit(trainer: Trainer, progress: bool) -> dict:
                     train_epoch(trainer, batches)
                     end_epoch(trainer)
             trainer.finish_saving()
-    except metrics.Diverged:
-        trainer.evaluator.collect(state, wait=True)  # its weights may be the best
-        trainer.saver.save_best()
-        raise
     except (KeyboardInterrupt, SystemExit) as reason:
         trainer.save_before_leaving(reason)
         raise
@@ -58,10 +54,10 @@ def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
     epoch, first = divmod(state.step, trainer.steps_per_epoch)
     trainer.model.train()
     trainer.throughput.restart()  # an evaluation came before
-    for batch in trainer.throughput.batches(itertools.islice(batches, trainer.steps_per_epoch - first)):
+    for batch in trainer.throughput.timed(itertools.islice(batches, trainer.steps_per_epoch - first)):
         trainer.take_step(batch, epoch)
         syncs = trainer.ends_epoch() or state.step % trainer.task.log_every == 0
-        save_due = record_interval(trainer, epoch) if syncs else trainer.save_is_due()
+        save_due = record_interval(trainer, epoch) if syncs else trainer.saver.is_due()
         trainer.write_progress(epoch)
         # Several ranks have to stop and save at the same step: where they sync.
         if syncs or trainer.runtime.world.size == 1:
@@ -73,7 +69,8 @@ def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
 def record_interval(trainer: Trainer, epoch: int) -> bool:
     """Record the interval that ends here and start another. Returns whether a checkpoint is due."""
     state = trainer.state
-    trainer.evaluator.collect(state, wait=False)
+    if trainer.evaluator.has_scores():
+        trainer.evaluator.collect(state)
     interval = trainer.sync()
     state.epoch_loss += interval.sums["loss"]
     trainer.step.sums = metrics.new_sums(trainer.runtime)
@@ -91,20 +88,20 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
 
 def end_epoch(trainer: Trainer) -> None:
     """Evaluate the epoch that ends here, unless that was already done. The next epoch trains while the scores
-    are computed, unless they can be the reason that there is none."""
+    are computed; with `patience` it waits for them, because they decide whether there is one."""
     state, task, evaluator = trainer.state, trainer.task, trainer.evaluator
     epochs = state.step // trainer.steps_per_epoch
     if not trainer.ends_epoch() or state.evaluated >= epochs:
         return
-    evaluator.collect(state, wait=True)  # one at a time
+    evaluator.collect(state)  # one at a time
     loss = state.epoch_loss / trainer.steps_per_epoch
     if epochs % task.eval_every == 0 or epochs >= task.epochs:
         trainer.predict_test_set(epochs - 1, loss)  # a stop within it repeats all of it
     else:
         evaluator.record_epoch(state, state.step, epochs - 1, loss, {})
     state.epoch_loss = 0.0
-    evaluator.collect(state, wait=trainer.patience_exhausted(extra=1))
-    if state.step < trainer.total:
+    if task.patience and state.step < trainer.total:
+        evaluator.collect(state)
         trainer.stop_early(epochs)
     if state.step >= trainer.total:
         trainer.save()

@@ -24,7 +24,7 @@ where gradients are clipped; elsewhere `sync` computes the norm of the last grad
 
 
 def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
-    """(4,) float32 tensor on the device, in the order of SUMS."""
+    """Make the sums on the device, (4,) float32 in the order of SUMS."""
     # One vector, because XLA would fold single numbers into the graph as constants.
     return runtime.put({"sums": torch.tensor([values[name] for name in SUMS], dtype=torch.float32)})["sums"]
 
@@ -98,7 +98,7 @@ class Throughput:
         self.started, self.steps, self.waited_s = time.monotonic(), 0, 0.0
         self.counters = self.runtime.counters()
 
-    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the same batches, one for each step, counted and timed."""
         while True:
             asked = time.monotonic()
@@ -110,8 +110,8 @@ class Throughput:
             yield batch
 
     def measure(self, batch_size: int) -> dict:
-        """dict for a record's `speed`: seconds, images_per_s, wait_s, counters, and seconds of transfers on
-        XLA."""
+        """Return a record's `speed`: dict of seconds, images_per_s, wait_s, counters, and on XLA the seconds
+        of transfers."""
         seconds = time.monotonic() - self.started
         counters = self.runtime.counters()
         rate = self.steps * batch_size / seconds

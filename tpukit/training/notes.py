@@ -26,4 +26,5 @@ def log_compilations(run: Run, runtime: Runtime, step: int) -> None:
             run.print(f"step {step}: `{name}` is not captured as a CUDA graph, because {why[0]}")
         elif name == "step" or event["seconds"] >= LONG_COMPILE_S:
             because = f", because {why[0]}" if why else ""
-            run.print(f"step {step}: compiled `{name}` in {event['seconds']:.1f} s{because}")
+            how = "compiled" if runtime.compiles else "captured as a CUDA graph:"
+            run.print(f"step {step}: {how} `{name}` in {event['seconds']:.1f} s{because}")

@@ -21,7 +21,7 @@ from tpukit.runs.run import Run
 from tpukit.training.data import Batch, BatchLoader, evaluation_index_batches
 from tpukit.training.task import Task
 
-BATCH_SIZE = 16  # of what is predicted outside of a training
+BATCH_SIZE = 16  # of what is predicted outside of a training run
 
 
 def open_predictor(task: Task, best: Path, runtime: Runtime) -> Callable[[Batch], object]:
@@ -29,7 +29,7 @@ def open_predictor(task: Task, best: Path, runtime: Runtime) -> Callable[[Batch]
     the file `best`."""
     model = task.model().eval()
     weights.load(model, best)
-    model = runtime.to_device(model, channels_last=task.channels_last)
+    model = runtime.to_device(model)
     return task.predictor(model, runtime, weights.epoch_of(best))
 
 
@@ -83,8 +83,8 @@ def predict_set(
 
 
 def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, Any]:
-    """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the
-    CPU.
+    """Return (batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on
+    the CPU.
 
     Raises TpukitError if the run has no best weights yet."""
     # On a TPU the notebook's own process must not open the device: no cores could be launched from it later.

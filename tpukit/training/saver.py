@@ -1,4 +1,4 @@
-"""Write a training's files while the training goes on."""
+"""Write the files of a training run while it trains."""
 
 import concurrent.futures
 import time
@@ -41,14 +41,6 @@ class Saver:
         self.pending = self.executor.submit(_write, self.run, self.best, state, step, size)
         self.best = None
         self.due_at = time.monotonic() + max(self.save_every_s, cost_s / MAX_SHARE)
-
-    def save_best(self) -> None:
-        """Write the best weights now, for a training that ends without another checkpoint."""
-        self.wait()
-        if self.best is not None:
-            tensors, values = self.best
-            self.run.save_best(tensors, **values)
-            self.best = None
 
     def check(self) -> None:
         """Raise what made the last save fail, if it is over."""

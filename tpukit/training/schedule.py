@@ -1,4 +1,4 @@
-"""The learning rate over a training: a number on the host that the step gets as an argument."""
+"""The learning rate over a training run: a number on the host that the step gets as an argument."""
 
 import math
 

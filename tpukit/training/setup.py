@@ -1,6 +1,7 @@
 """`Trainer`: model, optimizer, data and state of one training, ready on the device for the loop."""
 
 import itertools
+import time
 from collections.abc import Generator
 
 import torch
@@ -63,14 +64,14 @@ class Trainer:
         self.throughput = metrics.Throughput(runtime)
         runtime.seed(task.seed)
         self.origin = checkpoint.Origin(
-            len(self.data),
-            task.data_signature(self.data),
-            task.data_signature(self.test_data),
+            checkpoint.data_signature(task, self.data),
+            checkpoint.data_signature(task, self.test_data),
             self.step.optimizer_signature,
         )
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
+        self.first = self.state.step + 1  # the number of the first step of this session
         self.step.sums = metrics.new_sums(runtime, sums)
-        self.trial = trial.try_out(runtime)
+        self.trial = "" if task.compile == "no" else trial.try_out(runtime)
         self.step.compile(self.loader.compose)
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         stays = self.patience_exhausted()
@@ -80,7 +81,7 @@ class Trainer:
 
     def batches(self, *, endless: bool = False) -> Generator[Batch, None, None]:
         """Generate the batches from where the run stands to its last epoch, without a pause between two
-        epochs. endless: those of a training without an end, for tools that time or trace `take_step`."""
+        epochs. endless: those of a training run without an end, for tools that time or trace `take_step`."""
         task = self.task
         first, start = divmod(self.state.step, self.steps_per_epoch)
         plans = (
@@ -98,7 +99,7 @@ class Trainer:
 
     def take_step(self, batch: Batch, epoch: int) -> None:
         """Take one step of the training. batch: of `loader`; epoch: from 0."""
-        number = self.state.step + 1
+        number, started = self.state.step + 1, time.monotonic()
         try:
             self.step(batch, epoch, self.lr_factor())
             if self.step.ema:
@@ -107,6 +108,9 @@ class Trainer:
             log_compilations(self.run, self.runtime, number)
         self.state.step = number
         self.runtime.heartbeat(number)
+        if number == self.first and (self.runtime.has_graphs or self.task.compile == "yes"):
+            took_s = time.monotonic() - started
+            self.run.print(f"step {number} took {took_s:.1f} s, with compile={self.task.compile!r}")
 
     def lr_factor(self, steps_back: int = 0) -> float | None:
         """Return the factor of the learning rates in the next step, or in one before; None for 1."""
@@ -130,7 +134,7 @@ class Trainer:
             self.runtime,
             clipped=self.task.clip_norm is not None,
             stop_signal=self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None),
-            save_due=self.save_is_due(),
+            save_due=self.saver.is_due(),
         )
         self.ranks_stop = interval.stop_signal is not None
         self.stop.signal = interval.stop_signal or self.stop.signal  # one may have come meanwhile
@@ -145,36 +149,27 @@ class Trainer:
         if self.runtime.world.size == 1 or self.ranks_stop:
             self.stop.check()
 
-    def patience_exhausted(self, extra: int = 0) -> bool:
-        """Return True if the evaluations so far, and `extra` ones without a better score, end the training.
-        Rank 0 knows."""
+    def patience_exhausted(self) -> bool:
+        """Return True if the evaluations so far end the training. Rank 0 knows."""
         patience = self.task.patience
-        return patience is not None and self.state.evaluations_without_best + extra >= patience
+        return patience is not None and self.state.evaluations_without_best >= patience
 
     def stop_early(self, epochs: int) -> None:
         """End the training here, after this many epochs, if its patience is exhausted: on every rank."""
-        if not (self.task.patience and self.runtime.world.broadcast(self.patience_exhausted())):
+        if not self.runtime.world.broadcast(self.patience_exhausted()):
             return
         self.total = self.state.step
         self.write_progress(epochs - 1)
-        self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=self.task.patience)
-        self.run.print(self._why_early())
-
-    def _why_early(self) -> str:
-        epochs, patience = self.state.step // self.steps_per_epoch, self.state.evaluations_without_best
-        return (
-            f"stopped early after epoch {epochs}: no better {self.task.score} within a patience of {patience}"
+        patience, score = self.task.patience, self.task.score
+        self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=patience)
+        self.run.print(
+            f"stopped early after epoch {epochs}: no better {score} within a patience of {patience}"
         )
 
-    def save_is_due(self) -> bool:
-        """Return True if a checkpoint is due after this step. A state whose last epoch is not scored yet
-        waits for its scores, at most until the end of the next epoch: a resumed run could not repeat the
-        evaluation."""
-        return self.saver.is_due() and (self.evaluator.pending is None or self.ends_epoch())
-
     def save(self) -> None:
-        """Start writing a checkpoint, of a state that knows the scores of all its epochs."""
-        self.evaluator.collect(self.state, wait=True)
+        """Start writing a checkpoint. It waits for the scores of the last epoch, because a resumed run could
+        not repeat the evaluation."""
+        self.evaluator.collect(self.state)
         sums = self.sync().sums
         checkpoint.save(self.saver, self.runtime, self.step.parts, self.origin, self.state, sums)
 
@@ -191,8 +186,7 @@ class Trainer:
     def finish_saving(self) -> None:
         """Wait until all is written, in the backup too."""
         self.saver.wait()
-        if self.saver.pending is None:  # no step was left
-            self.run.update_backup()  # the last session may have ended before it
+        self.run.update_backup()
 
     def predict_test_set(self, epoch: int, loss: float) -> None:
         """Predict the test set with the weights of an epoch, or their average once there is one, and start
@@ -216,7 +210,7 @@ class Trainer:
         epochs = self.state.step // self.steps_per_epoch
         why = f"already has {epochs} epochs; {self.task.epochs} were requested"
         if self.patience_exhausted():
-            why = f"{self._why_early()}; with a larger patience it goes on"
+            why = f"stopped early after epoch {epochs}; with a larger patience it goes on"
         self.run.print(f"nothing left to do: the run {why}")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}
@@ -233,11 +227,11 @@ class Trainer:
         log_notes(run, self.data, self.test_data, runtime)
         if self.trial:
             run.print(self.trial)
-        if note := batch_norm.note(self.model, task, runtime):
+        if note := batch_norm.note(self.model, task.batch_size, task.micro_batches, runtime):
             run.print(note)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
-        if runtime.compiles and step < self.total:
+        if (runtime.compiles or task.compile == "yes") and step < self.total:
             run.print(
                 f"step {step + 1}: compiling the training step, which can take minutes; later steps reuse it"
             )
@@ -250,7 +244,7 @@ class Trainer:
             accelerator=runtime.accelerator,
             versions=environment.detect().versions,
             max_graphs=self.step.max_graphs,
-            torch_compile=task.torch_compile,
+            compile=task.compile,
             batch_size=task.batch_size,
             steps_per_epoch=self.steps_per_epoch,
         )

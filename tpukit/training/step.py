@@ -19,9 +19,12 @@ from tpukit.training.data import Batch, identity
 from tpukit.training.ema import WeightEMA
 from tpukit.training.task import Task
 
+Loss = Callable[[nn.Module, Batch, int | Tensor], Tensor]
+
 
 def train_step(
     task: Task,
+    loss: Loss,
     model: nn.Module,
     optimizer: Optimizer,
     runtime: Runtime,
@@ -33,21 +36,27 @@ def train_step(
 ) -> Tensor:
     """Take one optimizer step and return the new sums, a tensor as `metrics.new_sums` makes it.
 
-    model: as `Runtime.torch_compile` returned it. compose: `BatchLoader.compose`. batch: dict of tensors on
-    the device, as `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.as_graph_input` gives it.
-    lr_factor: of `schedule.lr_factor`, given in the same way. The gradients stay until the next step, so that
-    their norm can be computed when the metrics are synced."""
+    loss: `task.loss`, or what torch.compile made of it. compose: `BatchLoader.compose`. batch: dict of
+    tensors on the device, as `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.as_graph_input`
+    gives it. lr_factor: of `schedule.lr_factor`, given in the same way. The gradients stay until the next
+    step, so that their norm can be computed when the metrics are synced."""
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)
-    loss = add_gradients(task, model, optimizer, runtime, batch, epoch)
+    value = add_gradients(task, loss, model, optimizer, runtime, batch, epoch)
     runtime.all_reduce_gradients(optimizer)  # SPMD has done so in backward
     grad_norm = runtime.clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
-    return metrics.accumulate(sums, loss, grad_norm, overflow_is_skipped=runtime.scaler is not None)
+    return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler is not None)
 
 
 def add_gradients(
-    task: Task, model: nn.Module, optimizer: Optimizer, runtime: Runtime, batch: Batch, epoch: int | Tensor
+    task: Task,
+    loss: Loss,
+    model: nn.Module,
+    optimizer: Optimizer,
+    runtime: Runtime,
+    batch: Batch,
+    epoch: int | Tensor,
 ) -> Tensor:
     """Compute the gradients of a batch, all of it at once or in micro-batches. Returns the loss, a scalar
     without gradient."""
@@ -58,10 +67,10 @@ def add_gradients(
             part = {name: values.unflatten(0, (-1, count))[:, number] for name, values in batch.items()}
         part = runtime.barrier_after_gradients(optimizer, part)
         with runtime.autocast():
-            loss = task.loss(model, part, epoch).float()
-        loss = loss if count == 1 else loss / count
-        runtime.backward(loss, optimizer, is_last=number == count - 1)  # scales the loss in fp16
-        losses.append(loss.detach())
+            value = loss(model, part, epoch).float()
+        value = value if count == 1 else value / count
+        runtime.backward(value, optimizer, is_last=number == count - 1)  # scales the loss in fp16
+        losses.append(value.detach())
     return sum(losses[1:], start=losses[0])
 
 
@@ -93,16 +102,16 @@ class TrainingStep:
         compose: what completes a batch on the device, of a `BatchLoader`. To be called once the state is that
         which the first step starts from."""
         task, runtime = self.task, self.runtime
-        model = runtime.torch_compile(self.model, task.torch_compile)
-        self.eager = functools.partial(train_step, task, model, self.optimizer, runtime, compose)
+        loss = runtime.torch_compile(task.loss, task.compile)
+        self.eager = functools.partial(train_step, task, loss, self.model, self.optimizer, runtime, compose)
         # Without the optimizer's state the second step has more inputs than the first: one more graph.
         self.max_graphs = 1 if self.has_optimizer_state else 2
-        capture = self.has_optimizer_state and (runtime.compiles or task.cuda_graph)
+        is_captured = self.has_optimizer_state and task.compile != "no"
         self.compiled = runtime.compile(
             self.eager,
             name="step",
             max_graphs=self.max_graphs,
-            mutates=(self.model, self.optimizer) if capture else None,
+            mutates=(self.model, self.optimizer) if is_captured else None,
         )
 
     def arguments(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> tuple:
@@ -119,4 +128,4 @@ def place_model(task: Task, runtime: Runtime, model: nn.Module) -> nn.Module:
     training."""
     model = batch_norm.apply(model, task.batch_norm, runtime)
     layers.freeze(model, task.freeze, task.head)
-    return runtime.to_device(model, channels_last=task.channels_last)
+    return runtime.to_device(model)

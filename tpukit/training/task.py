@@ -1,4 +1,4 @@
-"""`Task`: the settings of a training, and the methods that it must implement or may override."""
+"""`Task`: the settings of a training run, and the methods that it must implement or may override."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Task:
     """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
 
     A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
-    Fields declared with `setting(free=True)` may change when a run is resumed."""
+    Fields declared with `setting(free=True)` may change when a run is resumed.
+
+    What is asked of a task elsewhere is described there: `tools.own_files.OwnFiles` to predict a user's own
+    files, `tools.export.Exportable` to export, `tasks.datasets.Findable` to find a dataset by name."""
 
     name: ClassVar[str]
     """Its name on the command line."""
@@ -39,8 +42,9 @@ class Task:
     """The evaluation score that decides which weights are best; larger is better."""
 
     def datasets(self) -> tuple:
-        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`,
-        and may have `notes`, a str for the log, and `notices`, sentences that `show_labels` puts into a box.
+        """Return (training set, test set). Each has `len()` and `batch(indices, numbers)`, which returns a
+        dict of numpy arrays. It may have `notes`, a str for the log, and `notices`, sentences that
+        `show_labels` puts into a box.
         `num_uniforms` of the training set: random numbers for each sample's augmentation (0 if none);
         `numbers` holds them, (B, num_uniforms) float64, uniform in [0, 1), and is None in an evaluation.
 
@@ -59,8 +63,8 @@ class Task:
         raise self._missing("optimizer")
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
-        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no
-        `.item()` here.
+        """Return the loss of a batch (dict of device tensors), a scalar computed in float32. Runs under
+        autocast; no `.item()` here.
 
         epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by
         `torch.where`, not by `if`."""
@@ -75,8 +79,8 @@ class Task:
         raise self._missing("predict")
 
     def evaluate(self, predictions: Iterable[tuple[Any, Batch]]) -> dict:
-        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,)
-        bool."""
+        """Return a dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid`
+        (B,) bool."""
         raise self._missing("evaluate")
 
     def _missing(self, method: str) -> TpukitError:
@@ -95,14 +99,6 @@ class Task:
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`, the ones that are read
     back from the device; None for all."""
-    needs_own_data: ClassVar[bool] = False
-    """If True, the command line stops where the data are missing, unless a synthetic set is requested."""
-    dataset_parts: ClassVar[tuple[str, ...]] = ()
-    """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
-    synthetic_size: ClassVar[int] = 0
-    """Samples of the synthetic dataset, train and test together, by default."""
-    synthetic_size_accelerator: ClassVar[int] = 0
-    """The same on a TPU or a GPU; 0: as many as without."""
 
     # Its settings
 
@@ -152,14 +148,10 @@ class Task:
     running ones, which no longer change; scale and offset still train."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
-    channels_last: Literal["auto", "yes", "no"] = setting("auto", free=True)
-    """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of
-    convolutions, on CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
-    torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
-    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway), without CUDA
-    graphs of its own: `cuda_graph` captures the whole step."""
-    cuda_graph: bool = setting(True, free=True)
-    """On GPUs, capture the whole step as a CUDA graph and replay it; the log says why if it cannot."""
+    compile: Literal["auto", "yes", "no"] = setting("auto", free=True)
+    """auto: the training step is one graph, on GPUs captured and replayed, and plain PyTorch on CPUs. yes: on
+    GPUs and CPUs torch.compile compiles the loss and the model, too, which takes minutes at first. no: Python
+    runs every step, operation by operation, so that you can debug it."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index,
     augmented there. host: threads make the batches. auto: the device, if it is an accelerator with at least
@@ -182,18 +174,17 @@ class Task:
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
         fine."""
-        for name in names:
-            self._require(name, lambda value: least <= value < 2**63, f"it must be {least} or more")
+        self._require(least, 2**63 - 1, f"it must be {least} or more", names)
 
     def require_shares(self, *names: str) -> None:
         """Raise TpukitError for a setting that is not from 0 to 1. None is fine."""
-        for name in names:
-            self._require(name, lambda value: 0 <= value <= 1, "it must be from 0 to 1")
+        self._require(0, 1, "it must be from 0 to 1", names)
 
-    def _require(self, name: str, is_right: Callable[[Any], bool], rule: str) -> None:
-        value = getattr(self, name)
-        if value is not None and not is_right(value):
-            raise TpukitError(f"{name}={value!r}: {rule}")
+    def _require(self, least: float, most: float, rule: str, names: Iterable[str]) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise TpukitError(f"{name}={value!r}: {rule}")
 
     # What it may override
 
@@ -217,8 +208,8 @@ class Task:
         return {}
 
     def metadata(self, data: Any) -> dict[str, str]:
-        """Strings to keep with the best weights, because they only make sense with these. data: the training
-        set."""
+        """Return strings to keep with the best weights, because they only make sense with these. data: the
+        training set."""
         return {}
 
     def example(self, count: int) -> Arrays:
@@ -244,8 +235,8 @@ class Task:
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
 
     def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """Return more figures of a training's speed, by names for the report, from its samples a second, over
-        all cores."""
+        """Return more figures of the speed, by names for the report, from the samples a second over all
+        cores."""
         return {}
 
     def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, Any]]]:
@@ -262,8 +253,8 @@ class Task:
         return default_panels(batch, prediction)
 
     def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
-        """(sentences about a dataset's samples and labels, the most important first; indices of samples to
-        look at)."""
+        """Return (sentences about a dataset's samples and labels, the most important first; indices of
+        samples to look at)."""
         return [f"{len(data)} samples"], []
 
     def save_predictions(self, folder: Path, predictions: list, data: Any) -> None:
@@ -271,43 +262,9 @@ class Task:
         the test set."""
 
     def load_predictions(self, folder: Path) -> tuple[Batch, Tensor] | None:
-        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none. `name`
-        in the batch, if there is one, names each sample. A picture shows some, evenly spaced; of a task with
-        a `saved_title` the first, under that title."""
-
-    # For a user's own files
-
-    def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
-        """Read a user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays
-        that a user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
-
-        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
-        such a batch. Raises TpukitError naming a file that cannot be read.
-
-        A task that takes samples of any size has a method `split` besides, see `own_files.split`."""
-        raise self._missing("read_files")
-
-    def results(self, batch: Arrays, predictions: Any) -> list[dict]:
-        """Return a user's results for files of their own: a dict for each sample, of numbers, strings, lists
-        of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a
-        mask.
-
-        batch, predictions: arrays (N, ...), as `panels` gets them."""
-        values = np.asarray(predictions)
-        return [dict(prediction=value if np.ndim(value) else value.item()) for value in values]
-
-    # For a dataset and a compiler of its own
-
-    @staticmethod
-    def download(folder: Path) -> None:
-        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError if that
-        fails."""
-        raise TpukitError("tpukit does not download it")
-
-    @staticmethod
-    def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
-        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
-        raise TpukitError("tpukit has no synthetic data for it")
+        """Return (batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none.
+        `name` in the batch, if there is one, names each sample. A picture shows some, evenly spaced; of a
+        task with a `saved_title` the first, under that title."""
 
     def launch_plan(self, *others: Any) -> Plan | None:
         """Return what `launch(function, task, run)` has to know of the call; None without a run."""
@@ -316,6 +273,6 @@ class Task:
         return launch_plan(self, *others) if others and isinstance(others[0], Run) else None
 
     def libtpu_args(self, batch_size: int) -> str:
-        """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See
-        `open_runtime`."""
+        """Return flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one
+        core's. See `open_runtime`."""
         return ""

@@ -26,7 +26,7 @@ def test_simulated_voltages_of_the_real_images_agree_with_the_measured_ones(mode
             simulated = model_tank.simulate(sample["xs"].reshape(128, 128))
             correlations.append(np.corrcoef(simulated, sample["ys"].ravel())[0, 1])
     assert len(correlations) == 22
-    assert np.mean(correlations) >= 0.96 and min(correlations) > 0.91  # as docs/CDEIT.md has it
+    assert np.mean(correlations) >= 0.96 and min(correlations) > 0.91  # as docs/TASKS.md has it
 
 
 @pytest.mark.slow

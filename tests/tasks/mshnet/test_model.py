@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MSHNet, TpukitError
@@ -18,6 +19,24 @@ def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrare
     with torch.no_grad():
         torch.testing.assert_close(model(image)[0], model(image, warm_up=True)[0])
     assert MSHNet(dataset_dir=infrared, final_init="random").model().final.weight.std() > 0.05
+
+
+@pytest.mark.parametrize("size, count", [("published", 4_065_513), ("small", 174_537)])
+def test_both_sizes_of_the_network_have_the_parameters_that_the_help_names(size, count, infrared):
+    model = MSHNet(dataset_dir=infrared, network=size).model().eval()
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, 32, 32))[0].shape == (1, 1, 32, 32)
+
+
+def test_the_small_network_computes_on_xla_what_it_computes_on_the_cpu(infrared, xla):
+    task = MSHNet(dataset_dir=infrared, network="small", crop_size=32)
+    model = task.model().eval()
+    image = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        plain = network.predict(model, image, warm_up=False)
+        on_xla = task.predict(model.to(xla.device), dict(image=image.to(xla.device))).cpu()
+    torch.testing.assert_close(on_xla, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
@@ -59,7 +78,7 @@ def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_mean
 
 def test_no_convolution_of_more_than_three_channels_gets_maps_that_are_not_channels_last(cpu, monkeypatch):
     task = Narrow(base_size=32, crop_size=32)
-    model = cpu.to_device(task.model().train(), channels_last="auto")
+    model = cpu.to_device(task.model().train())
     inputs, conv2d = [], F.conv2d
 
     def noted(x, *arguments, **settings):
@@ -70,3 +89,41 @@ def test_no_convolution_of_more_than_three_channels_gets_maps_that_are_not_chann
     task.loss(model, cpu.put(task.example(2)), epoch=9).backward()
     copied = [tuple(x.shape) for x in inputs if not x.is_contiguous(memory_format=torch.channels_last)]
     assert len(inputs) > 30 and all(channels <= 3 for _, channels, *_ in copied), copied
+
+
+def outputs_and_gradients(layout):
+    torch.manual_seed(0)
+    model = Narrow().model().double().train().to(memory_format=layout)
+    image = torch.randn(2, 3, 32, 32, dtype=torch.float64).to(memory_format=layout)
+    logits, masks = model(image)
+    sum(output.square().mean() for output in (logits, *masks)).backward()
+    return [logits, *masks, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def test_either_layout_gives_the_same_outputs_and_gradients():
+    last, first = map(outputs_and_gradients, (torch.channels_last, torch.contiguous_format))
+    assert len(last) > 50
+    torch.testing.assert_close(last, first, atol=1e-11, rtol=1e-9)
+
+
+class Additions(TorchDispatchMode):
+    """Counts the additions of two maps, and those of which the maps lie in two layouts."""
+
+    all = mixed = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.add.Tensor and all(torch.is_tensor(x) and x.dim() == 4 for x in args):
+            a, b = args
+            if a.shape == b.shape and min(a.shape[1:]) > 1:
+                self.all += 1
+                self.mixed += (a.stride(1) == 1) != (b.stride(1) == 1)
+        return function(*args, **kwargs or {})
+
+
+def test_gradients_of_maps_that_are_added_lie_in_one_layout(cpu):
+    task = Narrow(base_size=32, crop_size=32)
+    model = cpu.to_device(task.model().train())
+    batch = cpu.put(task.example(2))
+    with Additions() as additions:
+        task.loss(model, batch, epoch=9).backward()
+    assert additions.all > 30 and additions.mixed == 0

@@ -61,3 +61,31 @@ def test_all_logits_are_never_there_at_a_time(inputs, monkeypatch):
     with Largest() as largest:
         loss.cross_entropy(*inputs)[0].backward()
     assert largest.elements == 2 * B * V
+
+
+def test_in_fp16_the_gradient_of_the_head_is_right_where_it_is_larger_than_fp16_holds(inputs):
+    hidden, head, labels = inputs
+    labels[:] = 5
+    many, large = 40, 3000.0  # 42 positions of each, of which one entry is right
+    expected = None
+    for dtype in (torch.float32, torch.float16):
+        taken = (large + hidden.detach()).repeat(1, many, 1).requires_grad_()
+        weight = (1e-4 * head.detach()).requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float16):
+            loss.cross_entropy(taken, weight, labels.repeat(1, many))[0].backward()
+        expected = weight.grad if expected is None else expected
+    assert expected.abs().max() > torch.finfo(torch.float16).max
+    torch.testing.assert_close(weight.grad, expected, rtol=2e-2, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("used_gib, is_one_part", [(0, True), (30, True), (31, False)])
+def test_a_gpu_has_all_logits_at_a_time_only_if_half_of_its_memory_stays_free(
+    used_gib, is_one_part, monkeypatch
+):
+    class Properties:
+        total_memory = 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: used_gib * 2**30)
+    logits = 16 * 1024 * 50304  # of GPT-2
+    assert loss._most_logits() >= logits if is_one_part else loss._most_logits() == loss.MAX_LOGITS

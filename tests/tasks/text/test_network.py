@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import refuses
 from tests.tasks.text.small import CONFIGS, plain_model, write_config, write_model
@@ -94,6 +95,38 @@ def test_lora_gives_the_logits_and_gradients_of_peft_itself_and_merged_the_same(
     assert all((found[name].grad is None) == (expected[name].grad is None) for name in expected)
     merged = theirs.merge_and_unload().eval()
     torch.testing.assert_close(merged(TOKENS[:, :-1]).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+class CastsToFloat32(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.number += (kwargs or {}).get("dtype") == torch.float32
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_adapters_take_inputs_in_half_precision_as_they_are_and_compute_the_same_bits(autocast, tmp_path):
+    config = hub.read_config(write_config(tmp_path))
+    ours = network.build(config, None, lora=(3, 12.0), recompute=True).train()
+    theirs = copy.deepcopy(ours)
+    theirs.adapters = []  # peft casts
+    found, casts = [], []
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        with CastsToFloat32() as counted:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(TOKENS, ONE).square().sum()
+            loss.backward()
+        casts.append(counted.number)
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(gradient.abs().sum() > 0 for gradient in found[0])
+    assert all(map(torch.equal, *found))
+    assert casts[0] < casts[1] - len(ours.adapters) if autocast else casts[0] == casts[1]
 
 
 def test_packed_documents_give_what_each_gives_alone(family, tmp_path):

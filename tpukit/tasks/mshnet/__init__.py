@@ -57,6 +57,8 @@ class MSHNet(Task):
     )
     export_multiple: ClassVar[int] = 16  # of which height and width of an exported image are multiples
 
+    network: Literal["published", "small"] = "published"
+    """Channels of the network's stages: published, 4,065,513 parameters, or small, 174,537 parameters."""
     epochs: int = setting(400, free=True)
     """Passes over the training set."""
     batch_size: int = 4
@@ -101,9 +103,9 @@ class MSHNet(Task):
     def model(self) -> nn.Module:
         from torch.nn import init
 
-        from tpukit.tasks.mshnet.model import MSHNetModel
+        from tpukit.tasks.mshnet.model import CHANNELS, MSHNetModel
 
-        model = MSHNetModel()
+        model = MSHNetModel(CHANNELS[self.network])
         if self.final_init == "mask0":
             assert model.final.bias is not None
             init.dirac_(model.final.weight)  # the first of its four channels as it is

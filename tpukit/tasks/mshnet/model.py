@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tpukit.tasks.mshnet.loss import multiscale_loss
 
-CHANNELS = (16, 32, 64, 128, 256)
+CHANNELS = {"published": (16, 32, 64, 128, 256), "small": (8, 12, 20, 32, 32)}  # of the five stages
 BLOCKS = (1, 2, 2, 2, 2)
 IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
 IMAGE_STD = (0.229, 0.224, 0.225)
@@ -44,9 +44,11 @@ def normalise(image: Tensor) -> Tensor:
 
 class MSHNetModel(nn.Module):
     """A residual U-Net with attention and one prediction head on each of its four decoder levels; 4,065,513
-    parameters."""
+    parameters as published, 174,537 with the small channels."""
 
-    def __init__(self, channels: tuple[int, ...] = CHANNELS, blocks: tuple[int, ...] = BLOCKS) -> None:
+    def __init__(
+        self, channels: tuple[int, ...] = CHANNELS["published"], blocks: tuple[int, ...] = BLOCKS
+    ) -> None:
         super().__init__()
         c0, c1, c2, c3, c4 = channels
         self.conv_init = nn.Conv2d(3, c0, 1)
@@ -124,15 +126,17 @@ class Block(nn.Module):
 class ChannelAttention(nn.Module):
     def __init__(self, channels: int, reduction: int = 16) -> None:
         super().__init__()
-        self.fc1 = nn.Conv2d(channels, channels // reduction, 1, bias=False)
-        self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
+        hidden = max(channels // reduction, 1)
+        self.fc1 = nn.Conv2d(channels, hidden, 1, bias=False)
+        self.fc2 = nn.Conv2d(hidden, channels, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
+        pixels, axis = as_in_memory(x)
         if x.device.type == "cuda":  # where pooling would read a whole channel by one thread
-            largest = x.flatten(2).max(2, keepdim=True).values[..., None]
+            largest = pixels.max(axis).values
         else:
-            largest = F.adaptive_max_pool2d(x, 1)
-        return self.from_pooled(x.mean((2, 3), keepdim=True), largest)
+            largest = F.adaptive_max_pool2d(x, 1).flatten(1)
+        return self.from_pooled(pixels.mean(axis)[..., None, None], largest[..., None, None])
 
     def from_pooled(self, mean: Tensor, largest: Tensor) -> Tensor:  # (B, C, 1, 1) each
         # As products of matrices: of convolutions a GPU would copy inputs and gradients into other layouts.
@@ -149,8 +153,20 @@ class SpatialAttention(nn.Module):
         self.conv1 = nn.Conv2d(2, 1, 7, padding=3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, 1, H, W) in (0, 1)
-        x = torch.cat([x.mean(1, keepdim=True), x.max(1, keepdim=True).values], 1)  # (B, 2, H, W)
-        return torch.sigmoid(self.conv1(x))
+        pixels, axis = as_in_memory(x)
+        channels = 3 - axis
+        pooled = torch.stack([pixels.mean(channels), pixels.max(channels).values], channels)
+        pooled = pooled.movedim(channels, 1).unflatten(2, x.shape[2:])  # (B, 2, H, W)
+        return torch.sigmoid(self.conv1(pooled))
+
+
+def as_in_memory(x: Tensor) -> tuple[Tensor, int]:
+    """(B, C, H, W) -> (the same numbers as (B, H * W, C) or (B, C, H * W), as they lie in memory; the axis of
+    the pixels). What is reduced in this order has its gradient in it: in another one, each addition of two
+    gradients would transpose one of them."""
+    if x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1).flatten(1, 2), 1
+    return x.flatten(2), 2
 
 
 def upsample(x: Tensor, factor: int) -> Tensor:

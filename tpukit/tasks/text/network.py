@@ -68,6 +68,7 @@ class Network(nn.Module):
         super().__init__()
         self.net = net
         self.trained = [name for name, value in self.named_parameters() if value.requires_grad]
+        self.adapters: list[Any] = [m for m in self.modules() if hasattr(m, "cast_input_dtype_enabled")]
 
     @property
     def causal(self) -> Any:
@@ -94,6 +95,10 @@ class Network(nn.Module):
         embedded = self.causal.get_input_embeddings()(tokens)
         if self.training and not embedded.requires_grad:
             embedded.requires_grad_()  # else a layer that is computed twice has nothing to differentiate by
+        # Autocast casts the input of a product. peft would first make a copy of it in float32.
+        peft_casts = not torch.is_autocast_enabled(embedded.device.type)
+        for adapter in self.adapters:
+            adapter.cast_input_dtype_enabled = peft_casts
         options = dict(position_ids=positions, use_cache=False, seen=(mask, places, *cache))
         return self.causal.base_model(inputs_embeds=embedded, **options).last_hidden_state
 
