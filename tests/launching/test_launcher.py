@@ -267,15 +267,13 @@ def test_a_launch_says_why_it_leaves_a_gpu_idle_and_takes_it_if_told_to(
 
 
 @pytest.mark.parametrize(
-    "accelerator, is_open, visible, waits",
-    [("tpu", False, "", 1), ("tpu", True, "", 0), ("tpu", False, "3", 0), ("cpu", False, "", 0)],
+    "accelerator, is_open, waits", [("tpu", False, 1), ("tpu", True, 0), ("cpu", False, 0)]
 )
 def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
-    accelerator, is_open, visible, waits, digits, tmp_path, monkeypatch
+    accelerator, is_open, waits, digits, tmp_path, monkeypatch
 ):
     needs_torch_xla()
     waited = []
-    monkeypatch.setenv("TPU_VISIBLE_CHIPS", visible)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine them, please set env var")
     here = machine(accelerator, 1)
     monkeypatch.setattr(environment, "detect", lambda: here)
