@@ -433,7 +433,11 @@ def test_what_a_list_may_not_mean_and_what_it_leaves_out_is_told(rows, header, t
     listed(tmp_path, *rows, header=header)
     grey(tmp_path / "unlisted.png", 99)
     (tmp_path / "photo.heic").touch()
-    assert any(told in notice for notice in find_samples(tmp_path).notices)
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path, tmp_path / "list.csv"):
+        notices = find_samples(place).notices
+        assert any(told in notice for notice in notices)
+        assert not any("without an ending" in notice for notice in notices)
 
 
 def test_folders_without_images_and_files_without_an_ending_are_counted(tmp_path):

@@ -121,11 +121,13 @@ def _hold_out(samples, test_share):
 def _find_unlisted(place, samples):
     """Return sentences about the images beside those of a list."""
     listed = {sample.path for sample in samples}
-    beside = {
-        path for folder in {path.parent for path in listed} if folder.is_dir() for path in folder.iterdir()
-    }
-    below = [path.resolve() for path in (_files_below(place) if place.is_dir() else sorted(beside))]
-    unused = [path.name for path in below if path.suffix.lower() in pictures.ENDINGS and path not in listed]
+    if place.is_dir():
+        below = _files_below(place.resolve())
+    else:
+        folders = [folder for folder in sorted({path.parent for path in listed}) if folder.is_dir()]
+        below = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    others = [path for path in below if path.suffix.lower() in pictures.ENDINGS and path not in listed]
+    unused = [path.name for path in others if path.resolve() not in listed]
     notices = [f"{len(unused)} images are in no list, and not used ({_shown(unused)})"] if unused else []
     return notices + list(filter(None, [pictures.left_out(below)]))
 
