@@ -419,6 +419,13 @@ def test_a_list_whose_classes_or_splits_are_not_one_for_each_image_is_refused(ro
         find_samples(listed(tmp_path, *rows, header=header))
 
 
+@pytest.mark.parametrize("wrong", ['{"file_name": "b.png"}', '{"file_name": "b.png", "label": null}', "[1]"])
+def test_a_line_of_json_without_a_label_is_refused(wrong, tmp_path):
+    (tmp_path / "metadata.jsonl").write_text(f'{{"file_name": "a.png", "label": "a"}}\n{wrong}\n')
+    with refuses("metadata.jsonl"):
+        find_samples(tmp_path)
+
+
 @pytest.mark.parametrize(
     "rows, header, told",
     [

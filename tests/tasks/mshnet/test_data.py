@@ -319,11 +319,11 @@ def pages(folder):
 @pytest.mark.parametrize(
     "change, told",
     [
-        (other_list, "1 lists (val.txt) are not used"),
-        (twice, "1 names (a) are in the lists more than once"),
-        (unlisted, "1 images (c.png) are in no list, and not used"),
-        (second_mask, "1 masks (a_1.png) are of no image, and not used"),
-        (pages, "1 images (a) are of several pages or frames, of which the first is used"),
+        (other_list, "1 lists are not used (val.txt)"),
+        (twice, "1 names are in the lists more than once (a)"),
+        (unlisted, "1 images are in no list, and not used (c.png)"),
+        (second_mask, "1 masks are of no image, and not used (a_1.png)"),
+        (pages, "1 images have several pages or frames, of which the first is used (a)"),
     ],
 )
 def test_what_is_in_no_split_is_counted_and_named(change, told, tmp_path):
@@ -340,9 +340,7 @@ def test_frames_of_one_sequence_in_both_splits_are_told(tmp_path):
     for kind in ("images", "masks"):
         (tmp_path / kind / "seq").mkdir(parents=True)
     write_set(tmp_path, [f"seq/{number}" for number in range(6)], lists=())
-    assert any(
-        "1 folders (seq) are in training and test" in n for n in InfraredSet(tmp_path, "train").notices
-    )
+    assert any("1 folders are in training and test" in n for n in InfraredSet(tmp_path, "train").notices)
 
 
 def test_masks_numbered_for_each_target_are_answered_with_what_is_needed(tmp_path):

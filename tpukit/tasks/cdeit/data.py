@@ -13,6 +13,7 @@ from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.tasks import arrays
 from tpukit.tasks.cdeit.diffusion import STEPS
+from tpukit.tasks.splits import some
 
 ELECTRODES = 16
 PATTERN = (ELECTRODES, ELECTRODES - 3)  # drive patterns, voltages of each
@@ -111,7 +112,7 @@ def _doubts(folder, values):
         )
     others = [path.name for path in sorted(folder.iterdir()) if path.suffix != ".npz" and path.name[0] != "."]
     if others:
-        notices.append(f"{folder.name}: {len(others)} files are no npz, and not read ({others[0]}, ...)")
+        notices.append(f"{folder.name}: {len(others)} files are no npz, and not read ({some(others)})")
     return notices
 
 
@@ -119,7 +120,7 @@ def find_copies(train: Impedance, test: Impedance) -> list[str]:
     """Return a sentence if test samples are training samples, by their voltages; else none."""
     learned = {row.tobytes() for row in train.arrays["voltages"]}
     found = [name for name, row in zip(test.names, test.arrays["voltages"]) if row.tobytes() in learned]
-    told = f"{len(found)} of {len(test)} test samples are training samples, too ({', '.join(found[:3])})"
+    told = f"{len(found)} of {len(test)} test samples are training samples, too ({some(found)})"
     return [f"{told}: the scores say nothing of new ones"] if found else []
 
 
@@ -237,7 +238,7 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
     if len(broken := split["names"][~np.isfinite(volts).all((1, 2))]):
         raise TpukitError(
             f"{training}: the voltages of {len(broken)} samples hold NaN or infinity"
-            f" ({', '.join(broken[:3])}): make them again, or delete them"
+            f" ({some(broken.tolist())}): make them again, or delete them"
         )
     mean = volts.mean(0, dtype=np.float64).astype(np.float32)
     deviation = volts.std(0, dtype=np.float64).astype(np.float32)

@@ -24,7 +24,7 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks import arrays
-from tpukit.tasks.splits import about_tables, find_files
+from tpukit.tasks.splits import about_tables, find_files, some
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
 PAGE = "TEXT"  # of the docs
@@ -108,9 +108,7 @@ def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tu
     is_test, signature = packed["is_test"], arrays.digest(key)
     notes = [str(packed["notes"]), about_tables(place, PAGE)]
     if others:
-        notes.append(
-            f"{len(others)} files are not used: {', '.join(others[:5])}{', ...' * (len(others) > 5)}"
-        )
+        notes.append(f"{len(others)} files are not used: {some(others)}")
     train = TextSet(packed, ~is_test, signature, "\n".join(filter(None, notes)))
     test = TextSet(packed, is_test, signature, "")
     if not len(train) or not len(test):
