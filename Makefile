@@ -14,6 +14,7 @@
 #             the files of a folder, such as weights of a long training run
 # make publish REPO=owner/name  dist/publish/: the repository with its home filled in and the notebooks built, to push
 # make executed  docs/executed/: copies of some notebooks with outputs, from small runs on this machine's CPU
+# make site   outputs/site/: the pages as a site with search
 # make size   how large each part is, beside its end
 # make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
@@ -38,7 +39,7 @@ TORCH ?=
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run try lint check fast test nightly bench plan notebooks twins wheel release size executed publish clean
+.PHONY: run try lint check fast test nightly bench plan notebooks twins wheel release site size executed publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -126,6 +127,14 @@ release: wheel notebooks
 	$(if $(ASSETS),cp $(ASSETS)/* $(OUT)/release)
 	cd $(OUT)/release && sha256sum * > SHA256SUMS
 
+.venv-site/installed: release/site.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/pip install --quiet --disable-pip-version-check -r release/site.txt
+	touch $@
+
+site: .venv-site/installed
+	.venv-site/bin/mkdocs build --strict --quiet -f release/mkdocs.yml
+
 size: .venv/installed
 	@$(BIN)/python -m release.size
 
@@ -140,4 +149,4 @@ publish: .venv/installed
 	cd dist/publish && sed -i '/^dist/d' .gitignore && $(CURDIR)/$(BIN)/python -m release.notebooks
 
 clean:
-	rm -rf .venv .twins $(OUT) build dist *.egg-info
+	rm -rf .venv .venv-site .twins $(OUT) build dist *.egg-info

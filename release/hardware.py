@@ -1,4 +1,4 @@
-"""`python -m release.hardware`: renew what README and docs/MEASURED.md say of the reports in docs/hardware/."""
+"""`python -m release.hardware`: renew README and docs/MEASURED.md by the reports in docs/hardware/."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""What MkDocs calls to make a site of the pages (mkdocs.yml): README is its first page, and links to what is no
-page lead to the repository."""
+"""Hooks of MkDocs, which makes a site of the pages (mkdocs.yml): README becomes its first page, and links to
+other files of the repository lead to GitHub."""
 
 import posixpath
 import re

@@ -160,6 +160,11 @@ def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_h
     assert headings(english)[1:-1] == headings(chinese)[1:-1]
 
 
+def test_the_site_has_every_page():
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "release/mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(path.name.replace("README", "index") for path in PAGES)
+
+
 @pytest.mark.parametrize("page", ["TRAINING.md", "TRAINING.zh-CN.md"])
 def test_the_training_page_ends_with_a_line_for_each_name_of_tpukit(page):
     table = (ROOT / "docs" / page).read_text().rpartition("\n\n")[2]
@@ -182,7 +187,7 @@ def planned():
 
 
 def quoted(text):
-    """(number, unit) of each sentence that speaks of the compiler's figures; of a table by its header, too."""
+    """(number, unit) in each sentence that speaks of the compiler's figures, or whose table does."""
     header = ""
     for line in text.splitlines():
         header = (header or line) if line.startswith("|") else ""

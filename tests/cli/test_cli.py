@@ -73,6 +73,8 @@ def test_a_weights_file_is_tested_in_a_folder_of_its_own_with_a_picture_of_the_p
     for _ in range(2):  # the second time in the folder that the first one made
         assert cli.main(["test", str(weights), "--precision", "fp32"]) == 0
     assert not (outputs / "mnist-test/records.jsonl").exists()
+    (outputs / "mnist-test/config.json").write_text("{}")  # a run of this name has other weights
+    assert cli.main(["test", str(weights)]) == 1
 
 
 # Command line -> what must stand in its explanation: what was wrong, and the choices or the command that

@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all, locks, and the cache folder."""
 
 import os
+import signal
 
 import pytest
 
@@ -29,6 +30,20 @@ def test_a_lock_is_kept_where_no_other_user_writes_and_empties_nothing(cache, tm
     with files.file_lock(tmp_path / "data"):
         pass
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_lock_ends_with_its_block_though_a_process_that_was_forked_in_it_lives_on(cache, tmp_path):
+    with files.file_lock(tmp_path / "data"):
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+    (lock,) = cache.iterdir()
+    try:
+        with files.exclusive_lock(lock):  # which would refuse
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("planted", ["link", "another user"])

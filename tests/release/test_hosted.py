@@ -27,6 +27,7 @@ def test_a_workflow_has_no_right_that_a_job_does_not_name(path):
     assert yaml.safe_load(path.read_text())["permissions"] == {}
     allowed = {
         ("images", "compare"): {"contents": "read", "issues": "write"},
+        ("pages", "publish"): {"pages": "write", "id-token": "write"},
         ("release", "github"): {"contents": "write"},
         ("release", "pypi"): {"id-token": "write"},
     }

@@ -72,7 +72,7 @@ def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_
     embedded = {
         re.search('SHA256 = "(.+)"', archive_cell(path).source)[1] for path in dist.glob("**/*.ipynb")
     }
-    assert len(embedded) == 2  # without and with pyEIT
+    assert len(embedded) == 3  # alone, with pyEIT, with the demo
     folder, files = unpack(archive_cell(dist / "mnist_quickstart.ipynb"), tmp_path)
     code = {
         path.relative_to(ROOT).as_posix(): path

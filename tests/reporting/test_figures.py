@@ -257,14 +257,44 @@ def test_samples_of_three_pictures_have_a_line_each_and_only_the_first_one_says_
     assert titles == ["2 targets", "window", "pixels", "2 targets", "", "", "1 targets", "", ""]
 
 
+def test_a_long_title_of_a_chart_has_several_lines_and_none_is_cut():
+    labels = LABELS._replace(names=dict(iou="top-5, share of test images with their class among five"))
+    figure = figures.curves_figure(records_of([0.25, 0.5]), labels)
+    figure.savefig(io.BytesIO())
+    assert "\n" in figure.axes[2].get_title("left")
+    titles = axes_titles(figure)
+    drawn = [text.get_window_extent() for text in figure.findobj(Text) if text.get_text() in titles - {""}]
+    assert len(drawn) == 3 and max(extent.x1 for extent in drawn) <= figure.bbox.x1
+
+
 def test_the_words_of_a_chinese_chart_are_chinese_where_a_font_has_the_signs_and_else_english(monkeypatch):
     monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
     for fonts, loss, best in (([], "loss", "IoU (best 0.5)"), (["Some"], "损失", "IoU（最好 0.5）")):
         monkeypatch.setattr(language, "fonts", lambda: fonts)
         figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)
-        assert {loss, best} <= {axis.get_title("left") for axis in figure.axes}
+        assert {loss, best} <= axes_titles(figure)
     monkeypatch.delenv("TPUKIT_LANGUAGE")
     assert language.translate("loss", drawn=True) == "loss"
+
+
+def test_a_chinese_chart_lacks_no_sign_where_a_font_has_them(monkeypatch, recwarn):
+    if not language.fonts():
+        pytest.skip("no font with Chinese signs here; on Debian and Ubuntu: apt install fonts-wqy-microhei")
+    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
+    figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)
+    assert "损失" in axes_titles(figure) and figures.as_png(figure)
+    assert not [warning for warning in recwarn if "missing from font" in str(warning.message)]
+
+
+def axes_titles(figure):
+    return {axis.get_title("left") for axis in figure.axes}
+
+
+def test_a_longer_chinese_sentence_is_not_taken_for_a_shorter_one(monkeypatch):
+    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
+    for english, _ in tomllib.loads(language.WORDS.read_text()).items():
+        said = language.translate(english.replace("{}", "7"))
+        assert not re.search("[a-z]{3} [a-z]{2}", said), said
 
 
 def test_every_chinese_word_has_as_many_gaps_as_the_english_one():
@@ -317,7 +347,7 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
     axes |= axes_of(figures.live_figure(records, findings.NO_LABELS))
     axes |= axes_of(figures.panels_figure([[(EVIL, np.eye(4))]], EVIL))
     axes |= axes_of(figures.runs_figure({EVIL: ([1.0], [0.5])}, EVIL))
-    formula_or_control = r"(?<!\\)\$|[\x00-\x1f\x7f-\x9f\ud800]"
+    formula_or_control = r"(?<!\\)\$|[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800]"  # but for lines
     assert len(axes) >= 8 and not [title for title in axes if re.search(formula_or_control, title)]
 
 

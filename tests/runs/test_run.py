@@ -179,17 +179,6 @@ def test_a_training_on_another_host_counts_as_long_as_it_gave_a_sign_of_life(fil
         assert not refused
 
 
-def test_foreign_weights_are_tested_in_an_empty_folder_and_again_there_but_not_among_other_files(tmp_path):
-    for _ in range(2):
-        Run.find(tmp_path / "tested", trained=False).print("testing weights.pth")
-    for path, text in ((tmp_path / "folder/log.txt", "2024: mine"), (tmp_path / "thesis/thesis.tex", "mine")):
-        path.parent.mkdir()
-        path.write_text(text)
-        with refuses(path.parent, path.name):
-            Run.find(path.parent, trained=False)
-        assert content(path.parent) == {path.name: text.encode()}
-
-
 def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(trained, infrared):
     task, run = trained
     with refuses("batch_size", 8, 16):

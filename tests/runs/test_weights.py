@@ -21,18 +21,35 @@ def model():
     return torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
 
 
-@pytest.mark.parametrize("ending", [".pkl", ".tar", ".pth", ".pt", ".safetensors"])
-@pytest.mark.parametrize("wrap", ["bare", "state_dict", "module."])
-def test_weights_load_from_every_form_that_is_published(tmp_path, model, ending, wrap):
+def with_prefix(prefix):
+    return lambda state: {f"{prefix}{name}": value for name, value in state.items()}
+
+
+FORMS = {  # as published weights, compiled models, trainers and scripts have a state dict
+    "bare": lambda state: state,
+    "state_dict": lambda state: {"state_dict": state, "epoch": 3},
+    "module.": with_prefix("module."),
+    "_orig_mod.": with_prefix("_orig_mod."),
+    "of Lightning": lambda state: {"state_dict": with_prefix("model._orig_mod.")(state)},
+    "model_state_dict": lambda state: {"model_state_dict": state, "epoch": 3},
+    "numbers": lambda state: {"net": state, "iou": np.float64(0.5), "ok": np.bool_(True)},
+    "settings": lambda state: {"model": state, "args": argparse.Namespace(lr=np.float32(0.1), name="a")},
+}
+FILES = [(".pth", form) for form in FORMS]
+FILES += [(ending, "state_dict") for ending in (".pkl", ".tar", ".pt")]
+FILES += [(".safetensors", form) for form in ("bare", "module.")]
+
+
+@pytest.mark.parametrize("ending, form", FILES)
+def test_weights_load_from_every_form_that_is_published(ending, form, tmp_path, model):
     state = {n: v + 1 for n, v in model.state_dict().items()}
     path = tmp_path / f"weights{ending}"
-    named = {f"module.{n}": v for n, v in state.items()} if wrap == "module." else state
     if ending == ".safetensors":
         from safetensors.torch import save_file
 
-        save_file(named, path)
+        save_file(FORMS[form](state), path)
     else:
-        torch.save({"state_dict": named, "epoch": 3} if wrap == "state_dict" else named, path)
+        torch.save(FORMS[form](state), path)
     weights.load(model, path)
     assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
 
@@ -74,56 +91,46 @@ def test_weights_that_would_run_code_are_refused_without_advice_to_run_it_and_ne
     assert ("mkdir" in str(refused.value)) == (kind == "pickle") and not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["missing.pth", "damaged.pth", "empty.pth", "damaged.safetensors", "list.pth"]
-)
-def test_missing_and_damaged_weight_files_are_named(tmp_path, model, name):
-    (tmp_path / "damaged.pth").write_bytes(b"not a weight file")
-    (tmp_path / "empty.pth").touch()
-    (tmp_path / "damaged.safetensors").write_bytes(b"not a weight file")
-    torch.save([1, 2], tmp_path / "list.pth")
-    with refuses(tmp_path / name):
+NO_WEIGHTS = {
+    "missing.pth": (None, "no such file"),
+    "damaged.pth": (b"not a weight file", "damaged"),
+    "damaged.safetensors": (b"not a weight file", "damaged"),
+    "empty.pth": (b"", "damaged"),
+    "list.pth": ([1, 2], "a list:"),
+    "numbers.pth": ({0: torch.ones(1)}, "a dict of 0"),
+    "gan.pth": ({"generator": {"a": torch.ones(1)}, "step": 3}, "generator, step"),
+}
+
+
+@pytest.mark.parametrize("name", NO_WEIGHTS)
+def test_a_file_without_weights_is_named_with_what_it_has(name, tmp_path, model):
+    content, words = NO_WEIGHTS[name]
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    elif content is not None:
+        torch.save(content, tmp_path / name)
+    with refuses(tmp_path / name, words):
         weights.load(model, tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    "place", ["s3://bucket/w.pth", Path("hf://me/model/w.pth"), "https://me:secret@host/w.pth"]
+    "address", ["s3://bucket/w.pth", Path("hf://me/model/w.pth"), "https://me:secret@host/w.pth"]
 )
-def test_weights_at_an_address_are_refused_before_a_run_is_made(place, tmp_path):
-    for use in (lambda: weights.read(place), lambda: Run.open(tmp_path / "run", MNIST(weights=place))):
+def test_weights_at_an_address_are_refused_before_a_run_is_made(address, tmp_path):
+    for use in (lambda: weights.read(address), lambda: Run.open(tmp_path / "run", MNIST(weights=address))):
         with pytest.raises(TpukitError, match="download") as refused:
             use()
         assert "secret" not in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_odd_weights_from_elsewhere_are_explained_or_taken(tmp_path):
+def test_an_epoch_that_is_no_number_is_none(tmp_path):
     from safetensors.torch import save_file
 
-    torch.save({0: torch.ones(1)}, tmp_path / "numbers.pt")
-    with refuses(tmp_path / "numbers.pt"):
-        weights.read(tmp_path / "numbers.pt")
     for epoch in ("²", "٣", "9" * 5000):
         save_file(dict(a=torch.ones(1)), tmp_path / "odd.safetensors", metadata=dict(epoch=epoch))
         assert weights.epoch_of(tmp_path / "odd.safetensors") is None
         assert weights.read(tmp_path / "odd.safetensors")
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
-        lambda state: {"state_dict": {f"model._orig_mod.{name}": value for name, value in state.items()}},
-        lambda state: {"model_state_dict": state, "epoch": 3},
-        lambda state: {"net": state, "iou": np.float64(0.5), "epoch": np.int64(3), "ok": np.bool_(True)},
-        lambda state: {"model": state, "args": argparse.Namespace(lr=np.float32(0.1), name="a")},
-    ],
-)
-def test_weights_load_as_compiled_models_trainers_and_scripts_save_them(wrap, tmp_path, model):
-    state = {name: value + 1 for name, value in model.state_dict().items()}
-    torch.save(wrap(state), tmp_path / "weights.pth")
-    weights.load(model, tmp_path / "weights.pth")
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def test_a_hash_in_the_metadata_of_another_program_is_not_taken_for_ours(tmp_path):
@@ -132,9 +139,3 @@ def test_a_hash_in_the_metadata_of_another_program_is_not_taken_for_ours(tmp_pat
     path = tmp_path / "w.safetensors"
     save_file(dict(a=torch.ones(1)), path, metadata={"modelspec.hash_sha256": "0x" + "0" * 64})
     assert weights.read(path)["a"] == 1
-
-
-def test_a_dict_without_weights_is_refused_with_the_keys_that_it_has(tmp_path):
-    torch.save({"generator": {"a": torch.ones(1)}, "step": 3}, tmp_path / "gan.pth")
-    with refuses("generator, step", "state_dict"):
-        weights.read(tmp_path / "gan.pth")

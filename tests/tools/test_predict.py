@@ -4,6 +4,7 @@ refused."""
 import csv
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -146,8 +147,13 @@ def test_the_command_predicts_digits_names_a_broken_file_and_ends_with_1(trained
         Image.fromarray(image[0]).save(mine / f"{number}.png")
     assert cli.main(words(run.path, mine / "*.png", "--out", tmp_path / "good")) == 0
     (mine / "\x1b[31m.png").write_bytes(b"no image")
+    (mine / "more").mkdir()
     assert cli.main(words(run.path, mine, "--out", out)) == 1
-    assert "\x1b" not in "".join(capsys.readouterr())
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+    assert (
+        "1 files left out: 1 .png" in printed.out and "1 folders in it are not searched (more)" in printed.out
+    )
     listed = json.loads((out / "predictions.json").read_text())
     good = [entry for entry in listed if "error" not in entry]
     again = predict(run, mine / "?.png", progress=False)
@@ -309,15 +315,27 @@ def test_an_image_is_scaled_as_in_an_evaluation_and_one_of_more_than_twice_the_s
     assert len(rows) == count and join([np.zeros((1, 256, 256), np.float32)] * count).shape == (1, 1, *shape)
 
 
+def deepened(folder, place):
+    """A copy of an infrared set with images of 14 bits: counts from 8,000 on."""
+    shutil.copytree(folder, place)
+    for path in (place / "images").iterdir():
+        grey = np.asarray(Image.open(path)).astype(np.uint16)
+        Image.fromarray(8000 + 9 * grey).save(path)
+    return place
+
+
+@pytest.mark.parametrize("bits", [8, 14])
 @pytest.mark.parametrize("base_size", [32, 128])
 def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(
-    base_size, infrared_run, infrared
+    base_size, bits, infrared_run, infrared, tmp_path
 ):
     _, run = infrared_run
-    test = MSHNet(dataset_dir=infrared, base_size=base_size).test_set()
-    run.save_best(Narrow().model().state_dict(), **MSHNet().metadata(test))
+    folder = infrared if bits == 8 else deepened(infrared, tmp_path / "deep")
+    train, test = MSHNet(dataset_dir=folder, base_size=base_size).datasets()
+    assert (test.levels is None) == (bits == 8)
+    run.save_best(Narrow().model().state_dict(), **MSHNet().metadata(train))
     task = MSHNet(base_size=base_size, weights=run.best())
-    batch, _ = task.read_files([infrared / f"images/{test.names[0]}.png"], None)
+    batch, _ = task.read_files([folder / f"images/{test.names[0]}.png"], run.best())
     (row,), _ = task.split(batch)
     difference = np.abs(row["image"].astype(int) - test.batch([0])["image"][0])
     # a grey level, by rounding

@@ -10,6 +10,7 @@ import tpukit
 from tpukit.cli.doctor import to_stderr
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
+from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import Sentences, printable
 from tpukit.tasks.datasets import with_dataset
 from tpukit.training.task import Task
@@ -74,7 +75,12 @@ def test(
     given = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
     trained = dataclasses.replace(trained, **{name: value for name, value in given.items() if value})
     trained = with_dataset(trained, env)
-    scored = tpukit.Run.find(run if run.is_dir() else env.outputs / f"{trained.name}-test", trained=False)
+    scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
+    if not run.is_dir():
+        if (scored.path / "config.json").exists():
+            raise TpukitError(f"{scored.path} is a run: rename it, because tests of weights files go there")
+        with explain_unwritable(scored.path):
+            scored.path.mkdir(parents=True, exist_ok=True)
     scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
     if scores and environment.rank() == 0:
         print(f"\n{scores_table(scores)}")

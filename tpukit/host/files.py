@@ -198,44 +198,35 @@ def file_lock(path: Path) -> Iterator[None]:
     """Context manager: wait for a lock per user and host. It lies in the cache folder, because `path` may be
     on a disk that cannot be written; without a cache folder there is none, and what is written is still
     atomic."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, TpukitError):
             make_private(cache_folder())
-            name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
-            file = stack.enter_context(_open_lock(cache_folder() / f"{name}.lock"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # released by the system when the process ends
+            held.enter_context(exclusive_lock(cache_folder() / f"{name}.lock", waits=True))
         yield
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
+def exclusive_lock(path: Path, signs: Iterable[Path] = (), *, waits: bool = False) -> Iterator[None]:
     """Context manager: take the lock file `path` for this process alone, and write its pid and host into it.
 
-    Raises TpukitError with the pid and host of the process that has it. A lock ends with its process, killed
-    or not. Another host's is not seen through some shared disks (Drive): it counts as long as this file or
-    one of `signs` changed lately."""
-    with explain_unwritable(path.parent):
-        file = _open_lock(path)
-    with file:
-        holder, here = file.read().decode(errors="replace"), f" on {socket.gethostname()}"
-        is_free = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # a disk without locks
-            pass
-        if holder and not holder.endswith(here):  # of another host, whose clock may be ahead
-            changed = [sign.stat().st_mtime for sign in (path, *signs) if sign.exists()]
-            is_free &= all(abs(time.time() - then) >= ALIVE_S for then in changed)
-        if not is_free:
+    waits: for the process of this host that has it; else a TpukitError has its pid and host. A lock ends with
+    its process, killed or not. Another host's is not seen through some shared disks (Drive): it counts as
+    long as this file or one of `signs` changed lately."""
+    with explain_unwritable(path.parent):  # neither emptied nor opened through a link
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(number, "r+b", buffering=0) as file:
+        holder = file.read().decode(errors="replace")
+        if waits:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        elif not _is_free(file, holder, (path, *signs)):
             raise TpukitError(
                 f"{holder or 'another process'} is at work in {path.parent} (it trains or restores): end it,"
                 f" or choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
         try:
             with explain_unwritable(path, only=DISK_FULL):
-                _overwrite(file, f"process {os.getpid()}{here}".encode())
+                _overwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
             yield
         finally:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
@@ -243,9 +234,18 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
 
 
-def _open_lock(path: Path) -> BinaryIO:
-    """Open a lock file without emptying it, and never through a link."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b", buffering=0)
+def _is_free(file: BinaryIO, holder: str, signs: Iterable[Path]) -> bool:
+    """Lock a file, if no other process has it. Return False if one has, or a host that was alive lately."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a disk without locks
+        pass
+    if not holder or holder.endswith(f" on {socket.gethostname()}"):
+        return True
+    changed = [sign.stat().st_mtime for sign in signs if sign.exists()]  # by a clock that may be ahead
+    return all(abs(time.time() - then) >= ALIVE_S for then in changed)
 
 
 def _overwrite(file: BinaryIO, data: bytes) -> None:

@@ -30,12 +30,12 @@ TEXT_LINES, TEXT_WIDTH = 16, 32  # lines of a panel, and characters in one
 
 def as_png(figure: "Figure") -> bytes:
     """Return a figure as the bytes of a PNG file, without a background."""
-    import matplotlib
+    from matplotlib.text import Text
 
     png = io.BytesIO()
-    families = [*matplotlib.rcParams["font.sans-serif"], *language.fonts()]
-    with matplotlib.rc_context({"font.sans-serif": families}):
-        figure.savefig(png, dpi=110, format="png", transparent=True)
+    for text in figure.findobj(Text) if language.is_chinese() else ():
+        text.set_fontfamily([*text.get_fontfamily(), *language.fonts()])
+    figure.savefig(png, dpi=110, format="png", transparent=True)
     return png.getvalue()
 
 
@@ -87,17 +87,13 @@ def live_figure(records: list, labels: findings.Labels) -> "Figure":
         plot_curve(axis, name, *series.get(name, ((), ())), labels, end)
     rates = [span["images_per_s"] for span in spans]
     plot(speed, done, rates, GREEN)
-    mark_compilations(speed, [step / steps_per_epoch for step in findings.compiled_steps(records)])
+    for number, step in enumerate(findings.compiled_steps(records)):
+        name = None if number else label("step compiled")
+        speed.axvline(step / steps_per_epoch, color=RED, ls=":", lw=1.4, label=name)
     speed.set_ylim(0, 1.1 * max(rates, default=0) or 1)
     finish(speed, "samples per second", "epoch", end=end)
     write_above(figure, findings.headline(records))
     return figure
-
-
-def mark_compilations(axis, positions):
-    """Draw a dotted line where the training step was compiled. positions: on the x axis."""
-    for number, x in enumerate(positions):
-        axis.axvline(x, color=RED, ls=":", lw=1.4, label=None if number else label("step compiled"))
 
 
 def roc_figure(roc: dict) -> "Figure":
@@ -215,7 +211,7 @@ def plot(axis, x, y, colour):
 def fit_scores(axis, scores, paper=None):
     """Set the range of an axis of scores so that the later half of them fills a quarter or more of it: a rise
     from 0.97 to 0.99 is seen, and a bad start may leave the axis below. paper: the score of the paper."""
-    late = scores[len(scores) // 2 :]
+    late = scores[len(scores) // 2 :] if len(scores) > 5 else scores
     if not late or not all(map(math.isfinite, scores)):
         return
     high = max([*scores, paper or max(scores)])
@@ -225,9 +221,9 @@ def fit_scores(axis, scores, paper=None):
     axis.set_ylim(low - (room if low < 0 or low > room else room / 3), high + room)
 
 
-def finish(axis, title, x, y="", end=0):
+def finish(axis, title, x, y="", end=0.0):
     """Set title, names, look, and a legend if a curve has a label. Ticks of epochs are whole, up to `end`."""
-    axis.set_title(label(title), loc="left", fontsize=MEDIUM, color=GREY)
+    axis.set_title(textwrap.fill(label(title), 34), loc="left", fontsize=MEDIUM, color=GREY)
     axis.set_xlabel(label(x), fontsize=SMALL, color=GREY)
     axis.set_ylabel(label(y), fontsize=SMALL, color=GREY)
     if end:
@@ -235,10 +231,6 @@ def finish(axis, title, x, y="", end=0):
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=SMALL, frameon=False, labelcolor=GREY)
-    style(axis)
-
-
-def style(axis):
     axis.tick_params(labelsize=SMALL, color=GREY, labelcolor=GREY, which="both")
     axis.grid(color=GREY, alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

@@ -83,18 +83,16 @@ def _format_number(value):
 def last_and_kept_tables(records: list) -> list[Table]:
     """Return the scores, if there are any: of the last evaluation, and of the one whose weights are kept."""
     evaluations = _of_kind(readable(records), "evaluation")
-    kept = next((record for record in reversed(evaluations) if record["kept"]), None)
-    if not evaluations or kept in (None, evaluations[-1]):
-        which = "last, kept" if kept else "last"
-        return [scores_table(record["scores"], _after(record), which) for record in evaluations[-1:]]
+    if not evaluations:
+        return []
     last = evaluations[-1]
+    kept = next((record for record in reversed(evaluations) if record["kept"]), None)
+    if kept is None or kept is last:
+        title = f"Scores after epoch {last['epoch'] + 1}"
+        return [scores_table(last["scores"], title, "last, kept" if kept else "last")]
     title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept)"
     both = {"beside": {"kept": kept["scores"], **(last["scores"].get("beside") or {})}}
     return [scores_table(last["scores"] | both, title, "last")]
-
-
-def _after(record):
-    return f"Scores after epoch {record['epoch'] + 1}"
 
 
 def verdict(records: list) -> list[str]:

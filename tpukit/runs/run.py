@@ -13,7 +13,6 @@ own/                     a user's own files, and what was predicted for them
 cores/                   what each core of the last launch printed, and its error or stacks if it failed
 .lock                    host and pid of the process that trains here
 .launch-HOST.lock        host and pid of the process that launched the cores of that host
-.test                    marks a folder without a run, in which foreign weights were tested
 """
 
 import contextlib
@@ -131,21 +130,13 @@ class Run:
             copy.fetch(folder, say)
 
     @classmethod
-    def find(cls, path: str | Path, *, trained: bool = True) -> "Run":
-        """Open a run for reading; raises TpukitError if there is none. trained=False: also an empty folder,
-        created if missing, in which foreign weights are tested."""
+    def find(cls, path: str | Path) -> "Run":
+        """Open a run for reading. Raises TpukitError if there is none."""
         run = cls(path)
-        if (run.path / "config.json").is_file():
-            return run
-        if trained:
+        if not (run.path / "config.json").is_file():
             below = ", ".join(sorted(str(config.parent) for config in run.path.glob("*/config.json")))
             hint = f"; runs below it: {below}" if below else ""
             raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
-        if not (run.path / ".test").exists():
-            files.check_empty(run.path)
-        with files.explain_unwritable(run.path):
-            run.path.mkdir(parents=True, exist_ok=True)
-            (run.path / ".test").touch()
         return run
 
     @contextlib.contextmanager

@@ -44,20 +44,21 @@ def read(path: str | Path) -> "dict[str, Tensor]":
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            content = load_file(path)
+            content: Any = load_file(path)
         else:
             content = load_tensors(path)
     for key in KEYS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    entries = content.items() if isinstance(content, dict) else [(None, content)]
-    if not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in entries):
-        keys = ", ".join(str(name) for name, _ in entries)
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
+        keys = f" of {', '.join(map(str, content)):.200}" if isinstance(content, dict) else ""
         raise TpukitError(
-            f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__} of {keys:.200}:"
-            " save the state dict alone, or under state_dict"
+            f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__}{keys}: save the"
+            " state dict alone, or under state_dict"
         )
-    for name, tensor in entries:
+    for name, tensor in content.items():
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not is_dense or tensor.is_quantized or tensor.is_nested:
             raise TpukitError(f"weights {path}: {name} is no plain tensor (use .to_dense() or .dequantize())")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 SPLITS = {  # names of folders, of files and in a column of splits, in lower case
@@ -37,6 +37,11 @@ def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | 
         words = [re.split("[-_.]", part.lower())[0] for part in path.relative_to(folder).parts]
         files.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
     return files
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first names of several, for a sentence."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def about_tables(place: Path, page: str) -> str:

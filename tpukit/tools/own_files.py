@@ -158,7 +158,12 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
         path = Path(path).expanduser()
         pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
         entries = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
+        entries = list(entries)
         files = [entry for entry in entries if entry.is_file()]
+        if path.is_dir() and (folders := [entry.name for entry in entries if entry.is_dir()]):
+            print(
+                printable(f"{path}: {len(folders)} folders in it are not searched ({', '.join(folders[:3])})")
+            )
         if not files:
             raise TpukitError(
                 f"{path}: no file is there, or a device or a named pipe: name a file of yours, a folder that"

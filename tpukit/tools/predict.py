@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +16,8 @@ from tpukit.host.tables import printable
 if TYPE_CHECKING:
     from tpukit.runs.run import Run
     from tpukit.training.task import Task
+
+SHOWN = 10  # errors of files that are printed
 
 
 def predict(
@@ -69,11 +72,15 @@ def predict(
             results = [own.result_of(task, sample) for sample in samples]
         else:
             results = own.save_predictions(task, samples, out)
-    errors = [result["error"] for result in results if "error" in result]
-    for error in errors:
+    errors = {result["name"]: result["error"] for result in results if "error" in result}
+    for error in list(errors.values())[:SHOWN]:
         print(printable(f"left out: {error}"))
+    endings = collections.Counter(Path(name).suffix.lower() or "without an ending" for name in errors)
     if len(errors) == len(results):
-        raise TpukitError(f"no file could be read: {errors[0]}")
+        raise TpukitError(f"no file could be read: {next(iter(errors.values()))}")
+    if errors:
+        listed = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
+        print(printable(f"{len(errors)} files left out: {listed}"))
     if out is not None:
         print(printable(f"{len(results) - len(errors)} samples predicted: {out / 'predictions.csv'}"))
     return results

@@ -143,3 +143,33 @@ def test_both_classical_images_of_ktc2023_are_in_the_unit_of_the_truth(tmp_path)
     batch = task_of(tmp_path, data="ktc2023").test_set().batch(np.arange(1))
     for name in ("TR", "xs_gn"):
         assert np.allclose(batch[name][0], truth, rtol=1e-5)
+
+
+def scaled(name, factor):
+    def change(folder):
+        for path in (folder / "test").glob("*.npz"):
+            sample = dict(np.load(path))
+            np.savez(path, **sample | {name: sample[name] * np.float32(factor)})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda folder: None, None),
+        (scaled("ys", 1040), "test: its voltages are"),
+        (scaled("xs", 2 / 1978), "test: its images have values of up to 0.00101"),
+        (
+            lambda folder: shutil.copy(folder / "train/000003.npz", folder / "test"),
+            "1 of 5 test samples are training samples, too (000003)",
+        ),
+        (lambda folder: (folder / "test/more.mat").touch(), "1 files are no npz, and not read (more.mat"),
+    ],
+)
+def test_another_unit_copies_and_other_files_are_told(change, told, tank, tmp_path):
+    folder = shutil.copytree(tank, tmp_path / "set")
+    change(folder)
+    train, test = task_of(folder).datasets()
+    notices = train.notices + test.notices
+    assert len(notices) == (told is not None) and all(told in notice for notice in notices)

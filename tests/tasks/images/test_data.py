@@ -1,6 +1,7 @@
 """Images and their classes from folders and CSV lists; their splits; bad ones; and the decoded pixels."""
 
 import contextlib
+import dataclasses
 import itertools
 import shutil
 import struct
@@ -13,6 +14,7 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tpukit import ImageClassifier
+from tpukit.runs.weights import serialize
 from tpukit.tasks.images import data
 from tpukit.tasks.images.data import find_samples, read_image
 
@@ -417,6 +419,13 @@ def test_a_list_whose_classes_or_splits_are_not_one_for_each_image_is_refused(ro
         find_samples(listed(tmp_path, *rows, header=header))
 
 
+@pytest.mark.parametrize("wrong", ['{"file_name": "b.png"}', '{"file_name": "b.png", "label": null}', "[1]"])
+def test_a_line_of_json_without_a_label_is_refused(wrong, tmp_path):
+    (tmp_path / "metadata.jsonl").write_text(f'{{"file_name": "a.png", "label": "a"}}\n{wrong}\n')
+    with refuses("metadata.jsonl"):
+        find_samples(tmp_path)
+
+
 @pytest.mark.parametrize(
     "rows, header, told",
     [
@@ -431,7 +440,11 @@ def test_what_a_list_may_not_mean_and_what_it_leaves_out_is_told(rows, header, t
     listed(tmp_path, *rows, header=header)
     grey(tmp_path / "unlisted.png", 99)
     (tmp_path / "photo.heic").touch()
-    assert any(told in notice for notice in find_samples(tmp_path).notices)
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path, tmp_path / "list.csv"):
+        notices = find_samples(place).notices
+        assert any(told in notice for notice in notices)
+        assert not any("without an ending" in notice for notice in notices)
 
 
 def test_folders_without_images_and_files_without_an_ending_are_counted(tmp_path):
@@ -502,5 +515,12 @@ def test_deep_grey_is_scaled_by_the_training_set_and_the_weights_keep_how(kind, 
     assert "deeper than 8 bits" in train.notes
     kept = one.metadata(train)["grey_levels"]
     assert np.allclose(list(map(float, kept.split())), train.levels)
+    weights = tmp_path / "best.safetensors"
+    about = dict(task=one.name) | {name: str(value) for name, value in one.metadata(train).items()}
+    weights.write_bytes(serialize({}, about))
+    trained = dataclasses.replace(one, weights=weights, dataset_dir=None)
+    batch, _ = trained.read_files([tmp_path / name for name in test.names], weights)
+    assert np.array_equal(batch["image"], test.images), "a prediction sees what the evaluation does"
+    assert f"{train.levels[0]:g} to {train.levels[1]:g} becomes 0 to 255" in trained.export_preprocessing
     with refuses("deeper than 8 bits") if kind == "uint16" else contextlib.nullcontext():
         read_image(path, 16)

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image, ImageFile
 
 from tests.conftest import refuses
-from tpukit import MSHNet
+from tests.tasks.mshnet.small import Narrow
+from tpukit import MSHNet, Run, train
 from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_list
 from tpukit.tasks.mshnet.scores import regions
 
@@ -200,6 +201,33 @@ def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_
         read_image(tmp_path / "uint16/images/a.tif")  # by weights that learned from 8 bits
 
 
+DEPTHS = {
+    "8 bits": lambda grey: grey,
+    "12 bits": lambda grey: grey.astype(np.uint16) * 3 + 1200,
+    "14 bits": lambda grey: grey.astype(np.uint16) + 14000,
+    "16 bits": lambda grey: grey.astype(np.uint16) * 150 + 9000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_targets_are_learned_in_grey_of_every_depth_as_in_8_bits(depth, tmp_path, cpu):
+    rng = np.random.default_rng(0)
+    write_set(tmp_path, "abcdefghijklmnop", lists=())
+    for name in "abcdefghijklmnop":
+        mask = np.zeros((32, 32), np.uint8)
+        row, column = rng.integers(4, 24, 2)
+        mask[row : row + 3, column : column + 3] = 255
+        grey = rng.normal(80, 6, mask.shape) + rng.uniform(60, 100) * (mask > 0)
+        Image.fromarray(DEPTHS[depth](grey.astype(np.uint8))).save(tmp_path / f"images/{name}.png")
+        Image.fromarray(mask).save(tmp_path / f"masks/{name}.png")
+    settings = dict(base_size=32, crop_size=32, epochs=20, warm_epoch=20, eval_every=20, num_workers=0)
+    task = Narrow(dataset_dir=tmp_path, **settings)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    assert run.records("evaluation")[-1]["scores"]["iou"] > 0.9
+
+
 @pytest.mark.parametrize(
     "lists, formats, told",
     [
@@ -291,11 +319,11 @@ def pages(folder):
 @pytest.mark.parametrize(
     "change, told",
     [
-        (other_list, "1 lists (val.txt) are not used"),
-        (twice, "1 names (a) are in the lists more than once"),
-        (unlisted, "1 images (c.png) are in no list, and not used"),
-        (second_mask, "1 masks (a_1.png) are of no image, and not used"),
-        (pages, "1 images (a) are of several pages or frames, of which the first is used"),
+        (other_list, "1 lists are not used (val.txt)"),
+        (twice, "1 names are in the lists more than once (a)"),
+        (unlisted, "1 images are in no list, and not used (c.png)"),
+        (second_mask, "1 masks are of no image, and not used (a_1.png)"),
+        (pages, "1 images have several pages or frames, of which the first is used (a)"),
     ],
 )
 def test_what_is_in_no_split_is_counted_and_named(change, told, tmp_path):
@@ -312,9 +340,7 @@ def test_frames_of_one_sequence_in_both_splits_are_told(tmp_path):
     for kind in ("images", "masks"):
         (tmp_path / kind / "seq").mkdir(parents=True)
     write_set(tmp_path, [f"seq/{number}" for number in range(6)], lists=())
-    assert any(
-        "1 folders (seq) are in training and test" in n for n in InfraredSet(tmp_path, "train").notices
-    )
+    assert any("1 folders are in training and test" in n for n in InfraredSet(tmp_path, "train").notices)
 
 
 def test_masks_numbered_for_each_target_are_answered_with_what_is_needed(tmp_path):

@@ -10,8 +10,8 @@ from tests.conftest import refuses
 from tests.tasks.text.small import CHAT
 from tpukit.tasks.text import data, hub
 
-processors = pytest.importorskip("tokenizers").processors
-pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
 END = "<|endoftext|>"
 
 
@@ -24,6 +24,7 @@ def tokenizer():
 def chats():
     found = hub.load_tokenizer("tiny")
     found.chat_template = CHAT
+    found.add_tokens(["</s>"])
     return found
 
 
@@ -79,9 +80,8 @@ def test_without_a_test_set_some_rows_are_left_out_for_tests(tmp_path, tokenizer
     ] and not {*train.kept} & {*test.kept}
 
 
-def test_a_long_text_is_tokenised_in_pieces(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "PIECE", 20)
-    monkeypatch.setattr(data, "PIECES", 2)
+def test_a_long_text_is_several_documents(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "DOCUMENT", 40)
     monkeypatch.setattr(data, "MANY", 2)
     (tmp_path / "train.txt").write_text("abcdefghij" * 10)
     write_lines(tmp_path / "train.jsonl", dict(prompt="1", completion="2"))
@@ -89,6 +89,29 @@ def test_a_long_text_is_tokenised_in_pieces(tmp_path, tokenizer, monkeypatch):
     train, _ = opened(tmp_path, tokenizer, length=128)
     found = [whole.removesuffix(END) for whole, _ in parts_of(train, tokenizer)]
     assert sorted(found) == ["12", "abcdefghij" * 2, *["abcdefghij" * 4] * 2]
+
+
+@pytest.fixture
+def pieces():
+    """A tokenizer as Llama 2's, which writes a space before whatever it is given."""
+    letters = ["▁", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *letters, "▁a", "ab"])}
+    model = tokenizers.models.BPE(vocabulary, [("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>")
+    found = tokenizers.Tokenizer(model)
+    spaces = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    found.normalizer = tokenizers.normalizers.Sequence(spaces)
+    found.add_special_tokens(["<s>", "</s>"])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=found, eos_token="</s>", chat_template="<s>" + CHAT
+    )
+
+
+@pytest.mark.parametrize("row", [said("ab ab", "ab"), dict(text="ab" * 2**16)], ids=["chat", "long text"])
+def test_ids_are_those_of_the_whole_though_a_tokenizer_adds_a_space_to_each_part(row, pieces):
+    whole = pieces.apply_chat_template(row["messages"], tokenize=False) if "messages" in row else row["text"]
+    expected = pieces(whole, add_special_tokens=False)["input_ids"]
+    tokens, _ = data.tokens_of(row, pieces, "x")
+    assert tokens["tokens"].tolist() == (expected[:-1] if "messages" in row else expected)
 
 
 def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
@@ -159,11 +182,11 @@ def test_tool_calls_are_learned_and_tools_are_read(chats):
     row = dict(messages=[*turns("a"), call], tools=json.dumps(TOOLS))
     counts = collections.Counter()
     data.parts_of(row, chats, "x", counts)
-    assert counts == {data.UNLEARNED: 1, data.TOOLLESS: 1}, "of a template without tools"
+    assert +counts == {data.UNLEARNED: 1, data.TOOLLESS: 1}, "of a template without tools"
     chats.chat_template = WITH_TOOLS
     counts.clear()
     parts, _ = data.parts_of(row, chats, "x", counts)
-    assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not counts
+    assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not +counts
 
 
 FORMATS = {
@@ -173,6 +196,14 @@ FORMATS = {
     "ShareGPT": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     "Alpaca": dict(instruction="a", input="", output="b"),
     "question and answer": dict(question="a", answer="b"),
+    "Dolly": dict(instruction="a", context="", response="b"),
+    "query and response": dict(query="a", response="b"),
+    "train false": dict(
+        messages=[*turns("x"), dict(role="assistant", content="y", train=False), *turns("a", "b")]
+    ),
+    "other names of roles": dict(
+        messages=[dict(role="prompter", content="a"), dict(role="bot", content="b")]
+    ),
     "weight 0": dict(messages=[*turns("x"), dict(role="assistant", content="y", weight=0), *turns("a", "b")]),
     "parts": dict(messages=[*turns("a"), dict(role="assistant", content=[dict(type="text", text="b")])]),
     "missing values": dict(messages=[dict(one, tool_calls=None, name=None) for one in turns("a", "b")]),
@@ -188,8 +219,14 @@ def test_the_usual_formats_are_read(row, chats):
     assert parts[0][0].endswith("<user>a</s><assistant>")
 
 
-def test_the_input_of_alpaca_and_a_system_column_are_part_of_the_prompt(chats):
-    row = dict(system="s", instruction="a", input="i", output="b")
+@pytest.mark.parametrize(
+    "row",
+    [
+        dict(system="s", instruction="a", input="i", output="b"),
+        dict(system_prompt="s", question="a", context="i", answer="b"),
+    ],
+)
+def test_an_input_or_a_context_and_a_system_column_are_part_of_the_prompt(row, chats):
     assert data.parts_of(row, chats, "x")[0][0][0] == "<system>s</s><user>a\n\ni</s><assistant>"
 
 
@@ -203,6 +240,10 @@ def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
     ]
     write_lines(path, *rows)
     assert len(opened(tmp_path, chats, length=63)[0]) == 1
+    path.with_suffix(".jsonl").write_text(json.dumps(rows))
+    path.unlink()
+    assert len(opened(tmp_path, chats, length=63)[0]) == 1
+    path.with_suffix(".jsonl").unlink()
     path.write_text(json.dumps([rows[0], dict(words="a")]))
     with refuses("a.json, entry 2", "it needs a text"):
         opened(path, chats)
@@ -210,7 +251,7 @@ def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
 
 def test_nothing_is_doubled_in_texts_that_begin_and_end_as_the_model_wants(tokenizer):
     assert data.parts_of(dict(text=f"a{END}"), tokenizer, "x")[0][1:] == [(f"a{END}", True), ("", True)]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{END} $A", special_tokens=[(END, 256)]
     )
     assert [data.parts_of(dict(text=text), tokenizer, "x")[0][0][0] for text in ("a", f"{END}a")] == [END, ""]
@@ -284,11 +325,11 @@ def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_lin
 
 
 BAD_LINES = {
-    "not JSON": ('{"text": "a', "line 2", "not JSON"),
+    "not JSON": ('{"text": "a', "line 2", "no JSON"),
     "no text": (dict(words="a"), "line 2", "it needs a text", "words"),
     "a list": ([1, 2], "line 2", "it needs a text"),
-    "an empty completion": (dict(prompt="a", completion=" "), "line 2", "completion is empty"),
-    "nothing said": (dict(messages=[dict(role="user", content="a")]), "line 2", "completion is empty"),
+    "numbers": (dict(prompt=1, completion=2), "line 2", "prompt (int), completion (int)"),
+    "pairs to choose from": (dict(prompt="a", chosen="b", rejected="c"), "line 2", "chosen (str)"),
     "no messages": (dict(messages=[]), "line 2", "messages, a list"),
     "a number": (dict(messages=5), "line 2", "messages, a list"),
     "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),
@@ -298,7 +339,7 @@ BAD_LINES = {
         "line 2",
         "half of a character",
     ),
-    "deep": ("[" * 5000, "line 2", "not JSON"),
+    "deep": ("[" * 5000, "line 2", "no JSON"),
 }
 
 
@@ -309,10 +350,85 @@ def test_a_bad_line_is_named_by_its_number(line, told, tmp_path, tokenizer):
         opened(path, tokenizer)
 
 
-def test_a_template_that_refuses_a_conversation_is_told(tmp_path, chats):
-    chats.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with refuses("line 1", "roles must alternate"):
-        opened(write_lines(tmp_path / "a.jsonl", said("a", "b")), chats)
+LEFT_OUT = {
+    "an empty completion": (dict(prompt="a", completion=" "), "line 1: the completion is empty"),
+    "no completion": (dict(prompt="a", completion=None), "line 1: no message is of the assistant"),
+    "nothing said": (dict(messages=turns("a")), "line 1: no message is of the assistant, only of user"),
+    "nothing written": (dict(text=" "), "line 1: the text is empty"),
+    "an answer that is not wanted": (dict(prompt="a", completion="b", label=False), "line 1: its label"),
+    "refused": (
+        dict(messages=turns("a", "b", first="assistant")),
+        "line 1: the model's chat template refuses",
+    ),
+}
+
+
+@pytest.mark.parametrize("row, told", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_a_row_without_anything_to_learn_is_left_out_and_told_and_a_set_of_such_is_refused(
+    row, told, tmp_path, chats
+):
+    chats.chat_template = (
+        "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}" + CHAT
+    )
+    train, test = opened(write_lines(tmp_path / "a.jsonl", row, *[said("a", "b")] * 3), chats, length=63)
+    assert len(parts_of(train, chats) + parts_of(test, chats)) == 3
+    assert "1 texts are left out" in train.notes and told in train.notes
+    with refuses(told):
+        opened(write_lines(tmp_path / "a.jsonl", row, row), chats)
+
+
+COUNTED = {
+    "columns": (
+        dict(prompt="a", completion="b", source="web", history=[]),
+        data.UNUSED.format("source, history"),
+    ),
+    "the template knows no such role": (
+        dict(messages=[dict(role="critic", content="no"), *turns("a", "b")]),
+        data.UNSEEN.format("critic"),
+    ),
+    "reasoning": (
+        dict(messages=[*turns("a"), dict(role="assistant", content="b", reasoning_content="because")]),
+        data.SHORTENED,
+    ),
+    "a token of another model": (
+        dict(prompt="a", completion="b<|im_end|>"),
+        data.FOREIGN.format("<|im_end|>"),
+    ),
+    "a weight between": (
+        dict(messages=[*turns("a"), dict(role="assistant", content="b", weight=0.5)]),
+        data.WEIGHTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("row, told", COUNTED.values(), ids=COUNTED)
+def test_what_is_not_learned_as_it_stands_there_is_counted(row, told, chats):
+    chats.chat_template = CHAT.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'critic' %}"
+    )
+    counts = collections.Counter()
+    data.parts_of(row, chats, "x", counts)
+    assert +counts == {told: 1}
+    counts.clear()
+    data.parts_of(said("a", "b"), chats, "x", counts)
+    assert not +counts
+
+
+def test_test_texts_that_are_training_texts_are_counted(tmp_path, chats):
+    write_lines(tmp_path / "train.jsonl", said("a", "b"), said("c", "d"))
+    write_lines(tmp_path / "test.jsonl", said("c", "d"), said("e", "f"))
+    assert f"1 {data.COPIES}" in opened(tmp_path, chats, length=63)[0].notes
+
+
+def test_lists_beside_lines_are_read_and_files_about_the_data_or_in_no_split_are_counted(tmp_path, chats):
+    write_lines(tmp_path / "b.jsonl", said("a", "b"))
+    (tmp_path / "a.json").write_text(json.dumps([said("c", "d"), said("e", "f")]))
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "README.md").write_text("About these data.")
+    (tmp_path / "table.csv").write_text("prompt,completion")
+    train, test = opened(tmp_path, chats, length=63)
+    assert len(parts_of(train, chats) + parts_of(test, chats)) == 3
+    assert "3 files are not used: README.md, settings.json, table.csv" in train.notes
 
 
 def test_places_without_texts_and_other_encodings_are_told(tmp_path, tokenizer):

@@ -84,7 +84,9 @@ class CDEIT(Task):
     # Data
 
     def datasets(self) -> tuple[sets.Impedance, sets.Impedance]:
-        return self._read(sets.TRAINING), self.test_set()
+        train, test = self._read(sets.TRAINING), self.test_set()
+        train.notices += sets.find_copies(train, test)
+        return train, test
 
     def test_set(self) -> sets.Impedance:
         from tpukit.tasks.cdeit import scores  # noqa: F401  a missing package is found before the training

@@ -13,6 +13,7 @@ from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.tasks import arrays
 from tpukit.tasks.cdeit.diffusion import STEPS
+from tpukit.tasks.splits import some
 
 ELECTRODES = 16
 PATTERN = (ELECTRODES, ELECTRODES - 3)  # drive patterns, voltages of each
@@ -20,6 +21,7 @@ VOLTAGES = 16 * 13
 SIZE = 128  # of the images
 FALLBACK = Path("data")
 STATISTICS = ("mean.pth", "std.pth")  # of the voltages
+APART = 10.0  # times as large as they should be: numbers in another unit
 BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
 
 Statistics = tuple[np.ndarray, np.ndarray]  # mean and deviation of the voltages, (16, 13) float32 each
@@ -52,7 +54,7 @@ class Impedance:
 
     `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, of a
     test set TR and xs_gn (B, 128, 128) float32, key (B,) int64 for the noise; with numbers (B, 2) in [0, 1)
-    also t (B,) int64, the timestep. `notes`: a sentence for the log."""
+    also t (B,) int64, the timestep. `notes`, `notices`: sentences for the log."""
 
     num_uniforms = 2  # for the noise and for the timestep
 
@@ -66,6 +68,7 @@ class Impedance:
         if convention is not TRAINING:
             for name, unit in zip(BASELINES, (convention.unit, convention.gauss_newton)):
                 self.arrays[name] = stored[name] * np.float32(1 / unit)
+        self.notices = _doubts(folder, self.arrays)
 
     def __len__(self):
         return len(self.names)
@@ -89,6 +92,36 @@ class Impedance:
 
     def compose(self, rows, parameters):
         return rows | parameters
+
+
+def _doubts(folder, values):
+    """Return sentences about a split whose numbers may be in another unit, and about files that are not
+    read."""
+    notices = []
+    measured = values["voltages"][values["voltages"] != 0]
+    spread, largest = np.sqrt(np.nanmean(measured**2)), np.nanmax(np.abs(values["image"]))
+    if not 1 / APART < spread < APART:
+        notices.append(
+            f"{folder.name}: its voltages are {spread:.3g} times as large as those of the statistics: is data"
+            " (--data) the convention that its files have?"
+        )
+    if not 1 / APART < largest < APART:
+        notices.append(
+            f"{folder.name}: its images have values of up to {largest:.3g}, and should have -1 and 1 for what"
+            " is in the tank"
+        )
+    others = [path.name for path in sorted(folder.iterdir()) if path.suffix != ".npz" and path.name[0] != "."]
+    if others:
+        notices.append(f"{folder.name}: {len(others)} files are no npz, and not read ({some(others)})")
+    return notices
+
+
+def find_copies(train: Impedance, test: Impedance) -> list[str]:
+    """Return a sentence if test samples are training samples, by their voltages; else none."""
+    learned = {row.tobytes() for row in train.arrays["voltages"]}
+    found = [name for name, row in zip(test.names, test.arrays["voltages"]) if row.tobytes() in learned]
+    told = f"{len(found)} of {len(test)} test samples are training samples, too ({some(found)})"
+    return [f"{told}: the scores say nothing of new ones"] if found else []
 
 
 def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
@@ -126,7 +159,8 @@ def _read_split(folder, names):
     def read():
         paths = sorted(folder.glob("*.npz"))
         if not paths:
-            raise TpukitError(f"no npz files in {folder}")
+            here = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+            raise TpukitError(f"no npz files in {folder}, which has {here}")
         shown = tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)
         samples = [_read_file(path, names) for path in shown]
         split = {name: np.stack([sample[name] for sample in samples]) for name in names}
@@ -204,7 +238,7 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
     if len(broken := split["names"][~np.isfinite(volts).all((1, 2))]):
         raise TpukitError(
             f"{training}: the voltages of {len(broken)} samples hold NaN or infinity"
-            f" ({', '.join(broken[:3])}): make them again, or delete them"
+            f" ({some(broken.tolist())}): make them again, or delete them"
         )
     mean = volts.mean(0, dtype=np.float64).astype(np.float32)
     deviation = volts.std(0, dtype=np.float64).astype(np.float32)

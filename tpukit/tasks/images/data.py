@@ -121,12 +121,14 @@ def _hold_out(samples, test_share):
 def _find_unlisted(place, samples):
     """Return sentences about the images beside those of a list."""
     listed = {sample.path for sample in samples}
-    beside = {
-        path for folder in {path.parent for path in listed} if folder.is_dir() for path in folder.iterdir()
-    }
-    below = [path.resolve() for path in (_files_below(place) if place.is_dir() else sorted(beside))]
-    unused = [path.name for path in below if path.suffix.lower() in pictures.ENDINGS and path not in listed]
-    notices = [f"{len(unused)} images are in no list, and not used ({_shown(unused)})"] if unused else []
+    if place.is_dir():
+        below = _files_below(place.resolve())
+    else:
+        folders = [folder for folder in sorted({path.parent for path in listed}) if folder.is_dir()]
+        below = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    others = [path for path in below if path.suffix.lower() in pictures.ENDINGS and path not in listed]
+    unused = [path.name for path in others if path.resolve() not in listed]
+    notices = [f"{len(unused)} images are in no list, and not used ({splits.some(unused)})"] if unused else []
     return notices + list(filter(None, [pictures.left_out(below)]))
 
 
@@ -156,7 +158,7 @@ def _find_in_class_folders(folder):
         notices.append(left_out)
     images = {(class_folder, split): _images_below(class_folder) for class_folder, split in classes}
     if empty := [each.relative_to(folder).as_posix() for (each, _), paths in images.items() if not paths]:
-        notices.append(f"{len(empty)} folders have no images, and so are no classes ({_shown(empty)})")
+        notices.append(f"{len(empty)} folders have no images, and so are no classes ({splits.some(empty)})")
     samples = [
         Sample(path.relative_to(folder).as_posix(), class_folder.name, split, path)
         for (class_folder, split), paths in images.items()
@@ -194,8 +196,8 @@ def _common_names(children):
     if len(common) < 2:
         return []
     return [
-        f"the classes {_shown([child.name for child in children])} all hold the folders {_shown(common)}: if"
-        " those are the classes, call the folders above them train and test"
+        f"the classes {splits.some([child.name for child in children])} all hold the folders"
+        f" {splits.some(common)}: if those are the classes, call the folders above them train and test"
     ]
 
 
@@ -237,7 +239,7 @@ def find_copies(train: "ImageSet", test: "ImageSet") -> list[str]:
     leaked = [name for name, digest in zip(test.names, test.digests) if digest in learned]
     if leaked:
         notices.append(
-            f"{len(leaked)} of {len(test)} test images are training images, too ({_shown(leaked)}): the"
+            f"{len(leaked)} of {len(test)} test images are training images, too ({splits.some(leaked)}): the"
             " scores say nothing of new images"
         )
     classes, of_digest = collections.defaultdict(set), collections.defaultdict(list)
@@ -249,12 +251,10 @@ def find_copies(train: "ImageSet", test: "ImageSet") -> list[str]:
         " = ".join(of_digest[digest][:3]) for digest, labels in classes.items() if len(labels) > 1
     ]
     if contradicting:
-        notices.append(f"{len(contradicting)} images are in more than one class ({_shown(contradicting)})")
+        notices.append(
+            f"{len(contradicting)} images are in more than one class ({splits.some(contradicting)})"
+        )
     return notices
-
-
-def _shown(names):
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 # The pixels
@@ -309,7 +309,7 @@ def _decode(samples, size, skip_bad, split, levels):
         (is_stack, "have several pages or frames, of which the first is used"),
     ):
         if names := [samples[index].name for index in np.flatnonzero(which)]:
-            notes.append(f"{len(names)} of {count} {split} images {what} ({_shown(names)})")
+            notes.append(f"{len(names)} of {count} {split} images {what} ({splits.some(names)})")
     if bad := list(filter(None, problems)):
         shown = "; ".join(bad[:3]).replace("\n", "\\n") + ("; ..." if len(bad) > 3 else "")
         notes.append(f"left out {len(bad)} of {count} {split} images that cannot be read: {shown}")

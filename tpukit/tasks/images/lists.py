@@ -85,8 +85,12 @@ def _open_list(path):
     if path.suffix == ".jsonl":
         with explained(f"{path} does not hold a JSON object in each line"):
             values = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-            rows = [{name: str(value) for name, value in row.items()} for row in values]
-        return list(rows[0]) if rows else [], rows
+            names = list(dict.fromkeys(name for row in values for name in row.keys()))
+        missing = dict.fromkeys(names)
+        filled = [missing | row for row in values]
+        return names, [
+            {name: "" if row[name] is None else str(row[name]) for name in names} for row in filled
+        ]
     wrong = f"{path} is not a CSV file in UTF-8, so save it as one"
     with open(path, newline="", encoding="utf-8-sig") as file, explained(wrong):
         delimiter = max(",;\t", key=file.readline().count)

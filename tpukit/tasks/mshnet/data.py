@@ -23,7 +23,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.mshnet import augment
 from tpukit.tasks.mshnet.scores import brightest, regions
-from tpukit.tasks.splits import hold_out, split_of
+from tpukit.tasks.splits import hold_out, some, split_of
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
@@ -215,7 +215,7 @@ def _find_mask(masks, name):
 
 def _find_unused(folder, listing, files, images):
     """Return sentences about what is in a set's folders and in no split."""
-    notices, (image_files, mask_files) = [], files
+    image_files, mask_files = files
     lists = {split: read_list(folder, split) for split in LISTS}
     names = {split: [line.strip() for line in lines if line.strip()] for split, (_, lines) in lists.items()}
     listed = list(itertools.chain(*names.values()))
@@ -223,31 +223,29 @@ def _find_unused(folder, listing, files, images):
     unlisted = [path.name for paths in image_files.values() for path in paths if path not in used]
     masks = {path for stem in image_files for path in _find_mask(mask_files, stem)}
     unpaired = [path.name for paths in mask_files.values() for path in paths if path not in masks]
-    others = [path.name for path in sorted(listing.parent.glob("*.txt")) if split_of(path.stem)]
-    others = [name for name in others if name not in {path.name for path, _ in lists.values()}]
-    repeated = [name for name, count in collections.Counter(listed).items() if count > 1]
-    if unlisted:
-        notices.append(f"{_counted(unlisted, 'images')} in no list, and not used")
-    if unpaired:
-        notices.append(f"{_counted(unpaired, 'masks')} of no image, and not used")
-    if others and not listing.is_dir():
-        notices.append(f"{_counted(others, 'lists')} not used")
-    if repeated:
-        notices.append(f"{_counted(repeated, 'names')} in the lists more than once")
-    if listing.is_dir():
-        trained, tested = ({Path(name).parent.as_posix() for name in names[split]} for split in LISTS)
-        if common := sorted((trained & tested) - {"."}):
-            notices.append(
-                f"{_counted(common, 'folders')} in training and test: if these are sequences, their frames"
-                " are much alike, so list whole ones in trainval.txt and test.txt"
-            )
+    trained, tested = ({Path(name).parent.as_posix() for name in names[split]} for split in LISTS)
+    is_listed, given = not listing.is_dir(), {path for path, _ in lists.values()}
+    found = {
+        "images are in no list, and not used": unlisted,
+        "masks are of no image, and not used": unpaired,
+        "lists are not used": [
+            path.name
+            for path in sorted(listing.parent.glob("*.txt"))
+            if is_listed and split_of(path.stem) and path not in given
+        ],
+        "names are in the lists more than once": [
+            name for name, count in collections.Counter(listed).items() if count > 1
+        ],
+        "folders are in training and test: if these are sequences, their frames are much alike, so list whole"
+        " ones in trainval.txt and test.txt": [] if is_listed else sorted((trained & tested) - {"."}),
+    }
     left_out = pictures.left_out(path for path in images.rglob("*") if path.is_file())
-    return notices + [left_out] * bool(left_out)
+    told = [_counted(names, text) for text, names in found.items() if names]
+    return told + [left_out] * bool(left_out)
 
 
-def _counted(names, kind):
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} {kind} ({shown}) are"
+def _counted(names, text):
+    return f"{len(names)} {text} ({some(names)})"
 
 
 def _split_by_name(images, split):
@@ -292,7 +290,7 @@ def _read_split(files, listing, names, skip_bad, levels):
     if bad and not (skip_bad and samples):
         raise TpukitError(f"{notes}\nFix them, or leave them out with skip_bad=True (--skip-bad).")
     if stacks:
-        notes += f"\n{_counted(stacks, 'images')} of several pages or frames, of which the first is used"
+        notes += "\n" + _counted(stacks, "images have several pages or frames, of which the first is used")
     # Kept with the arrays: at the start of a training no pixels are read.
     masks = [[sample.shape[1:], hashlib.sha256(sample[-1]).hexdigest()] for sample in samples.values()]
     channels = max(map(len, samples.values()))

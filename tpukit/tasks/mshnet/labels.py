@@ -8,6 +8,7 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.tasks.mshnet.scores import regions
+from tpukit.tasks.splits import some
 
 if TYPE_CHECKING:
     from tpukit.tasks.mshnet.data import InfraredSet
@@ -32,7 +33,7 @@ def notices(data: InfraredSet) -> list[str]:
     if plain := np.flatnonzero(data.levels_used <= 2).tolist():
         found.append(
             f"{len(plain)} of {len(data)} {_kind(data)} images have at most two levels of grey"
-            f" ({_names(data, plain)}): are they masks, or was their range lost?"
+            f" ({some([data.names[index] for index in plain])}): are they masks, or was their range lost?"
         )
     return found + _contradictions(data)
 
@@ -43,9 +44,9 @@ def _contradictions(data):
     for index, digest in enumerate(data.digests):
         other = first.setdefault(digest, index)
         if not np.array_equal(data.masks[other], data.masks[index]):
-            found.append(index)
+            found.append(data.names[index])
     equal = f"{len(found)} of {len(data)} {_kind(data)} images equal another one, and their masks differ"
-    return [f"{equal} ({_names(data, found)})"] if found else []
+    return [f"{equal} ({some(found)})"] if found else []
 
 
 def find_problems(data: InfraredSet) -> dict[str, list[int]]:
@@ -78,7 +79,7 @@ def find_leaks(train: InfraredSet, test: InfraredSet) -> list[str]:
     found = [index for index, digest in enumerate(test.digests) if digest in learned]
     if not found:
         return []
-    names = _names(test, found)
+    names = some([test.names[index] for index in found])
     return [
         f"{len(found)} of {len(test)} test images are training images, too ({names}): the scores say nothing"
         " of new images"
@@ -104,13 +105,9 @@ def check(data: InfraredSet) -> tuple[list[str], list[int]]:
 
 
 def _count(data, text, indices):
-    return f"{len(indices)} of {len(data)} {_kind(data)} masks {text} ({_names(data, indices)})"
+    names = some([data.names[index] for index in indices])
+    return f"{len(indices)} of {len(data)} {_kind(data)} masks {text} ({names})"
 
 
 def _kind(data):
     return "training" if data.split == "train" else data.split
-
-
-def _names(data, indices):
-    more = f" and {len(indices) - 3} more" if len(indices) > 3 else ""
-    return ", ".join(data.names[index] for index in indices[:3]) + more

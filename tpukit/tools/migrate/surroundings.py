@@ -73,7 +73,8 @@ class Surroundings:
         """Yield the functions of the file that compiled code calls."""
         for call in self.source.calls:
             name, is_method = last_name(call.func), isinstance(call.func, ast.Attribute)
-            if (name, is_method) in by_name and name not in FOREIGN and self.in_compiled_code(call):
+            is_own = name not in FOREIGN or ast.unparse(call.func).startswith("self.")
+            if (name, is_method) in by_name and is_own and self.in_compiled_code(call):
                 yield from by_name[name, is_method]
 
     # The training step
