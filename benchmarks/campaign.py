@@ -29,7 +29,6 @@ from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices.runtime import Runtime
 from tpukit.runs import hashes, weights
 from tpukit.tasks.datasets import make_synthetic
-from tpukit.training import saver
 
 SETTINGS = dict(batch_size=8, channels=2, log_every=3, num_workers=0, save_every_s=0.0, ema_decay=0.9)
 FLIPPED_AT = 20  # steps of 40: at the end of the second epoch of four
@@ -176,7 +175,6 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    saver.MAX_SHARE = float("inf")  # a checkpoint as often as one can be written
     warnings.simplefilter("ignore")
     # A kill loses nothing of what was written, there or on a disk.
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None

@@ -21,24 +21,6 @@ from torch import nn
 from tpukit import MNIST, Run, TpukitError, launch, train
 from tpukit.host import environment
 from tpukit.runs.settings import setting
-from tpukit.tasks.mnist import Digits
-
-
-class Witnessed(Digits):
-    """Digits that record which samples were requested, and by which process."""
-
-    def batch(self, indices, numbers=None):
-        self._record(indices)
-        return super().batch(indices, numbers)
-
-    def sample_parameters(self, indices, numbers=None):
-        self._record(indices)
-        return super().sample_parameters(indices, numbers)
-
-    def _record(self, indices):
-        if self.witness:
-            with open(Path(self.witness) / f"{self.split}-{os.environ.get('RANK', 0)}.txt", "a") as file:
-                file.write("".join(f"{index}\n" for index in indices))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,16 +31,9 @@ class Watched(MNIST):
     batch_size: int = 8
     lr: float = 0.1
     dropout: float = 0.0
-    witness: Path | None = setting(None, free=True)
     accident: str = setting("", free=True)
     accident_at: int = setting(30, free=True)
     """the number of the step, counted from where this launch started or resumed"""
-
-    def datasets(self):
-        sets = super().datasets()
-        for data, split in zip(sets, ("train", "test")):
-            data.__class__, data.split, data.witness = Witnessed, split, self.witness
-        return sets
 
     def model(self):
         return nn.Sequential(

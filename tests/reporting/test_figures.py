@@ -262,7 +262,7 @@ def test_a_long_title_of_a_chart_has_several_lines_and_none_is_cut():
     figure = figures.curves_figure(records_of([0.25, 0.5]), labels)
     figure.savefig(io.BytesIO())
     assert "\n" in figure.axes[2].get_title("left")
-    titles = {axis.get_title("left") for axis in figure.axes}
+    titles = axes_titles(figure)
     drawn = [text.get_window_extent() for text in figure.findobj(Text) if text.get_text() in titles - {""}]
     assert len(drawn) == 3 and max(extent.x1 for extent in drawn) <= figure.bbox.x1
 
@@ -272,9 +272,22 @@ def test_the_words_of_a_chinese_chart_are_chinese_where_a_font_has_the_signs_and
     for fonts, loss, best in (([], "loss", "IoU (best 0.5)"), (["Some"], "损失", "IoU（最好 0.5）")):
         monkeypatch.setattr(language, "fonts", lambda: fonts)
         figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)
-        assert {loss, best} <= {axis.get_title("left") for axis in figure.axes}
+        assert {loss, best} <= axes_titles(figure)
     monkeypatch.delenv("TPUKIT_LANGUAGE")
     assert language.translate("loss", drawn=True) == "loss"
+
+
+def test_a_chinese_chart_lacks_no_sign_where_a_font_has_them(monkeypatch, recwarn):
+    if not language.fonts():
+        pytest.skip("no font with Chinese signs here; on Debian and Ubuntu: apt install fonts-wqy-microhei")
+    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
+    figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)
+    assert "损失" in axes_titles(figure) and figures.as_png(figure)
+    assert not [warning for warning in recwarn if "missing from font" in str(warning.message)]
+
+
+def axes_titles(figure):
+    return {axis.get_title("left") for axis in figure.axes}
 
 
 def test_a_longer_chinese_sentence_is_not_taken_for_a_shorter_one(monkeypatch):

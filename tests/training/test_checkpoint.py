@@ -248,7 +248,6 @@ from pathlib import Path
 
 from tpukit import Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.training import saver
 from tpukit.training.checkpoint import differences
 from tpukit.training.loop import Trainer
 from tpukit.tools.child import from_request
@@ -257,7 +256,6 @@ folder, device = Path(sys.argv[1]), sys.argv[2]
 request, runs = map(json.loads, sys.argv[3:])
 if device == "xla":
     from tpukit.devices.xla import XLARuntime as Runtime
-saver.MAX_SHARE = float("inf")  # a checkpoint whenever the one before is on the disk
 task = from_request(request)
 
 def killed(whole, at):

@@ -13,16 +13,11 @@ from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.host.signals import StopSignal
 from tpukit.runs.checkpoints import Checkpoints
-from tpukit.training import metrics, saver
+from tpukit.training import metrics
 from tpukit.training.loop import Trainer
 from tpukit.training.saver import Saver
 
-
-@pytest.fixture
-def always(monkeypatch):
-    """A checkpoint whenever the one before is on the disk."""
-    monkeypatch.setattr(saver, "MAX_SHARE", float("inf"))
-    return dict(save_every_s=0.0)
+ALWAYS = dict(save_every_s=0.0)  # a checkpoint whenever the one before is on the disk
 
 
 def after_steps(monkeypatch, function):
@@ -53,7 +48,7 @@ def interrupt_at(monkeypatch, step):
 
 
 def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_not_change(
-    always, digits, tmp_path, cpu, monkeypatch
+    digits, tmp_path, cpu, monkeypatch
 ):
     release, write, written, weights = threading.Event(), Checkpoints.save, {}, {}
 
@@ -69,14 +64,14 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_no
 
     monkeypatch.setattr(Checkpoints, "save", slow)
     after_steps(monkeypatch, keep)
-    train_in(tmp_path, MNIST(dataset_dir=digits, epochs=1, **DIGITS, **always), cpu)
+    train_in(tmp_path, MNIST(dataset_dir=digits, epochs=1, **DIGITS, **ALWAYS), cpu)
     first, second, *_ = written
     assert first == 1 and second > 20, "one at a time, and none waited for"
     assert all(same(state["model"], weights[step]) for step, state in written.items())
 
 
 def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_nothing_is_written_after_it(
-    always, digits, tmp_path, cpu, monkeypatch
+    digits, tmp_path, cpu, monkeypatch
 ):
     steps, written, write = [], [], Checkpoints.save
 
@@ -88,29 +83,13 @@ def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_
 
     monkeypatch.setattr(Checkpoints, "save", failing)
     after_steps(monkeypatch, lambda trainer: steps.append(trainer.state.step))
-    task = MNIST(dataset_dir=digits, epochs=50, **DIGITS, **always)
+    task = MNIST(dataset_dir=digits, epochs=50, **DIGITS, **ALWAYS)
     run = Run.open(tmp_path, task)
     with pytest.raises(TpukitError, match="Input/output error"):
         train(task, run, runtime=cpu, progress=False)
     assert steps[-1] < 50 * 25 and len(written) == 2
     assert [entry["step"] for entry in run.checkpoints()] == written[:1]
     assert run.restore()["state"]["step"] == written[0]
-
-
-def test_the_next_checkpoint_is_due_when_the_training_has_spent_a_hundred_times_its_cost(
-    tmp_path, monkeypatch
-):
-    now = [1000.0]
-    monkeypatch.setattr(saver.time, "monotonic", lambda: now[0])
-    kept = Saver(Run.open(tmp_path, MNIST()), 60.0)
-    for cost_s, seconds in ((0.1, 60), (0.6, 60), (2.0, 200)):
-        kept.save({}, 1, cost_s=cost_s)
-        kept.wait()
-        now[0] += seconds - 1
-        assert not kept.is_due()
-        now[0] += 1
-        assert kept.is_due()
-    kept.close()
 
 
 def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_and_older_ones_are_left_out(
@@ -125,13 +104,13 @@ def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_a
     monkeypatch.setattr(Run, "save", save)
     monkeypatch.setattr(Run, "save_best", lambda self, tensors, epoch: order.append(f"best of {epoch}"))
     kept = Saver(Run.open(tmp_path, MNIST()), 60.0)
-    kept.save({}, 1, cost_s=0.0)
+    kept.save({}, 1)
     for epoch in (1, 2, 3):
         kept.best = ({}, dict(epoch=epoch))
     assert order == []
     release.set()
-    kept.save({}, 2, cost_s=0.0)
-    kept.save({}, 3, cost_s=0.0)
+    kept.save({}, 2)
+    kept.save({}, 3)
     kept.wait()
     kept.close()
     assert order == ["step 1", "best of 3", "step 2", "step 3"]

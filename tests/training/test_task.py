@@ -131,6 +131,11 @@ def test_whole_numbers_of_papermill_and_numpy_are_ints():
     assert task == MNIST(epochs=1, batch_size=8, patience=3)
 
 
+def test_an_empty_path_is_none_and_not_the_current_folder():
+    given: dict[str, Any] = dict(dataset_dir="", weights="")
+    assert MNIST(**given) == MNIST()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Own(MNIST):
     """A task with settings of every type."""

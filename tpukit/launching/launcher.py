@@ -69,9 +69,7 @@ def launch(
             " session, and use no device (a training run on one core, `torch_xla.device()`, a tensor on"
             ' "tpu") before the launch.'
         )
-    # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.
-    shares_the_chips = has_opened or (count == 1 and os.environ.get("TPU_VISIBLE_CHIPS"))
-    if env.accelerator == "tpu" and not shares_the_chips:
+    if env.accelerator == "tpu" and not has_opened:
         from tpukit.devices import processes
 
         processes.wait_until_free(plan.say)

@@ -30,12 +30,12 @@ TEXT_LINES, TEXT_WIDTH = 16, 32  # lines of a panel, and characters in one
 
 def as_png(figure: "Figure") -> bytes:
     """Return a figure as the bytes of a PNG file, without a background."""
-    import matplotlib
+    from matplotlib.text import Text
 
     png = io.BytesIO()
-    families = [*matplotlib.rcParams["font.sans-serif"], *language.fonts()]
-    with matplotlib.rc_context({"font.sans-serif": families}):
-        figure.savefig(png, dpi=110, format="png", transparent=True)
+    for text in figure.findobj(Text) if language.is_chinese() else ():
+        text.set_fontfamily([*text.get_fontfamily(), *language.fonts()])
+    figure.savefig(png, dpi=110, format="png", transparent=True)
     return png.getvalue()
 
 

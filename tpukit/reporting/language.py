@@ -10,10 +10,10 @@ from typing import Any
 from tpukit.host.tables import Sentences, Table
 
 WORDS = Path(__file__).with_name("words_zh.toml")
-# Families that hold Chinese signs, on Linux, macOS and Windows. matplotlib's own has none.
+# How the files of fonts with Chinese signs begin, on Linux, macOS and Windows; matplotlib brings none.
 CHINESE_FONTS = (
-    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "Droid Sans Fallback"),
-    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Microsoft YaHei"),
+    *("NotoSansCJK", "NotoSansSC", "SourceHanSans", "wqy-microhei", "wqy-zenhei", "DroidSansFallback"),
+    *("PingFang", "Hiragino Sans GB", "msyh", "simhei"),
 )
 
 
@@ -23,10 +23,14 @@ def is_chinese() -> bool:
 
 @functools.cache
 def fonts() -> list[str]:
-    """Return the families at hand that hold Chinese signs."""
+    """Return the family of a font at hand with Chinese signs, which matplotlib then knows; else nothing."""
     from matplotlib import font_manager
 
-    return sorted({font.name for font in font_manager.fontManager.ttflist if font.name in CHINESE_FONTS})
+    for path in sorted(font_manager.findSystemFonts()):
+        if Path(path).name.startswith(CHINESE_FONTS):
+            font_manager.fontManager.addfont(path)
+            return [font_manager.FontProperties(fname=path).get_name()]
+    return []
 
 
 def translate(text: str, *, drawn: bool = False) -> str:

@@ -43,7 +43,7 @@ def as_declared(name: str, value: Any, declared: Any) -> Any:
     if type(value) in kinds:
         return value
     if Path in kinds and isinstance(value, str):
-        return Path(value)
+        return Path(value) if value else None  # a field of a notebook that was left empty
     if tuple in kinds and isinstance(value, list):
         return tuple(as_declared(name, item, kinds[tuple][0]) for item in value)
     is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)

@@ -1,7 +1,6 @@
 """Save and restore the state of a training run. Both are collective."""
 
 import dataclasses
-import time
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,6 @@ def save(
     """Start writing a checkpoint on rank 0, with the random states of all ranks.
 
     parts: `TrainingStep.parts`. sums: of a fresh `metrics.Interval`."""
-    started = time.monotonic()
     random = runtime.world.gather(runtime.random_state())
     if runtime.world.rank == 0:
         content = dict(
@@ -59,7 +57,7 @@ def save(
         )
         for name, part in parts.items():
             content[name] = {} if part is None else runtime.to_cpu(part.state_dict())
-        saver.save(content, state.step, cost_s=time.monotonic() - started)
+        saver.save(content, state.step)
 
 
 def restore(

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from tpukit.runs.run import Run
 
-MAX_SHARE = 0.01  # of the training's time that its checkpoints may take
-
 
 class Saver:
     """Write checkpoints on a thread, one at a time, each with the best weights that it knows of.
@@ -30,17 +28,13 @@ class Saver:
         """Return True if it is time for a checkpoint and the one before is on the disk."""
         return time.monotonic() >= self.due_at and (self.pending is None or self.pending.done())
 
-    def save(self, state: dict, step: int, *, cost_s: float) -> None:
-        """Start writing a checkpoint, after the best weights. state: as `Run.save`. cost_s: seconds it took
-        the training to copy it.
-
-        The next one is due `save_every_s` later, or so much later that the training spends at most MAX_SHARE
-        of its time on it."""
+    def save(self, state: dict, step: int) -> None:
+        """Start writing a checkpoint, after the best weights. state: as `Run.save`."""
         self.wait()
         size = self.run.records_size()
         self.pending = self.executor.submit(_write, self.run, self.best, state, step, size)
         self.best = None
-        self.due_at = time.monotonic() + max(self.save_every_s, cost_s / MAX_SHARE)
+        self.due_at = time.monotonic() + self.save_every_s
 
     def check(self) -> None:
         """Raise what made the last save fail, if it is over."""

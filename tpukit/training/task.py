@@ -141,7 +141,7 @@ class Task:
     eval_every: int = setting(1, free=True)
     """Epochs between two evaluations; the last epoch is always evaluated."""
     save_every_s: float = setting(60.0, free=True)
-    """Seconds between two checkpoints; more where they would take over 1% of the time."""
+    """Seconds between two checkpoints."""
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running
     ones are kept. synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the

@@ -10,7 +10,8 @@ Panels = list[tuple[str, np.ndarray]]  # (title, picture) of one sample
 # Of Okabe and Ito: told apart with every common colour blindness, and on grey.
 HIT, MISSED, FALSE = (86, 180, 233), (240, 228, 66), (213, 94, 0)
 FRAME = (255, 255, 255)
-RING = 6  # pixels around a region
+RING = 6  # pixels around a region, at least
+IN_A_PANEL = 256  # pixels of an image's side that a panel shows; marks grow with larger images
 WINDOW = 32  # pixels: side of the window, at least
 
 
@@ -28,6 +29,8 @@ def row(image: np.ndarray, targets: np.ndarray, predicted: np.ndarray | None = N
     plain, pixels = marked[window].copy(), marked.copy()
     _dot_edge(marked, window)
     rows, columns = np.ogrid[: image.shape[1], : image.shape[2]]
+    stroke = _stroke(marked)
+    radius = RING * max(stroke, 1.5 * max(marked.shape) / IN_A_PANEL)
     for circled, coloured, colour in (
         (hits, targets & found, HIT),
         (missed, targets & ~found, MISSED),
@@ -36,7 +39,7 @@ def row(image: np.ndarray, targets: np.ndarray, predicted: np.ndarray | None = N
         pixels[coloured] = colour
         for _, centre in circled:
             distance = np.hypot(rows - centre[0], columns - centre[1])
-            marked[abs(distance - RING) < 0.7] = colour
+            marked[abs(distance - radius) < 0.7 * stroke] = colour
     title, legend = f"{len(wanted)} targets", "blue: target"
     if predicted is not None:
         union = np.count_nonzero(targets | found)
@@ -55,7 +58,17 @@ def _window(found, shape):
     return slice(top, top + side), slice(left, left + side)
 
 
+def _stroke(picture):
+    """Return the width of a line, in pixels of a picture, that a panel shows as one pixel or more."""
+    return max(1, round(max(picture.shape) / IN_A_PANEL))
+
+
 def _dot_edge(picture, window):
-    (top, bottom), (left, right) = ((part.start, part.stop - 1) for part in window)
-    picture[top : bottom + 1 : 3, [left, right]] = FRAME
-    picture[[top, bottom], left : right + 1 : 3] = FRAME
+    """Draw dots around a window, on its outermost pixels."""
+    stroke = _stroke(picture)
+    (top, bottom), (left, right) = ((part.start, part.stop) for part in window)
+    rows, columns = np.ogrid[top:bottom, left:right]
+    is_edge = np.minimum(rows - top, bottom - 1 - rows) < stroke
+    is_edge = is_edge | (np.minimum(columns - left, right - 1 - columns) < stroke)
+    is_dot = ((rows - top) // stroke + (columns - left) // stroke) % 3 == 0
+    picture[window][is_edge & is_dot] = FRAME
