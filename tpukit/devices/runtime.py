@@ -28,7 +28,6 @@ from tpukit.devices.optimizers import (
     parameters_of,
     parameters_with_gradient,
 )
-from tpukit.host import files
 from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
@@ -206,6 +205,8 @@ class Runtime:
         if choice != "yes":
             return function
         with contextlib.suppress(OSError):  # without the folder Inductor has one of its own
+            from tpukit.host import files
+
             files.make_private(files.cache_folder())
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(files.cache_folder() / "inductor"))
         return torch.compile(function)
