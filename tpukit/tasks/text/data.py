@@ -183,7 +183,7 @@ def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
 def _documents(paths, tokenizer, counts, left_out):
     """Yield (tokens, whether it is a conversation, a hash) of what there is to learn in files. counts: see
     `tokens_of`. left_out: gets a sentence about each row without anything to learn."""
-    from tqdm.auto import tqdm
+    from tpukit.host.bars import tqdm
 
     rows = itertools.chain.from_iterable(map(_read_rows, paths))
     for where, row in tqdm(rows, disable=None, leave=False, unit=" texts"):
@@ -211,8 +211,8 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
     """Return the files of train and of test, and the others. Where some are in train, those in no split are
     others. Raises TpukitError where there is none to train on."""
     files = find_files(place, (*TEXTS, LINES, LIST))
-    files = [each for each in files if each[0].suffix != LIST or _is_list_file(each[0])] or files
     files = [each for each in files if each[0].stem.lower() not in ABOUT] or files
+    files = [each for each in files if each[0].suffix != LIST or _is_list_file(each[0])] or files
     train, test = (
         [path for path, split in files if split in names] for names in (["train"], ["val", "test"])
     )
