@@ -39,7 +39,8 @@ XLA = dict(
 )
 # What no copy may hold -> what stands in its place. The longest first, because one may lie in another.
 NAMES = {sys.prefix: "~/venv", str(ROOT): "~/tpukit", str(Path.home()): "~"}
-WIDTH = 480  # pixels of a picture, at most
+# Pixels of a picture, at most: the first width at which it has few enough bytes, so that charts can be read.
+WIDTHS, BYTES = (860, 640, 480), 16_000
 
 
 def main():
@@ -105,12 +106,15 @@ def make_small(output):
         del data[kind]
     if "image/png" in data:
         rgba = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-        picture.thumbnail((WIDTH, 10 * WIDTH))
-        # Maximum coverage keeps the few coloured pixels of a picture that is mostly grey.
-        picture = picture.quantize(48, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        small = io.BytesIO()
-        picture.save(small, "PNG", optimize=True)
+        whole = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+        for width in WIDTHS:
+            picture, small = whole.copy(), io.BytesIO()
+            picture.thumbnail((width, 10 * width))
+            # Maximum coverage keeps the few coloured pixels of a picture that is mostly grey.
+            picture = picture.quantize(48, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            picture.save(small, "PNG", optimize=True)
+            if len(small.getvalue()) <= BYTES:
+                break
         data["image/png"] = base64.b64encode(small.getvalue()).decode()
 
 

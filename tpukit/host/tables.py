@@ -78,7 +78,7 @@ def _texts(rows):
 
 def _cell(tag, text):
     whole = ";white-space:nowrap" if len(text) <= 16 else ""  # dates and names of hardware
-    return f"<{tag} style='text-align:left{whole}'>{html.escape(text)}</{tag}>"
+    return f"<{tag} style='text-align:left;overflow-wrap:anywhere{whole}'>{html.escape(text)}</{tag}>"
 
 
 class Sentences(list):

@@ -14,8 +14,8 @@ import warnings
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
+from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.signals import AFTER_THIS_STEP, StopSignal, end_with_parent
 from tpukit.host.tables import printable

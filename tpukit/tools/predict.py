@@ -6,9 +6,8 @@ import collections
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tqdm.auto import tqdm
-
 from tpukit.host import environment, known_errors
+from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import printable

@@ -9,11 +9,11 @@ import time
 from typing import Any
 
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from tpukit.devices import open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment, known_errors
+from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
 from tpukit.runs import weights

@@ -5,11 +5,11 @@ import time
 from collections.abc import Generator
 
 import torch
-from tqdm.auto import tqdm
 
 from tpukit.devices import check_micro_batches, open_runtime, trial
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
+from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
 from tpukit.runs import weights

@@ -154,7 +154,7 @@ def find_split(root: Path, convention: Convention) -> Path:
 def _read_split(folder, names):
     """(arrays, contents) of a folder's files: dict of their arrays, (N, ...) each, mapped into memory, and of
     their `names`; a digest of the files, as str."""
-    from tqdm.auto import tqdm
+    from tpukit.host.bars import tqdm
 
     def read():
         paths = sorted(folder.glob("*.npz"))

@@ -191,7 +191,7 @@ def simulate(out: Path | str, *, samples: int = 1000, test_samples: int = 100, w
     Args:
         out: folder of the set, which is returned.
         workers: processes."""
-    from tqdm.auto import tqdm
+    from tpukit.host.bars import tqdm
 
     if min(samples, test_samples) < 0 or workers < 1:
         counts = f"samples={samples}, test_samples={test_samples}, workers={workers}"

@@ -65,7 +65,7 @@ class ImageClassifier(Task):
         top5="top-5, share of test images with their class among five",
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
-    saved_title: ClassVar[str] = "Test images, the worst mistakes first"
+    saved_title: ClassVar[str] = "Test images, the hardest first"
     export_output: ClassVar[str] = "one score for each class, before softmax, in the order of `classes`"
 
     epochs: int | None = setting(None, free=True)  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -274,7 +274,7 @@ def read_image(path: Path, size: int, levels: pictures.Levels | None = None) -> 
 def _decode(samples, size, skip_bad, split, levels):
     """Decode on all cores. Return a dict: images (N, 3, S, S) uint8, kept (N,) places in `samples`, digests
     (N,) of their pixels, notes. Raises TpukitError for images that cannot be read, without skip_bad."""
-    from tqdm.auto import tqdm
+    from tpukit.host.bars import tqdm
 
     count, needed = len(samples), len(samples) * 3 * size * size
     free = shutil.disk_usage(tempfile.gettempdir()).free

@@ -40,7 +40,7 @@ def row(image: np.ndarray, targets: np.ndarray, predicted: np.ndarray | None = N
         for _, centre in circled:
             distance = np.hypot(rows - centre[0], columns - centre[1])
             marked[abs(distance - radius) < 0.7 * stroke] = colour
-    title, legend = f"{len(wanted)} targets", "blue: target"
+    title, legend = f"{len(wanted)} target{'s' * (len(wanted) != 1)}", "blue: target"
     if predicted is not None:
         union = np.count_nonzero(targets | found)
         iou = np.count_nonzero(targets & found) / union if union else 1.0

@@ -183,7 +183,7 @@ def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
 def _documents(paths, tokenizer, counts, left_out):
     """Yield (tokens, whether it is a conversation, a hash) of what there is to learn in files. counts: see
     `tokens_of`. left_out: gets a sentence about each row without anything to learn."""
-    from tqdm.auto import tqdm
+    from tpukit.host.bars import tqdm
 
     rows = itertools.chain.from_iterable(map(_read_rows, paths))
     for where, row in tqdm(rows, disable=None, leave=False, unit=" texts"):

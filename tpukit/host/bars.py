@@ -1,0 +1,42 @@
+"""tqdm's progress bar. In a notebook it is a line of text, redrawn in place, which a saved notebook still
+shows; of tqdm's own, a widget, "model not found" would be left."""
+
+import sys
+from typing import Any
+
+from tqdm.std import tqdm as shell_bar
+
+
+class tqdm(shell_bar):
+    """A progress bar, see `tqdm.tqdm`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        self._in_notebook, self._output = hasattr(shell, "kernel"), None
+        if self._in_notebook:
+            options |= dict(ncols=90, gui=True)  # gui: tqdm itself prints nothing
+        super().__init__(*args, **options)
+        if self._in_notebook and not self.disable:
+            self.display()
+
+    def display(self, *args: Any, **options: Any) -> None:
+        if self._in_notebook:
+            self._show(str(self))
+        else:
+            super().display(*args, **options)
+
+    def _show(self, text):
+        if self._output is None:
+            display = sys.modules["IPython.display"].display  # of every kernel
+            self._output = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._output.update({"text/plain": text}, raw=True)
+
+    def clear(self, *args: Any, **options: Any) -> None:
+        if not self._in_notebook:  # there, what is printed comes below it
+            super().clear(*args, **options)
+
+    def close(self) -> None:
+        if self._in_notebook and not self.disable:
+            self._show(str(self) if self.leave else "")
+        super().close()
