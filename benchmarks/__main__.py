@@ -1,10 +1,9 @@
 """`python -m benchmarks [PART...]`: measure, print a table for each part, and write one JSON. All figures are
 of one machine in one run.
 
-steps     MSHNet's training step written by hand and with each way of making it faster
+steps     MSHNet's training step, plain, with each way that PyTorch has to make it faster, and by tpukit
 loops     the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
-text      a language model's loop next to a plain one
-text_gpu  GPT-2 124M next to a loop in the manner of nanoGPT's; needs a GPU
+text      GPT-2 and LoRA on a GPU, or small models on a CPU, next to a loop by hand and TRL
 plans     asks the TPU compiler again about every step of plan.json; half an hour or more"""
 
 import argparse
@@ -29,17 +28,17 @@ CASES = dict(
         *(f"cuda 256 {size} {{rounds}}" for size in (4, 16, 64) if torch.cuda.is_available()),
     ),
     text=("{rounds}",),
-    text_gpu=("",),
     plans=("",),
 )
-PACKAGES = ("torch", "torch_xla", "lightning", "accelerate")
+PACKAGES = ("torch", "torch_xla", "lightning", "accelerate", "trl")
+DEFAULT = ("steps", "loops", *(["text"] if torch.cuda.is_available() else []))
 
 
 def main():
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="by default steps and loops")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"by default {', '.join(DEFAULT)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("outputs/bench.json"))
     options = parser.parse_args()
@@ -48,7 +47,7 @@ def main():
     found = dict(processor=platform.machine(), cores=os.cpu_count(), python=platform.python_version())
     found |= {name: environment.version_of(name) for name in PACKAGES}
     print(Table("Machine", found, [found.values()]))
-    for part in options.parts or ("steps", "loops"):
+    for part in options.parts or DEFAULT:
         cases = [case.format(rounds=options.rounds).split() for case in CASES[part]]
         rows = found[part] = [row for case in cases for row in measure(part, case)]
         print(f"\n{Table(part, rows[0], [row.values() for row in rows])}", flush=True)

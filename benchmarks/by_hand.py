@@ -92,27 +92,19 @@ def location_loss(p, target):
     return loss / len(p)
 
 
-class Step:
-    """A training step: call it with a batch of `MSHNet.example` on the device; returns the loss."""
+class Loss(nn.Module):
+    """The network and its loss: image and mask of a batch, (B, 1 or 3, H, W) and (B, 1, H, W) in [0, 255], to
+    a scalar."""
 
-    def __init__(self, device, channels_last=False):
-        layout = torch.channels_last if channels_last else torch.preserve_format
-        self.network = Network().to(device, memory_format=layout)
-        self.optimizer = torch.optim.Adagrad(self.network.parameters(), lr=0.05)
-        self.mean, self.std = (
-            torch.tensor(values, device=device)[:, None, None] for values in (IMAGE_MEAN, IMAGE_STD)
-        )
+    def __init__(self):
+        super().__init__()
+        self.network = Network()
+        for name, values in dict(mean=IMAGE_MEAN, std=IMAGE_STD).items():
+            self.register_buffer(name, torch.tensor(values)[:, None, None])
 
-    def __call__(self, batch):
-        loss = self.loss(batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-    def loss(self, batch):
-        target = batch["mask"] / 255
-        logits, masks = self.network((batch["image"] / 255 - self.mean) / self.std)
+    def forward(self, image, mask):
+        target = mask / 255
+        logits, masks = self.network((image / 255 - self.mean) / self.std)
         losses = [sls_loss(logits, target)]
         for scale, mask in enumerate(masks):
             losses.append(sls_loss(mask, F.max_pool2d(target, 2**scale) if scale else target))

@@ -7,6 +7,7 @@ not count. The bare loop makes its batches in line; it does nothing but train. I
 and takes tpukit's batches, because what is computed counts: max-pooling takes longer where its branches are
 harder to predict. On a CPU all of them run with the memory kept that a step frees, as tpukit keeps it."""
 
+import importlib.util
 import json
 import logging
 import random
@@ -47,7 +48,7 @@ class Bare:
         total = torch.zeros(1, device=self.device)
         seed, size = self.task.seed, self.task.batch_size
         order = np.random.default_rng((seed, epoch)).permutation(len(self.data))
-        for step in range(steps_per_epoch(self.task, self.data)):
+        for step in range(len(self.data) // size):
             chosen = order[step * size : (step + 1) * size]
             numbers = np.random.default_rng((seed, epoch, step)).random((size, self.data.num_uniforms))
             arrays = self.data.batch(chosen, numbers)
@@ -62,10 +63,6 @@ class Bare:
 
                 torch_xla.sync()
         float(total)
-
-
-def steps_per_epoch(task, data):
-    return len(data) // task.batch_size
 
 
 class Ours:
@@ -172,10 +169,9 @@ def contenders(device, model, folder):
         runtime = Runtime(device)
     found = dict(bare=Bare(task, runtime.device), tpukit=Ours(task, runtime))
     # Lightning takes no XLA device but a TPU; accelerate takes XLA's wherever torch_xla is installed
-    if model == "mnist" and device == "cpu":
-        found["lightning"] = Lightning(task)
-    elif model == "mnist":
-        found["accelerate"] = Accelerate(task)
+    name, kind = ("lightning", Lightning) if device == "cpu" else ("accelerate", Accelerate)
+    if model == "mnist" and importlib.util.find_spec(name):
+        found[name] = kind(task)
     return found
 
 
@@ -183,7 +179,7 @@ def main(device, model, rounds):
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         loops = contenders(device, model, Path(folder))
-        steps = steps_per_epoch(loops["bare"].task, loops["bare"].data)
+        steps = len(loops["bare"].data) // loops["bare"].task.batch_size
         taken = []
         for _ in range(int(rounds) + 1):
             order = random.sample(list(loops), len(loops))

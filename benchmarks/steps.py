@@ -1,4 +1,5 @@
-"""MSHNet's training step with each way of making it faster; each takes turns with its device's first one."""
+"""MSHNet's training step as one would write it by hand, in plain PyTorch and with what PyTorch has to make it
+faster, and as tpukit takes it; each takes turns with its device's first one."""
 
 import contextlib
 import functools
@@ -14,37 +15,34 @@ from benchmarks.literal import literal_layers
 from tpukit import MSHNet
 from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
-from tpukit.training.data import identity
-from tpukit.training.metrics import new_sums
-from tpukit.training.step import train_step
+from tpukit.training.step import TrainingStep
 
 STEPS = dict(cpu=1, xla=3, cuda=10)  # of a round
 # The ways of a device: name -> settings. The first is what the others are compared with.
 WAYS = {
     "cpu": {
-        "by hand": dict(by_hand=True),
-        "by hand, channels last": dict(by_hand=True, channels_last="yes"),
+        "plain": dict(plain=True),
+        "plain, torch.compile": dict(plain=True, mode="default"),
         "tpukit": {},
-        "tpukit, channels outermost": dict(channels_last="no"),
         "tpukit, bf16": dict(precision="bf16"),
-        "tpukit, torch.compile": dict(torch_compile="default"),
+        "tpukit, compile yes": dict(compile="yes"),
     },
     "xla": {
-        "traced": {},
-        "tiled, traced": dict(tiled=True),
-        "tiled, replayed": dict(tiled=True, replayed=True),
+        "whole images, traced": dict(literal=True, compile="no"),
+        "tpukit, traced": dict(compile="no"),
+        "tpukit": {},
     },
     "cuda": {
-        "by hand": dict(by_hand=True),
-        "by hand, channels last": dict(by_hand=True, channels_last="yes"),
-        "fp32": dict(precision="fp32"),
-        "fp32, captured": dict(precision="fp32", replayed=True),
-        "half precision, channels outermost": dict(precision="half", channels_last="no"),
-        "half precision": dict(precision="half"),
-        "half precision, captured": dict(precision="half", replayed=True),
-        "half precision, torch.compile, captured": dict(
-            precision="half", torch_compile="default", replayed=True
-        ),
+        "plain": dict(plain=True),
+        "plain, half precision": dict(plain=True, half=True),
+        "plain, half precision, torch.compile": dict(plain=True, half=True, mode="default"),
+        # Three ways to capture: torch.compile's own, a graph forward and one backward, the whole step
+        "plain, half precision, reduce-overhead": dict(plain=True, half=True, mode="reduce-overhead"),
+        "plain, half precision, make_graphed_callables": dict(plain=True, half=True, mode="graphs"),
+        "tpukit": {},
+        "tpukit, compile no": dict(compile="no"),
+        "tpukit, compile yes": dict(compile="yes"),
+        "tpukit, fp32": dict(precision="fp32"),
     },
 }
 
@@ -57,82 +55,97 @@ def open_runtime(device, precision):
     return CUDARuntime(device, precision) if device == "cuda" else Runtime(device, precision)
 
 
-class ByHand:
-    """The step of a script without tpukit, which reads the loss after every step as most do, and leaves
-    torch's settings for GPUs as they are: convolutions in TF32, by the first algorithm that cuDNN
-    suggests."""
+class Plain:
+    """The step of a script without tpukit, which reads the loss after every step as most do. In fp32 it
+    leaves torch's settings for GPUs as they are: convolutions in TF32, by the first algorithm that cuDNN
+    suggests. In half precision it has autocast, channels last, and the algorithm that cuDNN finds fastest;
+    no loss scaler.
 
-    def __init__(self, device, task):
-        self.runtime = open_runtime(device, "fp32")
-        defaults = functools.partial(
-            torch.backends.cudnn.flags, enabled=True, benchmark=False, allow_tf32=True
-        )
-        self.settings = defaults if device == "cuda" else contextlib.nullcontext
+    mode: of torch.compile; "graphs": CUDA graphs of model and loss."""
+
+    def __init__(self, device, task, *, half=False, mode=None):
+        flags = dict(enabled=True, benchmark=half, allow_tf32=True)
+        cudnn = functools.partial(torch.backends.cudnn.flags, **flags)
+        self.settings = cudnn if device == "cuda" else contextlib.nullcontext
+        self.dtype = torch.bfloat16 if device == "cpu" or torch.cuda.is_bf16_supported(False) else torch.half
+        self.device, self.half = device, half
         torch.manual_seed(0)
-        self.batch = self.runtime.put(task.example(task.batch_size))
-        self.train = by_hand.Step(self.runtime.device, task.channels_last == "yes")
-        self.first_s, _ = self.seconds()
+        layout = torch.channels_last if half else torch.preserve_format
+        loss = by_hand.Loss().to(device, memory_format=layout)
+        self.optimizer = torch.optim.Adagrad(loss.parameters(), lr=task.lr)
+        example = task.example(task.batch_size)
+        self.batch = [torch.as_tensor(example[name]).to(device) for name in ("image", "mask")]
+        started = time.perf_counter()
+        if mode == "graphs":
+            with self.autocast():
+                self.loss = torch.cuda.make_graphed_callables(loss, tuple(self.batch))
+        else:
+            self.loss = torch.compile(loss, mode=mode) if mode else loss
+        self.seconds()
+        self.first_s = time.perf_counter() - started
+        for _ in range(3):
+            self.seconds()
+
+    def autocast(self):
+        return torch.autocast(self.device, self.dtype, enabled=self.half, cache_enabled=False)
 
     def seconds(self):
         """Of one step: until its loss is read, and until the host has handed it over."""
         with self.settings():
             started = time.perf_counter()
-            loss = self.train(self.batch)
+            with self.autocast():
+                loss = self.loss(*self.batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
             handed_over = time.perf_counter()
-            float(loss)
+            float(loss.detach())
             return time.perf_counter() - started, handed_over - started
 
 
 class Ours:
-    """tpukit's step. tiled: on XLA, MSHNet as it is there. replayed: captured once, on XLA or a GPU."""
+    """tpukit's step. literal: on XLA, MSHNet on whole images."""
 
-    def __init__(self, device, task, *, tiled=False, replayed=False):
-        self.layers = contextlib.nullcontext if tiled or device != "xla" else literal_layers
-        self.runtime = runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
+    def __init__(self, device, task, *, literal=False):
+        self.layers = literal_layers if literal else contextlib.nullcontext
+        self.runtime = open_runtime(device, task.precision)
         torch.manual_seed(0)
-        model = runtime.to_device(task.model().train(), channels_last=task.channels_last)
-        optimizer = task.optimizer(model)
-        runtime.init_optimizer_state(optimizer)
-        faster = runtime.torch_compile(model, task.torch_compile)
-        self.batch, self.sums = runtime.put(task.example(task.batch_size)), new_sums(runtime)
-
-        def step(batch, sums):
-            return train_step(task, faster, optimizer, runtime, identity, batch, task.epochs, sums)
-
-        self.train = runtime.compile(step, name="step", mutates=(model, optimizer) if replayed else None)
+        self.step = TrainingStep(task, self.runtime, task.model().train())
+        self.step.compile()
+        self.batch, self.epoch = self.runtime.put(task.example(task.batch_size)), task.epochs
         self.first_s, _ = self.seconds()
         for _ in range(4):  # these are watched or captured, and slower
             self.seconds()
-        refusals = [
-            event["why"][0] for event in runtime.pop_compile_events() if replayed and not event["programs"]
-        ]
-        if refusals:
-            sys.exit(f"the step is not captured, because {refusals[0]}")
+        for event in self.runtime.pop_compile_events():
+            if not event["programs"]:
+                sys.exit(f"the step is not captured, because {event['why'][0]}")
 
     def seconds(self):
         """Of one step: until the device has done it, and until the host has handed it over."""
         with self.layers():
             started = time.perf_counter()
-            self.sums = self.train(self.batch, self.sums)
+            self.step(self.batch, self.epoch)
             handed_over = time.perf_counter()
         self.runtime.sync()
-        float(self.sums[0])
+        float(self.step.sums[0])
         return time.perf_counter() - started, handed_over - started
 
 
-def contender(device, task, by_hand=False, **how):
-    return ByHand(device, task) if by_hand else Ours(device, task, **how)
+def contender(device, task, *, plain=False, **how):
+    return Plain(device, task, **how) if plain else Ours(device, task, **how)
 
 
 def main(device, size, batch_size, rounds):
     first = None
     for name, settings in WAYS[device].items():
-        settings = dict(settings)
-        if settings.get("precision") == "half":  # of this GPU: fp16 on a T4
-            settings["precision"] = open_runtime(device, "auto").precision
-        how = {part: settings.pop(part) for part in ("by_hand", "tiled", "replayed") if part in settings}
+        how = {part: value for part, value in settings.items() if part not in ("precision", "compile")}
         sizes = dict(base_size=int(size), crop_size=int(size), batch_size=int(batch_size))
-        way = contender(device, MSHNet(**sizes, **settings), **how)
+        task = MSHNet(**sizes, **{part: settings[part] for part in settings.keys() - how.keys()})
+        try:
+            way = contender(device, task, **how)
+        except RuntimeError as error:  # of torch.compile or a capture; the other ways are measured
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
         first = first or way
         taken = {one: [] for one in (first, way)}
         for number in range(int(rounds)):

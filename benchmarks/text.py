@@ -1,11 +1,16 @@
-"""`LanguageModel` on Python's own documentation next to a plain loop over the same network of transformers.
+"""A language model as tpukit trains it, next to a loop by hand, with and without torch.compile, and to TRL's
+trainer: `python -m benchmarks.text ROUNDS`.
 
-`python -m benchmarks.text ROUNDS`. The texts are those of `--dataset-dir demo`: the topics of `help()`, which
-are parts of the Python Language Reference. The plain loop is what one would write by hand: the rows as one
-tensor, transformers' own attention and loss, no checkpoints, no records. It lets the documents of a row see
-each other. Each round times an epoch of both, in turn, on one thread; a first round warms up."""
+On a GPU the models are GPT-2 124M (16 rows of 1024 tokens), and LoRA of Qwen3-0.6B's shape (8 rows), in bf16;
+on a CPU small ones, on one thread. Weights are random, and so are the words of the rows, each of which is one
+document. The loop by hand follows nanoGPT (Andrej Karpathy): attention over whole rows, autocast, fused
+AdamW, gradients clipped to 1; its GPT-2 is written out here, else the network is of transformers. Each round
+times the same steps of all, in turn; a first round warms up."""
 
+import dataclasses
+import importlib.util
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -14,69 +19,240 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from benchmarks.text_gpu import decayed_groups
+from benchmarks.steps import open_runtime
 from tpukit import LanguageModel, Run, train
-from tpukit.devices.runtime import Runtime, keep_freed_memory
-from tpukit.tasks.datasets import make_synthetic
-from tpukit.tasks.text.data import TextSet
+from tpukit.devices.runtime import keep_freed_memory
+
+os.environ["USE_TORCH_XLA"] = "false"  # else TRL trains on an XLA device, if torch_xla is installed
+WARM_UP, STEPS = 20, 40
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    WARM_UP, STEPS = 5, 20
 
 
-def plain(task: LanguageModel, data: TextSet, steps: int) -> float:
-    """Return the seconds of a loop written by hand."""
+class Block(nn.Module):
+    """A layer of GPT-2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.before, self.between = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        heads = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.narrow(gelu(self.wide(self.between(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """GPT-2, whose head is its embedding of tokens."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        width = config.n_embd
+        self.tokens, self.places = nn.Embedding(config.vocab_size, width), nn.Embedding(1024, width)
+        self.blocks = nn.ModuleList(Block(width, config.n_head) for _ in range(config.n_layer))
+        self.norm = nn.LayerNorm(width)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, rows, labels):
+        x = self.tokens(rows) + self.places.weight[: rows.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.tokens.weight.t()
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+class LoRA(nn.Module):
+    """A model of transformers with adapters of peft."""
+
+    def __init__(self, task: LanguageModel) -> None:
+        import peft
+
+        super().__init__()
+        self.net = peft.get_peft_model(base_model(task), adapter(task))
+
+    def forward(self, rows, labels):
+        logits = self.net(rows).logits
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+def base_model(task: LanguageModel) -> nn.Module:
     import transformers
 
+    options = dict(attn_implementation="sdpa", dtype=torch.bfloat16)
+    return transformers.AutoModelForCausalLM.from_config(task.config, **options)
+
+
+def adapter(task: LanguageModel):
+    import peft
+
+    shape = dict(r=task.lora_rank, lora_alpha=task.lora_alpha, target_modules="all-linear")
+    return peft.LoraConfig(**shape, task_type="CAUSAL_LM")
+
+
+def make_task(folder: Path, *, lora: bool) -> LanguageModel:
+    """Write texts of random words, each as long as a row, and a model's config with a tokenizer of these
+    words. Return the task that trains on them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, PreTrainedTokenizerFast, Qwen3Config
+
+    words, length, size = (300, 128, 8) if DEVICE == "cpu" else (50257, 1024, 8 if lora else 16)
+    config = GPT2Config(n_layer=4, n_head=4, n_embd=128) if DEVICE == "cpu" else GPT2Config()
+    if lora and DEVICE == "cuda":
+        words, shape = 151_936, dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28)
+        shape |= dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
+        config = Qwen3Config(**shape)
+    vocabulary = {f"w{n}": n for n in range(words - 1)} | {"<end>": words - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    whole.save_pretrained(folder / "model")
+    config.save_pretrained(folder / "model")
+    for part, count in dict(train=size * (WARM_UP + STEPS), test=32).items():
+        (folder / "rows" / part).mkdir(parents=True)
+        numbers = np.random.default_rng(count).integers(words - 1, size=(count, length - 1))
+        lines = [json.dumps(dict(text=" ".join(f"w{n}" for n in row))) for row in numbers]
+        (folder / "rows" / part / "rows.jsonl").write_text("\n".join(lines))
+    return LanguageModel(
+        dataset_dir=folder / "rows",
+        model_name=str(folder / "model"),
+        pretrained="no",
+        adapter="lora" if lora else "none",
+        precision="bf16" if lora or DEVICE == "cuda" else "fp32",
+        sequence_length=length,
+        batch_size=size,
+        epochs=1,
+        eval_every=2,
+        samples=0,
+        log_every=WARM_UP,
+        gradient_checkpointing=False,
+    )
+
+
+def batch_of(task: LanguageModel) -> dict[str, torch.Tensor]:
+    """Return all rows, and what is to be learned of them, on the host."""
+    data, _ = task.datasets()
+    whole = data.batch(np.arange(len(data)))
+    return {name: torch.from_numpy(whole[name]).long() for name in ("tokens", "labels")}
+
+
+def by_hand(task: LanguageModel, compiled: bool = False) -> float:
+    """Return the seconds of a step of a loop written by hand."""
     keep_freed_memory()  # as tpukit does, or the system would clear each step's memory anew
-    torch.manual_seed(task.seed)
-    network = transformers.AutoModelForCausalLM.from_config(task.config, attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(decayed_groups(network), lr=task.lr, betas=(0.9, 0.95))
-    batch = data.batch(np.arange(len(data)))
-    rows, labels = (torch.from_numpy(batch[name]).long() for name in ("tokens", "labels"))
-    order, started = torch.randperm(len(rows)), time.perf_counter()
-    for step in range(steps):
-        chosen = order[step * task.batch_size : (step + 1) * task.batch_size]
-        optimizer.zero_grad(set_to_none=True)
-        logits = network(rows[chosen]).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[chosen].flatten(), ignore_index=-1
-        )
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    network = (LoRA(task) if task.uses_lora else GPT(task.config)).to(DEVICE)
+    trained = [p for p in network.parameters() if p.requires_grad]
+    groups = [dict(params=[p for p in trained if p.ndim > 1], weight_decay=0.1)]
+    groups += [dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.95), fused=True)
+    forward = torch.compile(network) if compiled else network
+    times = []
+    batches = zip(*(values.split(task.batch_size) for values in batch_of(task).values()))
+    for batch in batches:
+        note_time(times)
+        if DEVICE == "cuda":
+            batch = [values.pin_memory().to(DEVICE, non_blocking=True) for values in batch]
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=task.precision == "bf16"):
+            loss = forward(*batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-    return time.perf_counter() - started
+        optimizer.zero_grad(set_to_none=True)
+    note_time(times)
+    return (times[-1] - times[WARM_UP]) / STEPS
 
 
-def ours(task: LanguageModel) -> float:
-    """Return the seconds of the same steps by tpukit, by its own records."""
+def note_time(times: list[float]) -> None:
+    """Note the time before a step; before the first that counts and after the last, once all is done."""
+    if DEVICE == "cuda" and len(times) in (WARM_UP, WARM_UP + STEPS):
+        torch.cuda.synchronize()
+    times.append(time.perf_counter())
+
+
+def by_trl(task: LanguageModel) -> float:
+    """Return the same of TRL's trainer."""
+    import datasets
+    import transformers
+    import trl
+
+    times = []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_begin(self, *arguments, **keywords):
+            note_time(times)
+
+        def on_train_end(self, *arguments, **keywords):
+            note_time(times)
+
+    rows = datasets.table.InMemoryTable.from_pydict(dict(input_ids=batch_of(task)["tokens"].tolist()))
     with tempfile.TemporaryDirectory() as folder:
+        quiet = dict(report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True)
+        sizes = dict(per_device_train_batch_size=task.batch_size, max_length=task.length)
+        ways = dict(gradient_checkpointing=False, bf16=True, use_cpu=DEVICE == "cpu")
+        ways |= dict(dataset_kwargs=dict(skip_prepare_dataset=True))  # the rows are tokens already
+        trainer = trl.SFTTrainer(
+            base_model(task),
+            trl.SFTConfig(folder, max_steps=WARM_UP + STEPS, learning_rate=task.lr, **sizes, **ways, **quiet),
+            train_dataset=datasets.Dataset(rows, fingerprint="rows"),
+            processing_class=transformers.AutoTokenizer.from_pretrained(task.model_name),
+            peft_config=adapter(task),
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return (times[-1] - times[WARM_UP]) / STEPS
+
+
+def by_tpukit(task: LanguageModel, choice: str = "auto") -> float:
+    """Return the same of tpukit, by its own records."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = dataclasses.replace(task, compile=choice)
         run = Run.open(folder, task)
         run.echo = False
-        train(task, run, runtime=Runtime("cpu"), progress=False)
-        return sum(record["speed"]["seconds"] for record in run.records("train"))
+        train(task, run, runtime=open_runtime(DEVICE, task.precision), progress=False)
+        return sum(record["speed"]["seconds"] for record in run.records("train")[1:]) / STEPS
+
+
+def contenders(task: LanguageModel) -> dict:
+    found = {"by hand": by_hand, "tpukit": by_tpukit}
+    if DEVICE == "cuda":
+        found["by hand, torch.compile"] = lambda task: by_hand(task, compiled=True)
+        found["tpukit, compile yes"] = lambda task: by_tpukit(task, "yes")
+    if task.uses_lora and all(map(importlib.util.find_spec, ("trl", "datasets"))):
+        found["TRL"] = by_trl
+    return found
 
 
 def main(rounds: str) -> None:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        place = make_synthetic("my-text", Path(folder) / "topics", size=60)
-        settings = dict(batch_size=8, lr=2e-3, schedule="constant", gradient_checkpointing=False)
-        shortened = dict(epochs=1, eval_every=2, samples=0, warmup_epochs=0, log_every=10)
-        task = LanguageModel(dataset_dir=place, **settings, **shortened)
-        data, _ = task.datasets()
-        steps = len(data) // task.batch_size
-        pairs = [(plain(task, data, steps), ours(task)) for _ in range(int(rounds) + 1)][1:]
-    ratios = [tpukit_s / plain_s for plain_s, tpukit_s in pairs]
-    step_s = statistics.median(tpukit_s for _, tpukit_s in pairs) / steps
-    row = dict(
-        steps=steps,
-        ms_per_step=round(1e3 * step_s, 1),
-        tokens_per_s=round(task.batch_size * task.length / step_s),
-        times_plain=round(statistics.median(ratios), 3),
-        lowest=round(min(ratios), 3),
-        highest=round(max(ratios), 3),
-        rounds=len(pairs),
-    )
-    print("ROW " + json.dumps(row))
+    torch.set_num_threads(1 if DEVICE == "cpu" else torch.get_num_threads())
+    for lora in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            task = make_task(Path(folder), lora=lora)
+            ways = contenders(task)
+            taken = [{name: way(task) for name, way in ways.items()} for _ in range(int(rounds) + 1)][1:]
+        for name in ways:
+            ratios = [seconds[name] / seconds["by hand"] for seconds in taken]
+            step_s = statistics.median(seconds[name] for seconds in taken)
+            row = dict(
+                device=DEVICE,
+                adapter=task.adapter,
+                way=name,
+                ms_per_step=round(1e3 * step_s, 1),
+                tokens_per_s=round(task.batch_size * task.length / step_s),
+                times_by_hand=round(statistics.median(ratios), 3),
+                lowest=round(min(ratios), 3),
+                highest=round(max(ratios), 3),
+                rounds=len(taken),
+            )
+            print("ROW " + json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ HEAD = """# Troubleshooting
 
 [中文](TROUBLESHOOTING.zh-CN.md) · [README](../README.md) · [following an older guide?](OLD_GUIDES.md)
 
-Search this page for the text that you see, or ask tpukit, which also adds these fixes to its own errors:
+Search this page for the text of the error, or ask tpukit, which also adds these fixes to its own errors:
 
     # Check this machine
     tpukit doctor

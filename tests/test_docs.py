@@ -152,7 +152,7 @@ def place(tmp_path_factory, digits, infrared, tank, shapes):
     ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("\n".join([json.dumps(line)] * (60 if "/" in name else 2)))
-    for run, data, pretrained, lr in (("chats", "my-chats", "yes", 5e-4), ("gpt", "my-text", "no", 6e-4)):
+    for run, data, pretrained, lr in (("chats", "my-chats", "auto", 5e-4), ("gpt", "my-text", "no", 6e-4)):
         settings = dict(model_name="model", pretrained=pretrained, lr=lr, sequence_length=128, new_tokens=6)
         with contextlib.chdir(folder):
             task = LanguageModel(dataset_dir=Path(data), epochs=1, batch_size=4, **settings)

@@ -74,7 +74,12 @@ def test_neither_have_replayed_ones_or_a_cpus_and_no_number_drawn_later_is_anoth
     torch.manual_seed(3)
     assert trial.step_error(cpu) == 0
     assert torch.equal(torch.rand(4), wanted)
-    assert trial._relative_error(torch.tensor([math.nan, 1]), torch.ones(2)) == math.inf
+
+
+def test_a_step_that_gives_nan_has_an_infinite_error(cpu, monkeypatch):
+    given = iter([[torch.tensor([math.nan, 1])], [torch.ones(2)]])
+    monkeypatch.setattr(trial, "_take_steps", lambda *_, **__: next(given))
+    assert trial.step_error(cpu) == math.inf
 
 
 @pytest.mark.parametrize("rank", [0, 10])  # of the second one's batches gradients are large

@@ -1,6 +1,7 @@
 """Weight files: every published form, damaged ones, and ones that would run code."""
 
 import argparse
+import datetime
 import os
 import re
 import tarfile
@@ -33,6 +34,12 @@ FORMS = {  # as published weights, compiled models, trainers and scripts have a 
     "of Lightning": lambda state: {"state_dict": with_prefix("model._orig_mod.")(state)},
     "model_state_dict": lambda state: {"model_state_dict": state, "epoch": 3},
     "numbers": lambda state: {"net": state, "iou": np.float64(0.5), "ok": np.bool_(True)},
+    "times": lambda state: {
+        "model": state,
+        "saved": datetime.datetime(2026, 1, 1),
+        "to": Path("/runs/a"),
+        "steps": np.int16(7),
+    },
     "settings": lambda state: {"model": state, "args": argparse.Namespace(lr=np.float32(0.1), name="a")},
 }
 FILES = [(".pth", form) for form in FORMS]

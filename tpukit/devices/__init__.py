@@ -1,4 +1,4 @@
-"""The devices of a training, and `open_runtime`. torch is imported inside it: the table of chips works
+"""Open a runtime for the accelerator. torch is imported inside `open_runtime`: the table of chips works
 without."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def open_runtime(
     spmd_cores: int | None = None,
     libtpu_args: str = "",
 ) -> Runtime:
-    """The runtime of the accelerator that `environment.detect()` found. This is where a device is first
-    touched.
+    """Return the runtime of the accelerator that `environment.detect()` found. This is where a device is
+    first touched.
 
     world: this process among others; by default it is alone. spmd_cores: run one graph over that many XLA
     devices. libtpu_args: of the task, for torch_xla on a TPU."""

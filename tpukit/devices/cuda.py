@@ -96,8 +96,8 @@ class CUDARuntime(Runtime):
         return cuda_graph.CapturedStep(function, name or function.__name__, mutates, self)
 
     def _searches_not_counted(self, function):
-        """`function`, of whose first call with new shapes the peak of memory is forgotten: in it cuDNN tries
-        algorithms, and some take gigabytes."""
+        """Return the function; it resets the peak of memory after its first call with new shapes, in which
+        cuDNN's search can take gigabytes."""
         seen = set()
 
         def call(*arguments):
@@ -182,8 +182,8 @@ def _multiply_in_fp32() -> None:
 
 
 def _tensors_of_step(optimizer: Optimizer) -> dict[tuple, Tensor]:
-    """What a step may change on the device: (parameter, name) -> tensor, with name None for the parameter
-    itself."""
+    """Return what a step may change on the device: (parameter, name) -> tensor, with name None for the
+    parameter itself."""
     tensors: dict[tuple, Tensor] = {}
     for parameter in parameters_with_gradient(optimizer):
         state = {None: parameter} | optimizer.state[parameter]

@@ -35,8 +35,8 @@ MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its 
 
 @functools.cache
 def _capture_stream():
-    """The stream on which this process captures: one for all trainings, because cuBLAS keeps memory for each
-    stream."""
+    """Return the stream on which this process captures: one for all training runs, because cuBLAS keeps
+    memory for each stream."""
     return torch.cuda.Stream()
 
 
@@ -106,7 +106,7 @@ class CapturedStep:
         return result
 
     def _capture(self, arguments, tensors):
-        """Record the step as `graph`, which runs nothing. Returns why that cannot be, or ""."""
+        """Record the step as `graph`, which runs nothing. Return why that cannot be, or ""."""
         for peak, total in self.runtime.memory():
             if peak > total / MEMORY_SHARE:
                 return f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep"
@@ -166,7 +166,7 @@ def _end_capture(graph, pool):
 
 
 def _first_cause(error):
-    """The first line of the error that others followed."""
+    """Return the first line of the error that others followed."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -23,8 +23,8 @@ class World:
         self.rank, self.size = rank, size
 
     def all_gather(self, tree: Any) -> list:
-        """A pytree of numbers from every rank, of one structure -> list of those pytrees, of floats, rank by
-        rank, the same on all ranks."""
+        """Return the pytrees of numbers of all ranks, of one structure, as a list of pytrees of floats, rank
+        by rank, the same on all ranks."""
         if self.size == 1:
             return [tree]
         numbers, structure = tree_flatten(tree)
@@ -34,8 +34,7 @@ class World:
         return [tree_unflatten(row.tolist(), structure) for row in rows]
 
     def gather(self, tree: Any) -> list:
-        """A pytree of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them,
-        elsewhere []."""
+        """Return, on rank 0, the pytrees of CPU tensors, numbers and strings of all ranks; elsewhere []."""
         if self.size == 1:
             return [tree]
         data = _pack(tree)
@@ -47,7 +46,7 @@ class World:
         return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
 
     def broadcast(self, tree: Any) -> Any:
-        """Rank 0's pytree of CPU tensors, numbers and strings, on every rank. What the others pass is
+        """Return rank 0's pytree of CPU tensors, numbers and strings on every rank. What the others pass is
         ignored."""
         if self.size == 1:
             return tree

@@ -13,16 +13,16 @@ def count_kernel(name, *, hbm_bytes, flops):
 
     hbm_bytes: what it reads and writes in HBM beyond each operand and each result once, padded as they lie
     there."""
-    for found in _open:
-        found.append(dict(name=name, hbm_bytes=hbm_bytes, flops=flops))
+    for kernels in _open:
+        kernels.append(dict(name=name, hbm_bytes=hbm_bytes, flops=flops))
 
 
 @contextlib.contextmanager
 def recorded():
     """Context manager: a list of the kernels that are called within it, as dicts."""
-    found = []
-    _open.append(found)
+    kernels = []
+    _open.append(kernels)
     try:
-        yield found
+        yield kernels
     finally:
-        _open.remove(found)
+        _open.remove(kernels)

@@ -1,4 +1,4 @@
-"""How a dataset lies in the memory of an XLA device, so that a step gathers samples of it and copies nothing
+"""Lay out a dataset in the memory of an XLA device so that a step gathers samples of it and copies nothing
 else.
 
 Left to itself, the TPU's compiler stores images with the samples in the lanes, which pads least, and begins
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
 
 
 def rows_shape(array: np.ndarray) -> tuple[int, ...]:
-    """The shape in which a numpy array (N, ...) is stored: (N * parts, elements of a part / 128, 128).
+    """Return the shape in which a numpy array (N, ...) is stored: (N * parts, elements of a part / 128, 128).
 
     It is the array's own where such rows would be half empty, and where a TPU holds a number as two. Samples
     of less than 1 KiB make sets that fast memory mostly holds whole, without padding them further."""
@@ -43,12 +43,12 @@ def rows_shape(array: np.ndarray) -> tuple[int, ...]:
 
 
 def stored_nbytes(array: np.ndarray) -> int:
-    """Bytes that a numpy array (N, ...) takes on the device."""
+    """Return the bytes that a numpy array (N, ...) takes on the device."""
     return math.prod(rows_shape(array)) * array.dtype.itemsize
 
 
 def to_rows(array: np.ndarray) -> np.ndarray:
-    """A copy of a numpy array (N, ...) as `Stored.rows` has it, each sample padded by zeros."""
+    """Copy a numpy array (N, ...) as `Stored.rows` has it, each sample padded by zeros."""
     rows = np.zeros(rows_shape(array), array.dtype)
     if not len(array):  # an empty test set, which its evaluation names
         return rows
@@ -58,7 +58,7 @@ def to_rows(array: np.ndarray) -> np.ndarray:
 
 
 def take(stored: Stored, index: Tensor) -> Tensor:
-    """Samples of a stored array, (B, ...). index: (B,)."""
+    """Return samples of a stored array, (B, ...). index: (B,)."""
     rows, shape = stored
     if rows.shape == shape:
         return rows.index_select(0, index)

@@ -1,4 +1,4 @@
-"""The tensors of an optimizer, those that it updates and those that it keeps, and its settings."""
+"""Return the tensors of an optimizer, those that it updates and those that it keeps, and its settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,12 +16,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that the next step of an optimizer updates."""
+    """Return the parameters that the next step of an optimizer updates."""
     return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """Those that the next step of an optimizer uses."""
+    """Return the gradients that the next step of an optimizer uses."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
@@ -32,8 +32,8 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 
 
 def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Optimizer:
-    """AdamW of what trains in a model on the device; weights that are no matrices, as those of norms, and
-    biases do not decay."""
+    """Return AdamW of what trains in a model on the device; weights that are no matrices, as those of norms,
+    and biases do not decay."""
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if p.ndim > 1]
@@ -84,8 +84,8 @@ class HostNumbers:
 
 
 def flattened(tensors: Iterable[Tensor]) -> dict[torch.dtype, Tensor]:
-    """dtype -> (N,): copies of the tensors of that type, one after another, each in the order in which its
-    memory lies."""
+    """Return dtype -> (N,): copies of the tensors of that type, one after another, each in the order in which
+    its memory lies."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(_in_memory_order(tensor).flatten())
@@ -101,13 +101,13 @@ def copy_flattened(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A view with the axis of the largest stride first."""
+    """Return a view with the axis of the largest stride first."""
     return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def optimizer_signature(optimizer: Optimizer) -> dict[str, str]:
-    """Setting -> its value as text, for an optimizer that was just made: what the code of the task says of
-    it."""
+    """Return setting -> its value as text, for an optimizer that was just made: what the code of the task
+    says of it."""
     signature = {"optimizer": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():

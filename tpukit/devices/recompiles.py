@@ -1,4 +1,4 @@
-"""Why a graph was compiled again: what differs from the call before it."""
+"""Explain why a graph was compiled again: what differs from the call before it."""
 
 from typing import Any, NamedTuple
 
@@ -39,30 +39,30 @@ class TensorType(NamedTuple):
 def signature(
     names: tuple[str, ...], arguments: tuple, mutates: tuple[nn.Module, Optimizer] | None = None
 ) -> dict[str, Any]:
-    """What a graph depends on besides the values of tensors: the arguments of a call, whose parameters have
-    these names, as name -> TensorType or number (in a dict the key names); the mode of the model and the
+    """Return what a graph depends on besides the values of tensors: the arguments of a call, whose parameters
+    have these names, as name -> TensorType or number (in a dict the key names); the mode of the model and the
     settings of the optimizer that the call changes."""
-    found: dict[str, Any] = {}
+    depends_on: dict[str, Any] = {}
     for name, argument in zip(names, arguments):
         for path, leaf in tree_flatten_with_path(argument)[0]:
             whole = name + keystr(path)
             label = str(getattr(path[-1], "key", whole)) if path else name
             if torch.is_tensor(leaf):
                 leaf = TensorType(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
-            found[whole if label in found else label] = leaf
+            depends_on[whole if label in depends_on else label] = leaf
     if mutates is not None:
         assert len(arguments) <= len(names), "an argument without a name would not be looked at"
         model, optimizer = mutates
-        found["the model's training mode"] = model.training
+        depends_on["the model's training mode"] = model.training
         for number, group in enumerate(optimizer.param_groups):
             which = f" of group {number}" if len(optimizer.param_groups) > 1 else ""
             settings = {name: value for name, value in group.items() if name != "params"}
-            found |= {f"the optimizer's {name}{which}": value for name, value in settings.items()}
-    return found
+            depends_on |= {f"the optimizer's {name}{which}": value for name, value in settings.items()}
+    return depends_on
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What differs between two signatures, as a list of sentences."""
+    """Return what differs between two signatures, as a list of sentences."""
     sentences = [f"{name} is new: {value}" for name, value in after.items() if name not in before]
     sentences += [f"{name} is missing" for name in before if name not in after]
     sentences += [

@@ -1,5 +1,5 @@
-"""What a training loop asks of its device: `Runtime`, which is plain PyTorch on the host's processor. What
-other kinds of device do in their own way is in cuda.py, xla.py and torch_tpu.py.
+"""`Runtime`: what the training loop needs from a device. The base class is the CPU; what other kinds of
+device do in their own way is in cuda.py, xla.py and torch_tpu.py.
 
 A runtime is one process of a `World`: it takes its share of every global batch, and gradients are averaged
 over all ranks. Shapes: B samples of a batch, N of a dataset."""
@@ -28,7 +28,6 @@ from tpukit.devices.optimizers import (
     parameters_of,
     parameters_with_gradient,
 )
-from tpukit.host import files
 from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
@@ -120,8 +119,8 @@ class Runtime:
         return model.to(self.device, memory_format=layout)  # pyright: ignore[reportCallIssue] (no stub)
 
     def _computes_faster_channels_last(self, model: nn.Module) -> bool:
-        """Whether most weights are convolutions'. By rule, not by timing: a resumed run has to make the same
-        choice, to give the same numbers."""
+        """Return whether most weights are convolutions'. By rule, not by timing: a resumed run has to make
+        the same choice, to give the same numbers."""
         parameters = list(model.parameters())
         in_convolutions = sum(p.numel() for p in parameters if p.dim() == 4)
         return 2 * in_convolutions > sum(p.numel() for p in parameters)
@@ -141,7 +140,7 @@ class Runtime:
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
 
     def whole_nbytes(self, arrays: Mapping[str, np.ndarray]) -> int:
-        """Bytes that a whole dataset takes on the device."""
+        """Return the bytes that a whole dataset takes on the device."""
         return sum(values.nbytes for values in arrays.values())
 
     def take(self, whole: dict[str, Any], index: Tensor) -> Batch:
@@ -150,8 +149,8 @@ class Runtime:
         return {name: values.index_select(0, index) for name, values in whole.items()}
 
     def as_graph_input(self, number: float | None) -> Any:
-        """A number that changes, or None, as an argument of a compiled function: where steps are graphs a 0-d
-        tensor, so that every value runs the same one."""
+        """Return a number that changes, or None, as an argument of a compiled function: if steps are graphs a
+        0-d tensor, so that every value runs the same one."""
         if number is None or not self.has_graphs:
             return number
         last, tensor = self._last_inputs.get(type(number), (None, None))
@@ -161,22 +160,21 @@ class Runtime:
         return tensor
 
     def to_cpu(self, tree: Any) -> Any:
-        """The same pytree with every tensor copied to the CPU. Waits for the device."""
+        """Return the same pytree with every tensor copied to the CPU. Waits for the device."""
         return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
     def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
-        """`to_cpu`, started now: a function that waits for the copy, but on a GPU not for later work, and
+        """Start `to_cpu`. Return a function that waits for the copy, but on a GPU not for later work, and
         returns it."""
         return functools.partial(self.to_cpu, tree)
 
     def unalias(self, tensors: Iterable[Tensor]) -> None:
-        """To be called on state that was loaded, before a step changes it: no two tensors share their memory
-        afterwards."""
+        """Give each tensor its own memory. Call it after loading state, before the first step."""
 
     # Computing
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The context in which a model runs in this runtime's precision."""
+        """Return the context in which a model runs in this runtime's precision."""
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
@@ -189,7 +187,7 @@ class Runtime:
         max_graphs: int = 1,
         mutates: tuple[nn.Module, Optimizer] | None = None,
     ) -> Callable:
-        """`function`, as one compiled graph on devices that compile.
+        """Return the function, as one compiled graph on devices that compile.
 
         name: for the compilation records; defaults to the function's. max_graphs: how many different graphs
         it may have. mutates: (model, optimizer), if it changes these and nothing else: its graph is then
@@ -207,6 +205,8 @@ class Runtime:
         if choice != "yes":
             return function
         with contextlib.suppress(OSError):  # without the folder Inductor has one of its own
+            from tpukit.host import files
+
             files.make_private(files.cache_folder())
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(files.cache_folder() / "inductor"))
         return torch.compile(function)
@@ -253,8 +253,8 @@ class Runtime:
             self.scaler.unscale_(optimizer)
 
     def barrier_after_gradients(self, optimizer: Optimizer, batch: Batch) -> Batch:
-        """The batch, such that what is computed from it starts after the gradients so far and can take the
-        memory of what they were computed from. Only a compiler would start earlier."""
+        """Return the batch behind a barrier: the next micro-batch starts after these gradients and reuses
+        their memory. Only a compiler would start earlier."""
         return batch
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
@@ -348,7 +348,7 @@ class Runtime:
         torch.manual_seed(int(mixed[0]))
 
     def random_state(self) -> dict[str, Any]:
-        """The generators' state, as a dict of CPU tensors and integers."""
+        """Return the generators' state, as a dict of CPU tensors and integers."""
         return {name: get() for name, (get, _) in self.generators.items()}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
@@ -377,7 +377,7 @@ class Runtime:
         self.compile_events.append(event)
 
     def pop_compile_events(self) -> list[dict]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         taken, self.compile_events = self.compile_events, []
         return taken
 
@@ -391,7 +391,7 @@ class Runtime:
         return 0, 0.0
 
     def counters(self) -> dict[str, Any]:
-        """The accelerator's own counters; empty where there are none. See `XLARuntime.counters`."""
+        """Return the accelerator's own counters; empty if there are none. See `XLARuntime.counters`."""
         return {}
 
     def traced(self, folder: Path) -> contextlib.AbstractContextManager:
@@ -407,11 +407,11 @@ class Runtime:
         return []
 
     def evaluation_batch(self, batch_size: int) -> int:
-        """How many samples to predict at once in a training of batches of `batch_size`."""
+        """Return how many samples to predict at once in a training run of batches of `batch_size`."""
         return batch_size
 
     def memory_size(self) -> float:
-        """Bytes of memory of one device; of the host where that cannot be read or is the device."""
+        """Return the bytes of memory of one device; of the host if that cannot be read or is the device."""
         memory = self.memory()
         return memory[0][1] if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

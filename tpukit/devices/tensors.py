@@ -1,4 +1,4 @@
-"""What a model asks of the device that its tensors lie on: of XLA, mostly. Elsewhere nothing changes."""
+"""Ask about, or act on, the device that a model's tensors lie on: XLA, mostly. Elsewhere nothing changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
 
 
 def is_on_xla(tensor: Tensor) -> bool:
-    """Whether XLA compiles what is computed with a tensor, by torch_xla or by torch_tpu."""
+    """Return whether XLA compiles what is computed with a tensor, by torch_xla or by torch_tpu."""
     return tensor.device.type in XLA_DEVICES
 
 
 def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
-    """The tensor, computed apart from what reads it and after others, where torch_xla makes a graph of it.
+    """Return the tensor, if torch_xla makes a graph of it computed apart from what reads it and after others.
 
     XLA moves a cheap computation into each operation that reads it. Where that is a convolution and the
     computation a whole layer's, it takes the compiler minutes."""
@@ -28,8 +28,8 @@ def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
 
 
 def recomputed(function: Callable, tensor: Tensor, *others: Any) -> Any:
-    """function(tensor, *others), of which nothing but `tensor` and `others` is kept for the backward pass:
-    that computes it once more. There may be no random numbers in it."""
+    """Return function(tensor, *others), of which nothing but `tensor` and `others` is kept for the backward
+    pass: that computes it once more. There may be no random numbers in it."""
     if tensor.device.type == "xla":  # XLA would optimise torch's own away, as the same computation twice
         from torch_xla.utils.checkpoint import checkpoint
     else:
@@ -38,8 +38,8 @@ def recomputed(function: Callable, tensor: Tensor, *others: Any) -> Any:
 
 
 def cores_sharing(tensor: Tensor) -> int:
-    """How many cores share the first axis of a tensor on the device: several where one graph runs over them
-    (SPMD)."""
+    """Return how many cores share the first axis of a tensor on the device: several if one graph runs over
+    them (SPMD)."""
     if tensor.device.type != "xla":
         return 1
     import torch_xla.runtime as xr

@@ -59,24 +59,25 @@ def step_error(runtime: Runtime) -> float:
     """Return the largest relative difference between a small network's steps as the runtime takes those of a
     training (captured on a GPU, replayed on XLA) and the same steps one operation after another: of losses,
     weights, statistics and the optimizer's state. NaN counts as infinite. Collective."""
-    state = runtime.random_state()
-    taken = []
-    for as_graph in (True, False):
-        own = copy.copy(runtime)  # what it counts, records and scales is no part of a training
-        own.reset_statistics()
-        own._last_inputs = {}
-        if own.scaler is not None:
-            own.scaler = GradScaler(own.device.type, init_scale=SCALE)
-        try:
-            taken.append(_take_steps(own, as_graph=as_graph))
-        finally:
-            runtime.set_random_state(state)
-    return max(map(_relative_error, *taken))
+    state, errors = runtime.random_state(), []
+    try:
+        pairs = zip(_take_steps(runtime, as_graph=True), _take_steps(runtime, as_graph=False))
+    finally:
+        runtime.set_random_state(state)
+    for measured, expected in pairs:
+        error = (measured.double() - expected.double()).norm() / expected.double().norm()
+        errors.append(float(error.nan_to_num(nan=float("inf"))))
+    return max(errors)
 
 
-def _take_steps(runtime, *, as_graph):
+def _take_steps(runtime: Runtime, *, as_graph: bool) -> list[Tensor]:
     """Return the loss of each step, then the tensors of the model and of the optimizer's state, on the CPU.
     The learning rate and the batches change from step to step."""
+    runtime = copy.copy(runtime)  # what it counts, records and scales is no part of a training
+    runtime.reset_statistics()
+    runtime._last_inputs = {}
+    if runtime.scaler is not None:
+        runtime.scaler = GradScaler(runtime.device.type, init_scale=SCALE)
     torch.manual_seed(0)
     # Not a ReLU, which makes much of rounding: a number on the other side of 0 has another gradient
     layers = [nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten()]
@@ -109,9 +110,3 @@ def _take_steps(runtime, *, as_graph):
         if not as_graph:
             runtime.sync()  # else XLA makes one graph of several steps
     return runtime.to_cpu([*losses, *model.state_dict().values(), *state_tensors(optimizer)])
-
-
-def _relative_error(measured: Tensor, expected: Tensor) -> float:
-    measured, expected = measured.double(), expected.double()
-    error = float((measured - expected).norm() / expected.norm())
-    return error if error == error else float("inf")

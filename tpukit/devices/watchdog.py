@@ -1,4 +1,4 @@
-"""A process that hangs says where, and can be ended: `Watchdog`."""
+"""`Watchdog`: a process that hangs says where, and can be ended."""
 
 import faulthandler
 import os

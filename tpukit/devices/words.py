@@ -1,4 +1,4 @@
-"""What an accelerator did, in words: of a run's records, and of any loop. Needs no torch."""
+"""Say in words what an accelerator did, in a run or in any loop. Needs no torch."""
 
 from collections.abc import Mapping, Sequence
 

@@ -155,8 +155,8 @@ class XLARuntime(Runtime):
         return functools.partial(self.to_cpu, self._whole(tree))
 
     def _whole(self, tree: Any) -> Any:
-        """The tree with each of its sharded tensors whole on every device, by one graph: to read a sharded
-        one, torch_xla compiles a program of its own, every time."""
+        """Return the tree with each of its sharded tensors whole on every device, by one graph: to read a
+        sharded one, torch_xla compiles a program of its own, every time."""
         if self.mesh is None:
             return tree
         on_device = self._on_device(tree)
@@ -258,7 +258,7 @@ class XLARuntime(Runtime):
             xp.stop_trace()
 
     def written_by_step(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-        """What a traced step leaves behind: what it changed of the model and the optimizer, and the
+        """Return the tensors that a traced step writes: changed parameters, buffers, optimizer state, and
         gradients."""
         kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
         state = [value for value in kept if value.device.type == "xla"]

@@ -1,4 +1,4 @@
-"""What torch_xla has counted in this process, and why it compiled. Counters and causes open no device."""
+"""Read what torch_xla has counted in this process, and conclude why it compiled. Neither opens a device."""
 
 import collections
 from typing import Any
@@ -58,7 +58,7 @@ def causes() -> list[str]:
     operations, and transfers with their sizes. The cause is concluded from the order of these."""
     graphs, graphs_since = _samples("TensorsGraphSize")
     sent, sent_since = _samples("OutboundData")
-    found, previous = [], 0.0
+    causes_in_order, previous = [], 0.0
     for time, _ in _samples("CompileTime")[0]:
         ran = [(at, operations) for at, operations in graphs if at < time]
         compiled = next((operations for at, operations in graphs if at >= time), None)
@@ -66,15 +66,15 @@ def causes() -> list[str]:
         before = {size for at, size in sent if at < recently}
         since = {size for at, size in sent if recently <= at < time}
         if recently < max(graphs_since, sent_since):
-            found.append(UNKNOWN)
+            causes_in_order.append(UNKNOWN)
         elif not ran:
-            found.append(FIRST)
+            causes_in_order.append(FIRST)
         elif compiled not in {operations for _, operations in ran}:
-            found.append(OTHER_OPERATIONS)
+            causes_in_order.append(OTHER_OPERATIONS)
         else:
-            found.append(NEW_SIZE if since - before else SAME_SIZES)
+            causes_in_order.append(NEW_SIZE if since - before else SAME_SIZES)
         previous = time
-    return found
+    return causes_in_order
 
 
 def _samples(name: str) -> tuple[list[tuple[float, float]], float]:

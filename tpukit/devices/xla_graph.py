@@ -157,7 +157,7 @@ class ReplayedStep(CompiledFunction):
         return traced(arguments, tensors)
 
     def _shardings(self, tensors):
-        """How SPMD spreads each tensor over the devices, as text; nothing without SPMD."""
+        """Return how SPMD spreads each tensor over the devices, as text; nothing without SPMD."""
         if self.runtime.mesh is None:
             return []
         return [sharding or "{replicated}" for sharding in xla_private.shardings(tensors)]
@@ -210,7 +210,7 @@ class ReplayedStep(CompiledFunction):
             raise UnexpectedRecompilation(self.name, self.calls, 1)
 
     def _capture(self, arguments, tensors):
-        """Trace the function, which leaves its results uncomputed: (its `Graph`, the results)."""
+        """Trace the function, which leaves its results uncomputed. Return (its `Graph`, the results)."""
         model, optimizer = self.mutates
         of_optimizer = [value for value in state_tensors(optimizer) if value.device.type == "xla"]
         state = [*model.parameters(), *model.buffers(), *of_optimizer]

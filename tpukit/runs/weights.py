@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import datetime
+import pathlib
 import pickle
 import re
 from collections.abc import Mapping
@@ -94,7 +96,7 @@ def load_tensors(path: Path | BinaryIO) -> Any:
 
 def _plain_types():
     """Return types that checkpoints hold besides tensors, and that run no code: numbers and settings."""
-    numbers = (np.float16, np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_)
+    numbers = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
     scalar = np.float64(0).__reduce__()[0]
     names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # of NumPy 1 and 2
     return [
@@ -102,6 +104,8 @@ def _plain_types():
         np.dtype,
         *{type(np.dtype(number)) for number in numbers},
         argparse.Namespace,
+        datetime.datetime,
+        pathlib.PosixPath,
     ]
 
 

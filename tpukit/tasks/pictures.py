@@ -93,11 +93,18 @@ def to_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
     """A Pillow image of 16 or 32 bits of grey as 8 bits; any other as it is.
 
     levels: of the training set. Without them the whole range of 16 bits, or of floats from 0 to 1, becomes
-    0 to 255. Raises TpukitError for an image that uses so little of it that its contrast would be lost."""
+    0 to 255. Raises TpukitError for an image that uses so little of it, or lies so far from it, that its
+    contrast would be lost."""
     if not image.mode.startswith(("I", "F")):  # I;16, I;16B, I, F
         return image
     values = np.asarray(image).astype(np.float64)
     low, high = levels or _whole_range(values, image.mode)
+    least, most = np.nanmin(values), np.nanmax(values)
+    if most < low or least > high:
+        raise TpukitError(
+            f"its grey values are {least:g} to {most:g}, and the training set's {low:g} to {high:g}: nothing"
+            " of it would be seen, so bring it to the same unit"
+        )
     scaled = np.nan_to_num((values - low) * ((LEVELS - 1) / (high - low)))
     return Image.fromarray(np.rint(scaled.clip(0, LEVELS - 1)).astype(np.uint8))
 

@@ -522,5 +522,7 @@ def test_deep_grey_is_scaled_by_the_training_set_and_the_weights_keep_how(kind, 
     batch, _ = trained.read_files([tmp_path / name for name in test.names], weights)
     assert np.array_equal(batch["image"], test.images), "a prediction sees what the evaluation does"
     assert f"{train.levels[0]:g} to {train.levels[1]:g} becomes 0 to 255" in trained.export_preprocessing
+    with refuses("its grey values are", "the training set's"):
+        read_image(path, 16, (train.levels[0] - 1000, train.levels[0] - 500))
     with refuses("deeper than 8 bits") if kind == "uint16" else contextlib.nullcontext():
         read_image(path, 16)

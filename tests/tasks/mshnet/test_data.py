@@ -10,6 +10,7 @@ from PIL import Image, ImageFile
 from tests.conftest import refuses
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MSHNet, Run, train
+from tpukit.runs import weights
 from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_list
 from tpukit.tasks.mshnet.scores import regions
 
@@ -197,6 +198,11 @@ def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_
             assert np.corrcoef(pairs)[0, 1] > 0.999 and np.ptp(sample[0, 1:]) > 64
         kept = task.metadata(train)
         assert pictures.parse_levels(kept["grey_levels"]) == train.levels
+        trained = tmp_path / f"{kind}.safetensors"
+        trained.write_bytes(weights.serialize({}, kept))
+        said = MSHNet(weights=trained).export_preprocessing
+        assert said.startswith(f"grey from {train.levels[0]:g} to {train.levels[1]:g}")
+    assert MSHNet().export_preprocessing == ""
     with refuses("deeper than 8 bits"):
         read_image(tmp_path / "uint16/images/a.tif")  # by weights that learned from 8 bits
 

@@ -108,9 +108,10 @@ def test_a_step_is_the_same_graph_every_time_and_beside_it_count_its_average_and
     train, test = task.datasets()
     averaged = sum(values.nbytes for values in task.model().state_dict().values())
     graphs = set()
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        graph = tracing.trace_step(task, 32, V5E, tmp_path / name)
+    for choice in ("auto", "no"):  # a plan is of the compiled step
+        (tmp_path / choice).mkdir()
+        chosen = dataclasses.replace(task, compile=choice)
+        graph = tracing.trace_step(chosen, 32, V5E, tmp_path / choice)
         graphs.add(Path(graph["path"]).read_bytes())
         assert graph["resident_bytes"] == averaged + sum(
             map(lanes.stored_nbytes, test.device_arrays().values())

@@ -178,6 +178,11 @@ class MSHNet(Task):
         image = np.asarray(batch["image"])
         return dict(image=image.repeat(3 // image.shape[1], 1))  # (B, 1 or 3, H, W) -> (B, 3, H, W)
 
+    @property
+    def export_preprocessing(self) -> str:
+        levels = pictures.kept_levels(self.weights)
+        return f"grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded" if levels else ""
+
     def exported(self, model: nn.Module, inputs: Batch) -> Tensor:
         return self.predict(model, inputs).sigmoid()
 

@@ -156,8 +156,9 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
         return images, _split_by_name(images, split)
     here = ", ".join(sorted(path.name for path in folder.glob("*"))[:8]) or "nothing"
     raise TpukitError(
-        f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt"
-        f" or no lists: looked for {LISTS[split].replace(' ', ', ')}; found {here}"
+        f"no {split} list in {folder}, which should hold images/ and masks/, and both trainval.txt and"
+        " test.txt, or train/ and test/ in images/ and in masks/, or neither: looked for"
+        f" {LISTS[split].replace(' ', ', ')}; found {here}"
     )
 
 

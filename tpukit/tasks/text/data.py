@@ -211,8 +211,8 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
     """Return the files of train and of test, and the others. Where some are in train, those in no split are
     others. Raises TpukitError where there is none to train on."""
     files = find_files(place, (*TEXTS, LINES, LIST))
-    files = [each for each in files if each[0].suffix != LIST or _is_list_file(each[0])] or files
     files = [each for each in files if each[0].stem.lower() not in ABOUT] or files
+    files = [each for each in files if each[0].suffix != LIST or _is_list_file(each[0])] or files
     train, test = (
         [path for path, split in files if split in names] for names in (["train"], ["val", "test"])
     )

@@ -89,11 +89,12 @@ def _parts(hidden: Tensor, head: Tensor, labels: Tensor) -> Iterator[tuple]:
 def _most_logits() -> int:
     """Return how many logits there may be at a time on this GPU. With fewer parts, fewer products are added
     up for the gradient of the head."""
-    total = torch.cuda.get_device_properties().total_memory
-    share = total // MEMORY_SHARE
-    if torch.cuda.memory_allocated() + share > total // 2:
-        return MAX_LOGITS
-    return max(MAX_LOGITS, share // LOGIT_BYTES)
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties().total_memory
+        share = total // MEMORY_SHARE
+        if torch.cuda.memory_allocated() + share <= total // 2:
+            return max(MAX_LOGITS, share // LOGIT_BYTES)
+    return MAX_LOGITS
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

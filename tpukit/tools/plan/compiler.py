@@ -66,7 +66,7 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
                 reason = errors[-1].strip() if errors else last_line(ran)
                 raise TpukitError(
                     f"the TPU compiler could not be installed: {reason}. It is on PyPI for Linux on x86-64;"
-                    " `pip install tpukit[plan]` installs pip where it is missing"
+                    " install pip if it is missing"
                 )
     return folder
 
