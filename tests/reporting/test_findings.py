@@ -27,8 +27,7 @@ def test_a_record_that_lacks_a_value_of_its_kind_is_left_out_and_changes_no_char
     rest = [r for r in records if r is not second]
     assert [i["to"] for i in findings.intervals(records)] == [4]
     assert findings.describe(records) == findings.describe(rest)
-    progress = dict(step=4, total=9, unit="step")
-    assert findings.headline(records, progress) == findings.headline(rest, progress)
+    assert findings.headline(records) == findings.headline(rest)
     assert findings.curves(records) == findings.curves(rest) and findings.roc(records) is None
     figures.live_figure(records, findings.NO_LABELS).draw_without_rendering()
 
@@ -160,23 +159,12 @@ def test_an_roc_is_that_of_the_last_evaluation_that_has_one_with_its_thresholds(
     assert findings.roc(records[2:]) is None and findings.roc([]) is None
 
 
-def test_the_headline_says_where_a_training_is_and_what_is_left():
+def test_the_headline_names_the_device_and_the_compilations_of_the_session_that_runs_now():
     compiled, predict = compiled_at(1, seconds=90.0), compiled_at(1, "predict", seconds=60.0)
-    progress = dict(step=20, total=100, unit="step", epoch="1 of 5")
     records = [started(), compiled, dict(compiled, refused=True), predict, trained_at(20)]
-    where = "2 x tpu · step 20 of 100 · epoch 1 of 5"
-    assert findings.headline(records, progress) == f"{where} · about 40 s left · 2 compilations, 2.5 min"
-    assert findings.headline(records[:2], progress) == f"{where} · 1 compilation, 90 s"
-    at_the_end = findings.headline([started(), trained_at(100)], progress | dict(step=100))
-    assert at_the_end == where.replace("20 of", "100 of")
-    evaluating = dict(step=3, total=9, unit="batch")
-    assert findings.headline([started(), trained_at(20)], evaluating) == "2 x tpu · batch 3 of 9"
-    assert findings.headline(records) == "2 x tpu · 2 compilations, 2.5 min"  # a bar says how far it is
-    # Of the session that runs now, not of the one before.
-    again = findings.headline([*records, started(device="cpu")], progress)
-    assert again == "cpu · step 20 of 100 · epoch 1 of 5"
-    for few, progress in (([], progress), ([started()], {})):
-        assert findings.headline(few, progress).startswith("The training starts")
+    assert findings.headline(records) == "2 x tpu · 2 compilations, 2.5 min"
+    assert findings.headline([*records, started(device="cpu")]) == "cpu"
+    assert findings.headline([]).startswith("The training starts")
 
 
 def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a_class_that_is_never_called():

@@ -17,7 +17,6 @@ from tests.tasks.cdeit.small import TINY
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
 from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitError, train
-from tpukit.cli import follow
 from tpukit.reporting import display, findings
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
@@ -183,7 +182,6 @@ def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(
     assert stopped == ([(2 * epochs, epochs - 1, patience)] if epochs < 10 else [])
     sentences = [s for s in findings.describe(run.records()) if "stopped early" in s]
     assert len(sentences) == (run.path / "log.txt").read_text().count("stopped early") == (epochs < 10)
-    assert follow.is_finished(run.read_progress(), run.checkpoints())
 
 
 def test_only_evaluations_count_and_the_best_weights_are_those_of_the_best_one(digits, tmp_path, cpu):

@@ -94,11 +94,10 @@ def show(run: RunFolder) -> None:
     tpukit.show(run)
 
 
-def report(run: RunFolder, follow: bool = False, trace: int = 0, tensorboard: Path | None = None) -> None:
+def report(run: RunFolder, trace: int = 0, tensorboard: Path | None = None) -> None:
     """Show what the accelerator did in a run: compilations and their causes, the time of a step, memory.
 
     Args:
-        follow: first print the log of a run that another process trains, and how far it is, until it ends.
         trace: also take this number of steps of its task again, here, keep a profiler's trace of them for
             TensorBoard, and name the lines whose operations fall back to the CPU or wait for the device.
         tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
@@ -106,10 +105,6 @@ def report(run: RunFolder, follow: bool = False, trace: int = 0, tensorboard: Pa
     from tpukit.reporting import display
 
     folder = tpukit.Run.find(run)
-    if follow:
-        from tpukit.cli.follow import follow as follow_log
-
-        follow_log(folder)
     display.show_report(folder)
     if tensorboard:
         from tpukit.tools.tensorboard import write_events

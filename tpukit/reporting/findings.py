@@ -352,31 +352,14 @@ def compiled_steps(records: list) -> list[int]:
 # A run that is still training
 
 
-def headline(records: list, progress: dict | None = None) -> str:
-    """Describe a training in one line: device, compilations; with `progress` (`Run.read_progress`) also how
-    far it is: step, epoch, time left."""
+def headline(records: list) -> str:
+    """Describe a training run in one line: its device and its compilations."""
     sessions = _sessions(records)
-    if not sessions or progress == {}:
+    if not sessions:
         return "The training starts: the first step is compiled or prepared"
     session = sessions[-1]
-    parts = [session[0]["device"], *_how_far(session, progress or {})]
+    parts = [session[0]["device"]]
     if compiled := [record for record in _of_kind(session, "compile") if _made_graphs(record)]:
         seconds = format_duration(sum(record["seconds"] for record in compiled))
         parts.append(f"{len(compiled)} compilation{'s' if len(compiled) > 1 else ''}, {seconds}")
     return " · ".join(parts)
-
-
-def _how_far(session, progress):
-    """Return step, epoch, time left; nothing without progress."""
-    if not progress:
-        return []
-    step, total = progress["step"], progress["total"]
-    parts = [f"{progress['unit']} {step} of {total}"]
-    if progress.get("epoch"):
-        parts.append(f"epoch {progress['epoch']}")
-    trained = _of_kind(session, "train")
-    rate = trained[-1]["speed"]["images_per_s"] if trained else 0.0
-    if progress["unit"] == "step" and step < total and rate > 0:
-        left_s = (total - step) * (session[0]["batch_size"]) / rate
-        parts.append(f"about {format_duration(left_s)} left")
-    return parts
