@@ -4,7 +4,7 @@
 # make test   lint, unit tests, launches, notebooks, and whether the outputs in docs/executed still come out
 # make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups;
 #             make nightly NIGHTLY="nightly and not long" KILLS=100 for half of its time
-# make bench  how fast, in ratios: the loop and the step; make bench PARTS="text text_gpu" for language models
+# make bench  how fast, in ratios: the loop and the step; make bench PARTS=text for language models
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough, and beside it what
 #             `kaggle kernels push` reads
 # make twins  runs every built English notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
