@@ -1,5 +1,6 @@
 """`Checkpoints` alone, as a loop uses it that is not tpukit's: no Run, no Task."""
 
+import fractions
 import os
 import shutil
 import subprocess
@@ -164,7 +165,7 @@ def test_a_state_of_any_device_comes_back_on_the_cpu(xla, tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    [np.ones(2), torch.nn.Linear(1, 1), len, lambda: 0, Path("a")],
+    [np.ones(2), torch.nn.Linear(1, 1), len, lambda: 0, fractions.Fraction(1, 2)],
     ids=lambda value: type(value).__name__,
 )
 def test_a_state_that_could_not_be_read_without_running_code_is_refused_before_it_takes_the_place_of_one(
