@@ -1,6 +1,7 @@
 """Small models and texts for the tests: two layers, a width of 32, 300 tokens or bytes."""
 
 import json
+import pydoc_data.topics
 
 import torch
 
@@ -24,6 +25,25 @@ TINY = dict(pretrained="no", tokenizer="bytes", batch_size=4, log_every=2, num_w
 TINY |= dict(sequence_length=24, samples=2)
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+TURNS = [("user", "Hello!"), ("assistant", "Good morning."), ("user", "And you?"), ("assistant", "Fine.")]
+START, END, HEAD = "<|im_start|>", "<|im_end|>", "<|head|>"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if THINK %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "gpt2": None,
+    "llama": "<|head|>{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}",
+    "qwen2": "<|im_start|>system\nBe kind.<|im_end|>\n" + CHATML.replace("THINK", "false"),
+    "qwen3": CHATML.replace("THINK", "loop.last and m.role == 'assistant'"),
+    "gemma3_text": "<|head|>{% for m in messages %}"
+    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}",
+    "sentencepiece": "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}",
+}
 
 
 def write_config(folder, family="gpt2", **changes):
@@ -55,6 +75,40 @@ def plain_model(family, folder, **changes):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))  # biases, too, and clearly different tokens
     return model
+
+
+def write_sentencepiece(folder, template):
+    """Write a tokenizer as Llama 2 has it, of 500 pieces: every part of a text begins with a space, letters
+    that it does not know are bytes, and a text begins with <s>."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, processors, trainers
+
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
+    fast = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=specials, show_progress=False)
+    fast.train_from_iterator(pydoc_data.topics.topics["calls"].split(" "), trainer)
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    fast.decoder = decoders.Sequence(list(parts))
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    options = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template)
+    kind = hub.imported("transformers").PreTrainedTokenizerFast
+    kind(tokenizer_object=fast, **options).save_pretrained(folder)
+
+
+def write_family(folder, family):
+    """A small model with the family's chat template. Return its tokenizer."""
+    long = dict(n_positions=256) if family == "gpt2" else dict(max_position_embeddings=256)
+    if family == "sentencepiece":
+        write_model(folder, "llama", vocab_size=500, **long)
+        write_sentencepiece(folder, TEMPLATES[family])
+        return hub.load_tokenizer(str(folder))
+    write_model(folder, family, chat=TEMPLATES[family], **long)
+    tokenizer = hub.load_tokenizer(str(folder))
+    tokenizer.add_special_tokens(dict(additional_special_tokens=[START, END, HEAD]))
+    tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def task_of(folder, data=None, **settings):

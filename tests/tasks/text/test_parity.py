@@ -1,6 +1,5 @@
 """Ids, labels and loss of conversations beside a reference that is written by hand, for each family."""
 
-import itertools
 import json
 
 import numpy as np
@@ -8,26 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.tasks.text.small import task_of, write_model
-from tpukit.tasks.text import data, hub
+from tests.tasks.text.small import CONFIGS, END, HEAD, START, TURNS, task_of, write_family
+from tpukit.tasks.text import data
 
 transformers = pytest.importorskip("transformers")
-TURNS = [("user", "Hello!"), ("assistant", "Good morning."), ("user", "And you?"), ("assistant", "Fine.")]
-START, END, HEAD = "<|im_start|>", "<|im_end|>", "<|head|>"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if THINK %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TEMPLATES = {
-    "gpt2": None,
-    "llama": "<|head|>{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}",
-    "qwen2": "<|im_start|>system\nBe kind.<|im_end|>\n" + CHATML.replace("THINK", "false"),
-    "qwen3": CHATML.replace("THINK", "loop.last and m.role == 'assistant'"),
-    "gemma3_text": "<|head|>{% for m in messages %}"
-    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}",
-}
 
 
 def reference(family, eos):
@@ -46,18 +29,7 @@ def reference(family, eos):
     return parts
 
 
-def write_family(folder, family):
-    """A small model with the family's chat template. Return its tokenizer."""
-    long = dict(n_positions=256) if family == "gpt2" else dict(max_position_embeddings=256)
-    write_model(folder, family, chat=TEMPLATES[family], **long)
-    tokenizer = hub.load_tokenizer(str(folder))
-    tokenizer.add_special_tokens(dict(additional_special_tokens=[START, END, HEAD]))
-    tokenizer.bos_token = tokenizer.eos_token
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_ids_labels_loss_and_gradients_are_those_of_the_conversation_written_by_hand(family, tmp_path):
     folder = tmp_path / "model"
     tokenizer = write_family(folder, family)
@@ -89,32 +61,3 @@ def test_ids_labels_loss_and_gradients_are_those_of_the_conversation_written_by_
     ours = dict(model.causal.named_parameters())
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", [name for name in TEMPLATES if TEMPLATES[name]])
-def test_ids_and_labels_are_those_of_trl(family, tmp_path, monkeypatch):
-    """Of TRL 1.16. It also learns what the template writes after the end of an answer, which is left out
-    here: the model stops there."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    hasher, numbers = (
-        datasets.fingerprint.Hasher,
-        itertools.count(),
-    )  # which cannot hash all of pyarrow's types
-    monkeypatch.setattr(hasher, "hash", classmethod(lambda kind, value: f"{next(numbers):016x}"))
-    monkeypatch.setattr(hasher, "update", lambda self, value: None)
-    tokenizer = write_family(tmp_path, family)
-    first, last = (dict(role=role, content=content) for role, content in TURNS[:2])
-    row = dict(prompt=[first], completion=[last])
-    options = trl.SFTConfig(str(tmp_path / "out"), report_to=[], use_cpu=True, bf16=False, max_length=None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    trainer = trl.SFTTrainer(
-        model, options, train_dataset=datasets.Dataset.from_list([row]), processing_class=tokenizer
-    )
-    [wanted] = trainer.train_dataset
-    ids, learned = np.array(wanted["input_ids"]), np.array(wanted["labels"]) >= 0
-    end = 1 + np.flatnonzero(ids == tokenizer.convert_tokens_to_ids(END))[-1]
-    learned[end:] = False
-    tokens, _ = data.tokens_of(row, tokenizer, "x")
-    assert tokens["tokens"].tolist() == ids[:-1].tolist()
-    assert tokens["labels"].tolist() == np.where(learned, ids, -1)[1:].tolist()
