@@ -28,6 +28,7 @@ def test_the_demo_is_small_and_says_how_it_was_trained():
     assert path.stat().st_size <= release_demo.MAX_BYTES
     metadata = weights.metadata(path)
     assert json.loads(metadata["settings"])["network"] == "small"
+    assert float(metadata["iou"]) > 0.5
     assert "/" not in metadata["settings"]
 
 
