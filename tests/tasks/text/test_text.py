@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.conftest import ROOT, best_weights, checkpoint, exact, refuses, same
 from tests.launching.conftest import CPU, losses
-from tests.tasks.text.small import CHAT, task_of, write_config, write_model
+from tests.tasks.text.small import CHAT, END, HEAD, START, task_of, write_config, write_family, write_model
 from tpukit import LanguageModel, Run, cli, export, predict, train
 from tpukit import test as score_run
 from tpukit.reporting import display
@@ -268,6 +268,15 @@ def test_an_adapter_and_the_merged_model_load_without_tpukit(finished, model, tm
     written = json.loads((tmp_path / "peft/tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast", "which transformers 4 has, too"
     assert "hf upload" in str(exported[0]) and "peft" in str(exported[0])
+
+
+def test_special_tokens_are_written_under_the_name_that_transformers_4_and_5_read(tmp_path):
+    tokenizer = write_family(tmp_path / "model", "qwen3")
+    hub.save_tokenizer(tokenizer, tmp_path / "saved")
+    written = json.loads((tmp_path / "saved/tokenizer_config.json").read_text())
+    assert set(written["additional_special_tokens"]) == {START, END, HEAD}
+    assert "extra_special_tokens" not in written, "which transformers 4 reads as a dict"
+    assert hub.load_tokenizer(str(tmp_path / "saved")).tokenize(START) == [START]
 
 
 def test_what_ends_the_learned_turns_ends_what_is_written_and_exported(tmp_path, chats, cpu):

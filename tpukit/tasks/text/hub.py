@@ -71,10 +71,13 @@ def load_tokenizer(name: str) -> Any:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer that transformers 4 loads, too, which does not know the class that 5 names."""
+    """Write a tokenizer that transformers 4 loads, too. It knows neither the class that 5 names, nor a list
+    of special tokens under the name that 5 has for it."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | dict(tokenizer_class="PreTrainedTokenizerFast")
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
