@@ -8,13 +8,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, words
-    "tpukit/tasks": 7_397,
+    "tpukit/tasks": 7_400,
     "tpukit/tools": 3_520,
     "tpukit/cli": 455,
-    "tpukit": 19_906,
+    "tpukit": 19_909,
     "release": 853,
     "benchmarks": 1_134,
-    "tests": 19_992,
+    "tests": 20_175,
     "English pages": 25_000,
     "the imports of the MNIST notebook": 7_108,
 }
