@@ -185,6 +185,7 @@ CLASSES = dict(confusion=dict(classes=["a", "b"], counts=[[1, 1], [1, 1]]))
         ([dict(iou=0.001, pd=1.0, fa=0.99)], "marks nearly everything"),
         ([dict(iou=0.0, pd=0.0, fa=0.0)], "finds no target"),
         ([dict(iou=0.5, pd=0.9, fa=1e-5)], None),
+        ([dict(pd=0.9, accuracy=0.9), dict(pd=0.0, accuracy=0.1)], "no target any more"),
         ([dict(accuracy=0.55) | CLASSES], "guessing one of 2 classes"),
         ([dict(accuracy=0.9) | CLASSES], None),
         ([dict(accuracy=0.05)], None),  # of how many classes, nobody says

@@ -106,6 +106,8 @@ def verdict(records: list) -> list[str]:
         return ["The network marks nearly everything: train longer."]
     if found == 0:
         return ["The network finds no target yet: train longer."]
+    if found and _number(evaluations[-1]["scores"], "pd") == 0:
+        return ["The last epoch finds no target any more: train longer, or with a lower learning rate."]
     if right is not None and classes and right < 1 / classes + 0.1:
         return [f"This is hardly better than guessing one of {classes} classes: train longer."]
     if len(evaluations) > 3 and kept[0] is evaluations[-1]:
