@@ -30,8 +30,8 @@ KEPT = {
     "colab_tpu_setup": dict(EPOCHS=12, WARM_EPOCH=2, IMAGE_SIZE=64, BATCH_SIZE=4, LR=0.02),
 }
 ON_XLA = ("colab_tpu_setup",)
-# In the source of a cell whose output is the machine's, random, mostly measured, different where another epoch is
-# the best, or hidden but from nbval
+# In the source of a cell whose output is the machine's, random, mostly measured, or hidden but from nbval, or
+# depends on which epoch was the best
 VARIES = re.compile(r"env\.require|torch\.randn|show_report|show\(run\)|;$")
 # The CPU XLA device, which compiles as a TPU does; as in the Makefile, with less optimisation.
 XLA = dict(
