@@ -226,7 +226,7 @@ def test_the_quickstart_trains_goes_on_and_its_chinese_copy_resumes_it_in_the_ne
     assert [record["epoch"] for record in evaluations] == [0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # docs/executed has it with other settings
 def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports(shapes, tmp_path):
     pytest.importorskip("timm")
     pytest.importorskip("onnxscript")
