@@ -11,12 +11,12 @@ ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, word
     "tpukit/tasks": 7_400,
     "tpukit/tools": 3_520,
     "tpukit/cli": 455,
-    "tpukit": 19_909,
-    "release": 853,
+    "tpukit": 19_911,
+    "release": 854,
     "benchmarks": 1_134,
-    "tests": 20_175,
+    "tests": 20_176,
     "English pages": 25_000,
-    "the imports of the MNIST notebook": 7_108,
+    "the imports of the MNIST notebook": 7_110,
 }
 MNIST_IMPORTS = """
 import sys, tpukit
