@@ -83,7 +83,7 @@ def export(
         run: a `Run`, the folder of one, or a weights file.
         to: onnx, one file that takes a batch of any size; of a language model a folder, peft, its adapter
             alone, or transformers, the whole.
-        out: a new file or folder. By default it is beside the weights, where an older best.onnx is replaced.
+        out: a new file or folder. By default it is next to the weights, where an older best.onnx is replaced.
         task: a task of your own, or the name of a task for a file that does not name its own.
 
     Return an `Exported`, whose difference is measured on random samples. Raise TpukitError where a package is

@@ -36,7 +36,7 @@ CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the score
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
 TOP5_CLASSES = 10  # up to so many, five of them are no score
 FEW = 10  # images of a class, below which `check_labels` warns
-# What a training has by default; a small set gets more epochs, so that there are STEPS, and smaller batches.
+# Defaults of a training run; a small set gets more epochs, so that there are STEPS, and smaller batches.
 EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
 
 
@@ -74,13 +74,13 @@ class ImageClassifier(Task):
     """Global batch size: images in one optimizer step, over all cores. None: about a sixteenth of the
     training images, from 8 to 64."""
     lr: float = 1e-3
-    """Learning rate of AdamW. For a large pretrained network take a third of it."""
+    """Learning rate of AdamW. Use a third of it for a large pretrained network."""
     weight_decay: float = 0.05
     """Of AdamW; not for biases and norms."""
     model_name: str = "resnet18"
     """A classification model of timm, or of torchvision where timm is not installed."""
     pretrained: str = "auto"
-    """yes, no, auto (where they are found, otherwise random weights) or a file: pretrained weights. They are
+    """yes, no, auto (if they are found, otherwise random weights) or a file: pretrained weights. They are
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
@@ -367,7 +367,7 @@ class ImageClassifier(Task):
 
 
 def _verdict(name, result):
-    """Return the title of an image: the class that was predicted, beside its own where that is known."""
+    """Return the title of an image: the class that was predicted, and its own if that is known."""
     predicted = f"{result['class']} {result['probability']:.0%}"
     return marked(f"{name}, predicted {predicted}", name == result["class"]) if name else predicted
 

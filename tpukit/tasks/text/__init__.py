@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LENGTH = 1024  # tokens of a row by default, or what the model takes if that is less
 MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
 FEW = 16  # tokens of a text that begin a sample
-FEWEST_STEPS = 50  # of the optimizer; with fewer a training hardly learns
+FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
 
 
 class Default(int):
@@ -85,7 +85,7 @@ class LanguageModel(Task):
     tokenizer: Literal["auto", "bytes"] = "auto"
     """auto: the model's, or bytes for tiny. bytes: each byte is a token."""
     adapter: Literal["auto", "lora", "none"] = "auto"
-    """lora: small matrices beside those of the layers train, and all else is frozen, in bf16. none: all
+    """lora: small matrices next to those of the layers train, and all else is frozen, in bf16. none: all
     weights train. auto: lora for pretrained weights."""
     lora_rank: int = 16
     """Rank of the matrices of LoRA."""

@@ -41,7 +41,7 @@ def plan(
     log: Callable[[str], object] = print,
 ) -> Plan:
     """Compile a task's step for a TPU, without a TPU: whether it fits, what it computes, and what it moves.
-    With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
+    With a dataset_dir, its sets lie on the chip as in training, if they are small enough.
 
     Args:
         task: whose step it is.
