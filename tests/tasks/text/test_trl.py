@@ -52,7 +52,9 @@ def sft(folder, monkeypatch):
         options = trl.SFTConfig(str(folder.parent / "out"), gradient_checkpointing=False, **settings)
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
         rows, tokenizer = datasets.Dataset.from_list(rows), hub.load_tokenizer(str(folder))
-        return trl.SFTTrainer(plain, options, train_dataset=rows, processing_class=tokenizer)
+        trainer = trl.SFTTrainer(plain, options, train_dataset=rows, processing_class=tokenizer)
+        trainer.model.to("cpu")  # from the XLA device, if this process has opened one
+        return trainer
 
     return trainer_of
 
