@@ -14,7 +14,7 @@ ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, word
     "tpukit": 19_911,
     "release": 854,
     "benchmarks": 1_134,
-    "tests": 20_176,
+    "tests": 20_181,
     "English pages": 25_000,
     "the imports of the MNIST notebook": 7_110,
 }

@@ -46,15 +46,18 @@ def sft(folder, monkeypatch):
     hasher = datasets.fingerprint.Hasher  # which cannot hash all of pyarrow's types
     monkeypatch.setattr(hasher, "hash", classmethod(lambda kind, value: f"{next(numbers):016x}"))
     monkeypatch.setattr(hasher, "update", lambda self, value: None)
+    # On the CPU, also if this process has opened an XLA device.
+    accelerate = pytest.importorskip("accelerate")
+    for module in (accelerate.state, transformers.training_args, transformers.trainer):
+        monkeypatch.setattr(module, "is_torch_xla_available", lambda: False)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
     def trainer_of(rows, **settings):
         settings = dict(report_to=[], use_cpu=True, bf16=False, max_length=None) | settings
         options = trl.SFTConfig(str(folder.parent / "out"), gradient_checkpointing=False, **settings)
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
         rows, tokenizer = datasets.Dataset.from_list(rows), hub.load_tokenizer(str(folder))
-        trainer = trl.SFTTrainer(plain, options, train_dataset=rows, processing_class=tokenizer)
-        trainer.model.to("cpu")  # from the XLA device, if this process has opened one
-        return trainer
+        return trl.SFTTrainer(plain, options, train_dataset=rows, processing_class=tokenizer)
 
     return trainer_of
 
