@@ -8,13 +8,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, words
-    "tpukit/tasks": 7_400,
+    "tpukit/tasks": 7_462,
     "tpukit/tools": 3_520,
     "tpukit/cli": 455,
-    "tpukit": 19_911,
+    "tpukit": 19_973,
     "release": 854,
     "benchmarks": 1_134,
-    "tests": 20_181,
+    "tests": 20_244,
     "English pages": 25_000,
     "the imports of the MNIST notebook": 7_110,
 }

@@ -3,10 +3,11 @@
 import json
 import pydoc_data.topics
 
+import numpy as np
 import torch
 
 from tpukit import LanguageModel
-from tpukit.tasks.text import hub
+from tpukit.tasks.text import data, hub
 
 LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -113,3 +114,42 @@ def write_family(folder, family):
 
 def task_of(folder, data=None, **settings):
     return LanguageModel(model_name=str(folder), dataset_dir=data, **TINY | settings)
+
+
+# Files of texts, and what becomes of them
+
+TEXT_END = "<|endoftext|>"  # of the tokenizer of bytes
+
+
+def write_lines(path, *rows):
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def said(user, assistant):
+    return dict(messages=[dict(role="user", content=user), dict(role="assistant", content=assistant)])
+
+
+def turns(*texts, first="user"):
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [dict(role=roles[number % 2], content=text) for number, text in enumerate(texts)]
+
+
+def opened(place, tokenizer, length=16, test_share=0.2):
+    return data.open_sets(place, tokenizer, length, test_share)
+
+
+def everything(rows):
+    return rows.batch(np.arange(len(rows)))
+
+
+def parts_of(rows, tokenizer):
+    """[(text of a document in a row, text of what is to be learned of it)], in order."""
+    batch, found = everything(rows), []
+    for row, numbers, labels in zip(batch["tokens"], batch["documents"], batch["labels"]):
+        for number in sorted({*numbers.tolist()} - {0}):
+            here = numbers == number
+            told = labels[here & (labels >= 0)]
+            whole = [*row[here], *(labels[here][-1:] if labels[here][-1] >= 0 else [])]
+            found.append((tokenizer.decode(whole), tokenizer.decode(told)))
+    return found

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.tasks.text.small import CONFIGS, END, HEAD, START, TURNS, task_of, write_family
-from tpukit.tasks.text import data
+from tpukit.tasks.text import conversations
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,7 +39,7 @@ def test_ids_labels_loss_and_gradients_are_those_of_the_conversation_written_by_
     ids, labels = torch.tensor(sum(ids, []))[None], torch.tensor(sum(labels, []))[None]
 
     row = dict(messages=[dict(role=role, content=content) for role, content in TURNS])
-    tokens, _ = data.tokens_of(row, tokenizer, "x")
+    tokens, _ = conversations.tokens_of(row, tokenizer, "x")
     assert tokens["tokens"].tolist() == ids[0, :-1].tolist()
     assert np.where(tokens["labels"] < 0, -100, tokens["labels"]).tolist() == labels[0, 1:].tolist()
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.tasks.text.small import END, TEMPLATES, TURNS, task_of, write_family
-from tpukit.tasks.text import data, hub
+from tpukit.tasks.text import conversations, hub
 from tpukit.training.step import add_gradients
 
 transformers = pytest.importorskip("transformers")
@@ -91,7 +91,7 @@ def test_ids_and_labels_are_those_of_trl(family, rows, folder, sft):
     tokenizer = hub.load_tokenizer(str(folder))
     trainer = sft([for_trl(family, row, tokenizer) for row in rows])
     for row, wanted in zip(rows, rows_of_trl(trainer), strict=True):
-        tokens, _ = data.tokens_of(row, tokenizer, "x")
+        tokens, _ = conversations.tokens_of(row, tokenizer, "x")
         assert tokens["tokens"].tolist() == wanted["input_ids"][:-1]
         assert np.where(tokens["labels"] < 0, -100, tokens["labels"]).tolist() == wanted["labels"][1:]
 
@@ -151,7 +151,7 @@ def test_the_text_of_greedy_predictions_is_that_of_generate(family, folder, cpu)
             if parameter.ndim == 2:
                 parameter.normal_(std=0.3)
         plain.get_input_embeddings().weight.mul_(0.1)  # less, so that all tokens before one decide on it
-    template = tokenizer.chat_template or data.TEMPLATE
+    template = tokenizer.chat_template or conversations.TEMPLATE
     options = dict(chat_template=template, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     prompts = [tokenizer.apply_chat_template(row["prompt"], **options) for row in CHATS]
 

@@ -19,7 +19,7 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs.settings import setting
 from tpukit.tasks.splits import SPLITS
-from tpukit.tasks.text import data, hub
+from tpukit.tasks.text import conversations, data, hub, reading
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class LanguageModel(Task):
     needs_own_data: ClassVar[bool] = True
     dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
     synthetic_size: ClassVar[int] = 60
-    synthesize = staticmethod(data.write_demo)
+    synthesize = staticmethod(reading.write_demo)
     score: ClassVar[str] = "log_likelihood"
     score_names: ClassVar[dict[str, str]] = dict(
         test_loss="cross entropy of a test token, nats", perplexity="perplexity of the test set"
@@ -158,7 +158,7 @@ class LanguageModel(Task):
     def _ends(self) -> list[int]:
         """Tokens after which nothing is written: what ends the learned turns, and what the model stops at."""
         tokenizer = self._tokenizer
-        _, turn_end = data.turn_end(tokenizer, tokenizer.chat_template)
+        _, turn_end = conversations.turn_end(tokenizer, tokenizer.chat_template)
         ends = [] if turn_end is None else [turn_end]
         ends += hub.read_ends(self._folder, self.config) if self.is_pretrained else []
         return list(dict.fromkeys([*ends, tokenizer.eos_token_id]))
@@ -326,7 +326,7 @@ class LanguageModel(Task):
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
-        prompts = [prompt for path in paths for prompt in data.read_prompts(path, self._tokenizer)]
+        prompts = [prompt for path in paths for prompt in conversations.read_prompts(path, self._tokenizer)]
         size = max(self.length, min(LENGTH, self.config.max_position_embeddings))
         rows, most = np.zeros((len(prompts), size), np.int32), size - self._new
         for row, (name, ids) in zip(rows, prompts):

@@ -1,0 +1,142 @@
+"""The pixels of images: their kinds, sizes and depths, and how they are kept."""
+
+import contextlib
+import dataclasses
+import shutil
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import refuses
+from tests.tasks.images.small import make, paint, task
+from tpukit.runs.weights import serialize
+from tpukit.tasks.images import data
+from tpukit.tasks.images.data import read_image
+
+
+def test_more_pixels_than_the_disk_holds_are_refused_before_decoding(tmp_path, monkeypatch):
+    paint(tmp_path)
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(100, 90, 10))
+    with refuses("image_size"):
+        task(tmp_path, skip_bad=True).datasets()
+
+
+def test_an_image_that_claims_a_billion_pixels_is_not_decoded(tmp_path, monkeypatch):
+    Image.new("1", (9000, 9000)).save(tmp_path / "bomb.png")
+    Image.init()  # whose plugins load a picture of their own
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    with refuses("9000x9000"):
+        read_image(tmp_path / "bomb.png", 8)
+
+
+def test_images_of_every_kind_become_rgb_of_the_wanted_size(tmp_path):
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    Image.fromarray(grey).convert("P").save(tmp_path / "palette.gif")
+    Image.fromarray(np.dstack([grey] * 3 + [grey // 2])).save(tmp_path / "alpha.png")
+    for path in tmp_path.iterdir():
+        image = read_image(path, 16)
+        assert image.dtype == np.uint8 and np.array_equal(image, np.dstack([grey] * 3)), path.name
+
+
+def test_the_middle_of_an_image_is_kept_and_a_photo_is_turned_upright(tmp_path):
+    pixels = np.zeros((8, 24, 3), np.uint8)
+    pixels[:, :12] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees to the right
+    for name, how in dict(wide={}, turned=dict(exif=exif)).items():
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png", **how)
+    middle, upright = read_image(tmp_path / "wide.png", 8), read_image(tmp_path / "turned.png", 8)
+    assert middle[:, :4].min() == 255 and middle[:, 4:].max() == 0
+    assert upright[:4].min() == 255 and upright[4:].max() == 0
+
+
+def test_a_large_jpeg_is_close_to_what_decoding_it_whole_gives(tmp_path):
+    y, x = np.mgrid[:900, :1200]
+    pixels = np.stack([x / 5, y / 4, 128 + 100 * np.sin((x + y) / 90)], 2).clip(0, 255).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "large.jpg", quality=95)
+    with Image.open(tmp_path / "large.jpg") as whole:
+        middle = whole.crop((150, 0, 1050, 900)).resize((64, 64), Image.Resampling.BICUBIC)
+    assert abs(read_image(tmp_path / "large.jpg", 64) - np.asarray(middle).astype(float)).max() < 6
+
+
+def test_a_changed_image_is_decoded_again(tmp_path):
+    paint(tmp_path)
+    before = task(tmp_path).datasets()[0].batch([0])["image"]
+    Image.new("RGB", (30, 30), (255, 255, 255)).save(tmp_path / "train/blue/0.png")
+    assert (task(tmp_path).datasets()[0].batch([0])["image"] != before).any()
+
+
+def test_images_of_which_a_part_is_read_are_told(tmp_path):
+    make(tmp_path, "a", "b")
+    pages = [Image.new("L", (8, 8), value) for value in (60, 70)]
+    pages[0].save(tmp_path / "a/pages.tif", save_all=True, append_images=pages[1:])
+    icon = np.zeros((8, 8, 4), np.uint8)
+    icon[2:5, 2:5, 3] = 255
+    Image.fromarray(icon).save(tmp_path / "b/icon.png")
+    notes = "\n".join(split.notes for split in task(tmp_path).datasets())
+    assert "have several pages" in notes and "a/pages.tif" in notes
+    assert "one colour" in notes and "b/icon.png" in notes
+
+
+def deep_png(path, pixels):
+    """A PNG of 16 bits in each channel; Pillow writes none. pixels: (H, W, C)."""
+    height, width, channels = pixels.shape
+    kind = {2: 4, 3: 2, 4: 6}[channels]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(b"\x89PNG\r\n\x1a\n")
+        for name, content in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+            file.write(struct.pack(">I", len(content)) + name + content)
+            file.write(struct.pack(">I", zlib.crc32(name + content)))
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_colours_of_16_bits_are_read_by_their_whole_range_or_refused(channels, tmp_path):
+    """Pillow keeps the upper 8 bits, which of counts of 12 bits are 16 levels."""
+    pixels = np.random.default_rng(0).integers(0, 2**16, (16, 16, channels))
+    deep_png(tmp_path / "whole.png", pixels)
+    image = read_image(tmp_path / "whole.png", 16)
+    assert np.array_equal(image[..., 0], pixels[..., 0] >> 8)
+    pixels[..., : 3 if channels > 2 else 1] >>= 4
+    deep_png(tmp_path / "narrow.png", pixels)
+    with refuses("16 of the 256 levels"):
+        read_image(tmp_path / "narrow.png", 16)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "float32"])
+def test_deep_grey_is_scaled_by_the_training_set_and_the_weights_keep_how(kind, tmp_path):
+    """Counts around 21,000, and floats from 0 to 1, get the contrast of the same pictures in 8 bits."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (8, 8, 8))
+    for number, image in enumerate(pixels):
+        path = tmp_path / "ab"[number % 2] / f"{number}.tif"
+        path.parent.mkdir(exist_ok=True)
+        values = 21000 + image if kind == "uint16" else image / 255
+        Image.fromarray(values.astype(kind)).save(path)
+    one = task(tmp_path)
+    train, test = one.datasets()
+    for split in (train, test):
+        for name, image in zip(split.names, split.images):
+            expected = pixels[int(name[2])]
+            assert abs(image.astype(int) - expected).max() <= 3
+    assert "deeper than 8 bits" in train.notes
+    kept = one.metadata(train)["grey_levels"]
+    assert np.allclose(list(map(float, kept.split())), train.levels)
+    weights = tmp_path / "best.safetensors"
+    about = dict(task=one.name) | {name: str(value) for name, value in one.metadata(train).items()}
+    weights.write_bytes(serialize({}, about))
+    trained = dataclasses.replace(one, weights=weights, dataset_dir=None)
+    batch, _ = trained.read_files([tmp_path / name for name in test.names], weights)
+    assert np.array_equal(batch["image"], test.images), "a prediction sees what the evaluation does"
+    assert f"{train.levels[0]:g} to {train.levels[1]:g} becomes 0 to 255" in trained.export_preprocessing
+    with refuses("its grey values are", "the training set's"):
+        read_image(path, 16, (train.levels[0] - 1000, train.levels[0] - 500))
+    with refuses("deeper than 8 bits") if kind == "uint16" else contextlib.nullcontext():
+        read_image(path, 16)

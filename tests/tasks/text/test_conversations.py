@@ -1,0 +1,162 @@
+"""The tokens of texts and conversations, and what is learned of them."""
+
+import collections
+import json
+
+import pytest
+
+from tests.tasks.text.small import CHAT, TEXT_END, opened, parts_of, said, turns, write_lines
+from tpukit.tasks.text import conversations, reading
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def pieces():
+    """A tokenizer as Llama 2's, which writes a space before whatever it is given."""
+    letters = ["▁", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *letters, "▁a", "ab"])}
+    model = tokenizers.models.BPE(vocabulary, [("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>")
+    found = tokenizers.Tokenizer(model)
+    spaces = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    found.normalizer = tokenizers.normalizers.Sequence(spaces)
+    found.add_special_tokens(["<s>", "</s>"])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=found, eos_token="</s>", chat_template="<s>" + CHAT
+    )
+
+
+@pytest.mark.parametrize("row", [said("ab ab", "ab"), dict(text="ab" * 2**16)], ids=["chat", "long text"])
+def test_ids_are_those_of_the_whole_though_a_tokenizer_adds_a_space_to_each_part(row, pieces):
+    whole = pieces.apply_chat_template(row["messages"], tokenize=False) if "messages" in row else row["text"]
+    expected = pieces(whole, add_special_tokens=False)["input_ids"]
+    tokens, _ = conversations.tokens_of(row, pieces, "x")
+    assert tokens["tokens"].tolist() == (expected[:-1] if "messages" in row else expected)
+
+
+def learned(row, tokenizer):
+    """[text of each part that is learned]"""
+    return [text for text, is_learned in conversations.parts_of(row, tokenizer, "x")[0] if is_learned]
+
+
+def test_every_answer_of_a_conversation_is_learned_though_the_template_writes_the_last_one_in_another_way(
+    chats,
+):
+    messages = turns("a", "b", "c", "d")
+    assert learned(dict(messages=messages), chats) == ["b</s>", "d</s>"]
+    chats.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}THOUGHT{% endif %}"
+        "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    parts, _ = conversations.parts_of(dict(messages=messages), chats, "x")
+    assert parts == [
+        ("<user>a</s><assistant>", False),
+        ("b</s>", True),
+        ("<user>c</s><assistant>", False),
+        ("THOUGHTd</s>", True),
+        ("", False),
+    ]
+    assert learned(dict(messages=turns("a", "b", "c")), chats) == ["b</s>"], "it ends with the user"
+    assert learned(dict(messages=turns("a", "b", "c", first="assistant")), chats)[0] == "a</s>"
+
+
+CALL = dict(type="function", function=dict(name="weather", arguments='{"city": "Rome"}'))
+
+
+TOOLS = [dict(type="function", function=dict(name="weather", parameters=dict(type="object")))]
+
+
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tool_calls_are_learned_and_tools_are_read(chats):
+    call = dict(role="assistant", content=None, tool_calls=[CALL])
+    row = dict(messages=[*turns("a"), call], tools=json.dumps(TOOLS))
+    counts = collections.Counter()
+    conversations.parts_of(row, chats, "x", counts)
+    assert +counts == {conversations.UNLEARNED: 1, conversations.TOOLLESS: 1}, "of a template without tools"
+    chats.chat_template = WITH_TOOLS
+    counts.clear()
+    parts, _ = conversations.parts_of(row, chats, "x", counts)
+    assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not +counts
+
+
+def test_nothing_is_doubled_in_texts_that_begin_and_end_as_the_model_wants(tokenizer):
+    assert conversations.parts_of(dict(text=f"a{TEXT_END}"), tokenizer, "x")[0][1:] == [
+        (f"a{TEXT_END}", True),
+        ("", True),
+    ]
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{TEXT_END} $A", special_tokens=[(TEXT_END, 256)]
+    )
+    assert [
+        conversations.parts_of(dict(text=text), tokenizer, "x")[0][0][0] for text in ("a", f"{TEXT_END}a")
+    ] == [TEXT_END, ""]
+
+
+def test_a_chat_template_writes_the_same_date_every_day(tmp_path, chats):
+    chats.chat_template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + CHAT
+    rows = [said("a", "b")] * 3
+    train, _ = opened(write_lines(tmp_path / "a.jsonl", *rows), chats, length=63)
+    assert parts_of(train, chats)[0][0].startswith("26 Jul 2024<user>") and "26 July 2024" in train.notes
+
+
+def test_a_prompt_without_a_template_is_followed_by_its_completion_and_the_end(tmp_path, tokenizer):
+    rows = [dict(prompt=f"{n}+1=", completion=str(n + 1)) for n in range(9)]
+    train, test = opened(write_lines(tmp_path / "sums.jsonl", *rows), tokenizer)
+    found = sorted(parts_of(train, tokenizer) + parts_of(test, tokenizer))
+    assert found == sorted((f"{n}+1={n + 1}{TEXT_END}", f"{n + 1}{TEXT_END}") for n in range(9))
+
+
+COUNTED = {
+    "columns": (
+        dict(prompt="a", completion="b", source="web", history=[]),
+        reading.UNUSED.format("source, history"),
+    ),
+    "the template knows no such role": (
+        dict(messages=[dict(role="critic", content="no"), *turns("a", "b")]),
+        conversations.UNSEEN.format("critic"),
+    ),
+    "reasoning": (
+        dict(messages=[*turns("a"), dict(role="assistant", content="b", reasoning_content="because")]),
+        conversations.SHORTENED,
+    ),
+    "a token of another model": (
+        dict(prompt="a", completion="b<|im_end|>"),
+        conversations.FOREIGN.format("<|im_end|>"),
+    ),
+    "a weight between": (
+        dict(messages=[*turns("a"), dict(role="assistant", content="b", weight=0.5)]),
+        conversations.WEIGHTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("row, told", COUNTED.values(), ids=COUNTED)
+def test_what_is_not_learned_as_it_stands_there_is_counted(row, told, chats):
+    chats.chat_template = CHAT.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'critic' %}"
+    )
+    counts = collections.Counter()
+    conversations.parts_of(row, chats, "x", counts)
+    assert +counts == {told: 1}
+    counts.clear()
+    conversations.parts_of(said("a", "b"), chats, "x", counts)
+    assert not +counts
+
+
+def test_prompts_come_from_text_files_and_from_lines(tmp_path, tokenizer, chats):
+    (tmp_path / "a.txt").write_text("Hello\n")
+    lines = write_lines(tmp_path / "b.jsonl", dict(prompt="x"), said("u", "left out"))
+    assert conversations.read_prompts(tmp_path / "a.txt", tokenizer)[0] == (
+        "a.txt",
+        tokenizer("Hello")["input_ids"],
+    )
+    names, ids = zip(*conversations.read_prompts(lines, chats))
+    assert names == ("b.jsonl, line 1", "b.jsonl, line 2")
+    assert [chats.decode(one) for one in ids] == ["<user>x</s><assistant>", "<user>u</s><assistant>"]
