@@ -218,7 +218,7 @@ class LanguageModel(Task):
             raise TpukitError("the model has no adapter, all its weights were trained: choose transformers")
         whole, tokenizer = self.model(torch.float32).eval(), copy.copy(self._tokenizer)
         whole.load_state_dict(model.state_dict())
-        tokenizer.chat_template = tokenizer.chat_template or data.TEMPLATE
+        tokenizer.chat_template = tokenizer.chat_template or conversations.TEMPLATE
         return whole.export(tokenizer, self._ends, to, folder, self.model_name)
 
     # Data
