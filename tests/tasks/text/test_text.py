@@ -20,7 +20,7 @@ from tpukit import test as score_run
 from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.tasks.datasets import find_dataset, make_synthetic
-from tpukit.tasks.text import data, hub
+from tpukit.tasks.text import conversations, hub
 from tpukit.tasks.trained import task_of as task_of_run
 from tpukit.tools.child import to_request
 from tpukit.training.prediction import predict_test_images
@@ -307,7 +307,9 @@ def test_the_template_of_a_base_model_is_exported_with_it(tmp_path, chats, cpu):
 
     task = task_of(write_model(tmp_path / "model"), chats, **LORA | dict(epochs=1, samples=0))
     export(run_of(tmp_path / "run", task, cpu), to="peft", out=tmp_path / "peft")
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "peft").chat_template == data.TEMPLATE
+    assert (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "peft").chat_template == conversations.TEMPLATE
+    )
 
 
 SENTENCE = "The capital of France is Paris. It is a city of two million people with the Louvre. "
