@@ -186,3 +186,12 @@ def test_an_error_of_tpukits_own_keeps_its_traceback(call, monkeypatch):
         monkeypatch.setattr(display, "show", lambda _, error=error: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             call("show", "run")
+
+
+def test_a_name_that_would_colour_the_terminal_is_shown_as_text_by_the_parser_too(tmp_path, capfd):
+    folder = tmp_path / "red\x1b[31m"
+    (folder / "train/a").mkdir(parents=True)
+    assert cli.main(["train", "images", "--dataset-dir", str(folder), "--run", str(tmp_path / "run")]) != 0
+    shown = capfd.readouterr()
+    assert "\x1b[31m" not in shown.out + shown.err
+    assert "no images" in shown.out + shown.err

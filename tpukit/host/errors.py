@@ -11,8 +11,9 @@ from tpukit.host.tables import printable
 class TpukitError(ValueError):
     """Names what was found, what is needed and what to do. The command line prints it without a traceback."""
 
-    def __str__(self) -> str:
-        return printable(super().__str__())  # a notebook prints it as it is, with the names of files in it
+    def __init__(self, message: object = "") -> None:
+        # A notebook and tyro print it as it is, with the names of files in it.
+        super().__init__(printable(message))
 
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows in place of a traceback: the sentence, unless TPUKIT_TRACEBACK is
