@@ -11,9 +11,9 @@ from tpukit.host.tables import printable
 class TpukitError(ValueError):
     """Names what was found, what is needed and what to do. The command line prints it without a traceback."""
 
-    def __init__(self, message: object = "") -> None:
-        # A notebook and tyro print it as it is, with the names of files in it.
-        super().__init__(printable(message))
+    def __init__(self, *args: object) -> None:
+        # A notebook and tyro print them as they are, with the names of files in them.
+        super().__init__(*(printable(value) if isinstance(value, str) else value for value in args))
 
     def _render_traceback_(self) -> list[str]:
         """Return what a notebook shows in place of a traceback: the sentence, unless TPUKIT_TRACEBACK is
