@@ -1,4 +1,4 @@
-"""Return the tensors of an optimizer, those that it updates and those that it keeps, and its settings."""
+"""The tensors of an optimizer, those that it updates and those that it keeps, and its settings."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -17,13 +17,14 @@ from tpukit.host.environment import NAMES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.tasks import TASKS, find
+from tpukit.tasks.parts import part_of
 
 if TYPE_CHECKING:
     from tpukit.host.environment import Environment
     from tpukit.training.task import Task
 
 SYNTHETIC_NOTE = "Synthetic, made by tpukit; not real data.\n"
-DEMO = "demo"  # in place of a folder: the synthetic set
+DEMO = "demo"  # in place of a folder: what comes with tpukit, or is made by it
 
 
 class Findable(Protocol):
@@ -44,11 +45,15 @@ class Findable(Protocol):
     def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
         """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
 
-    @staticmethod
-    def download(folder: Path) -> None:
+    def download(self, folder: Path) -> None:
         """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError if that
         fails."""
         raise TpukitError("tpukit does not download it")
+
+
+def is_demo(place: object) -> bool:
+    """Return True if a user names no file or folder but `DEMO`."""
+    return str(place) == DEMO and not Path(DEMO).exists()
 
 
 def find_dataset(
@@ -74,7 +79,7 @@ def find_dataset(
     Raises TpukitError for a given `path` that does not exist, and for a name that no task has, if no place
     holds it."""
     env = env or environment.detect()
-    if str(path) == DEMO and not Path(DEMO).exists():
+    if is_demo(path):
         return _synthetic(env, name, size, _require_task(name), "as the path `demo` says")
     places = _places(env, name, fallback)
     if path:
@@ -96,7 +101,7 @@ def find_dataset(
         )
     task = _require_task(name)
     try:
-        folder = _made(env.outputs / "datasets" / f"{name}-downloaded", _asked(task, "download"))
+        folder = _made(env.outputs / "datasets" / f"{name}-downloaded", part_of(task, Findable, "download"))
     except TpukitError as error:
         unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
         searched = f"on Drive, in Kaggle inputs or in ./datasets{unseen}"
@@ -114,7 +119,7 @@ def find_dataset(
 def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo: bool = False) -> Task:
     """Return the task with the folder of its dataset: the given one, one that is found here, or a synthetic
     set of `size` samples, for a task that needs the user's own data only with `demo`."""
-    demo = demo or not _asked(task, "needs_own_data")
+    demo = demo or not part_of(task, Findable, "needs_own_data")
     folder = find_dataset(task.dataset, task.dataset_dir, size=size, demo=demo, env=env)
     return dataclasses.replace(task, dataset_dir=folder)
 
@@ -154,7 +159,7 @@ def _places(env, name, fallback):
     if env.host == "kaggle":
         yield from _kaggle_inputs(env.inputs, name)
     yield from _named(Path("datasets"), name, "found in ./datasets")
-    fallback = fallback or _asked(_task_of(name), "fallback")
+    fallback = fallback or part_of(_task_of(name), Findable, "fallback")
     if fallback and Path(fallback).is_dir():
         yield Path(fallback), f"found at ./{fallback}"
     if on_drive and drive.ask_for_drive(env):
@@ -209,7 +214,9 @@ def _synthetic(env, name, size, task, why):
     """Return a synthetic set in the outputs, and print the reason why it is taken."""
     note = f"{size} synthetic samples"
     if not size:
-        large = _asked(task, "synthetic_size_accelerator") if env.accelerator in ("tpu", "cuda") else 0
+        large = (
+            part_of(task, Findable, "synthetic_size_accelerator") if env.accelerator in ("tpu", "cuda") else 0
+        )
         size = large or task.synthetic_size
         note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
@@ -226,11 +233,6 @@ def _made(folder, make):
             with files.atomic_folder(folder) as work:
                 make(work)
     return folder
-
-
-def _asked(task: Any, name: str) -> Any:
-    """Return what a task or its class has of `Findable`, by default as there."""
-    return getattr(task, name, getattr(Findable, name))
 
 
 def _task_of(name: str) -> Any:

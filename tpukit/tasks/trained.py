@@ -9,9 +9,9 @@ from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.runs.settings import from_settings
+from tpukit.tasks.datasets import is_demo
 from tpukit.training.task import Task
 
-DEMO = "demo"  # in place of a run or of files: what comes with tpukit
 DEMO_FOLDER = Path(__file__).parent / "mshnet" / "demo"  # a small MSHNet and infrared images
 
 
@@ -45,7 +45,7 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
     The task has the file as its `weights`, because what it says of classes may count. task: one of the user's
     own, or the name of a task, for a file that does not name its own. Raises TpukitError where there are no
     weights, or they are of no task that is known, or of another."""
-    if str(source) == DEMO and not Path(DEMO).exists():
+    if is_demo(source):
         source = DEMO_FOLDER / "weights.safetensors"
     if isinstance(source, Run) or Path(source).is_dir():
         run = source if isinstance(source, Run) else Run.find(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
+from tpukit.tasks.parts import part_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,25 +111,17 @@ def export(
     return Exported(path, difference)
 
 
-def _asked(task: Task, name: str) -> Any:
-    """Return an attribute or a method of `Exportable`: the task's own or the default."""
-    if hasattr(task, name):
-        return getattr(task, name)
-    default = getattr(Exportable, name)
-    return functools.partial(default, task) if callable(default) else default
-
-
 def _export_onnx(task, model, path, metadata):
     import onnxruntime
     import torch
 
-    given = _asked(task, "export_inputs")(task.example(COMPARED))
+    given = part_of(task, Exportable, "export_inputs")(task.example(COMPARED))
     inputs = {name: np.ascontiguousarray(values) for name, values in given.items()}
     tensors = {name: torch.as_tensor(values) for name, values in inputs.items()}
     with torch.no_grad():
-        expected = _asked(task, "exported")(model, tensors).numpy()
-    metadata |= dict(task=task.name, output=_asked(task, "export_output"))
-    if preprocessing := _asked(task, "export_preprocessing"):
+        expected = part_of(task, Exportable, "exported")(model, tensors).numpy()
+    metadata |= dict(task=task.name, output=part_of(task, Exportable, "export_output"))
+    if preprocessing := part_of(task, Exportable, "export_preprocessing"):
         metadata["preprocessing"] = preprocessing
     exported = _to_onnx(_trace(task, model, tensors), list(inputs))
     assert exported is not None  # as always with dynamo
@@ -155,10 +147,10 @@ def _trace(task, model, inputs):
             self.model = model
 
         def forward(self, inputs):
-            return _asked(task, "exported")(self.model, inputs)
+            return part_of(task, Exportable, "exported")(self.model, inputs)
 
     shape = {0: Dim("batch", min=1, max=65536)}
-    if multiple := _asked(task, "export_multiple"):
+    if multiple := part_of(task, Exportable, "export_multiple"):
         shape |= {2: multiple * Dim("rows", min=2, max=512), 3: multiple * Dim("columns", min=2, max=512)}
     few = {name: values[:BATCH] for name, values in inputs.items()}
     shapes = (dict.fromkeys(inputs, shape),)

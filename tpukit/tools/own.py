@@ -8,7 +8,7 @@ import json
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -21,7 +21,8 @@ from tpukit.reporting.display import predictions_figure
 from tpukit.reporting.output import offer_download, present_figure
 from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
-from tpukit.tasks.trained import DEMO, find_trained, task_of
+from tpukit.tasks.datasets import DEMO, is_demo
+from tpukit.tasks.trained import find_trained, task_of
 
 if TYPE_CHECKING:
     from tpukit.tools.own_files import Sample
@@ -124,20 +125,21 @@ def _as_csv(entries):
     return out.getvalue()
 
 
-def show_own(run: "Run | Literal['demo']", task: "Task | None" = None, paths: str | Path | list = "") -> None:
+def show_own(run: Run | str | Path, task: "Task | None" = None, paths: str | Path | list = "") -> None:
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
 
-    run: or "demo", the small MSHNet that comes with tpukit, which saves nothing; without paths it shows four
-    infrared images that come with it. task: of the run. paths: a file, a folder, or a list of files. Empty:
+    run: a `Run`, its folder, or "demo", the small MSHNet that comes with tpukit, which saves nothing; without
+    paths it shows four infrared images that come with it. task: of the run. paths: a file, a folder, or a list of files. Empty:
     test images stand in for them, and an open page gets a button to upload. What is uploaded also joins the
     zip of `save_zip`, if there is one."""
-    if not isinstance(run, Run):
+    if is_demo(run):
         demo, best = find_trained(run)
         figure, _ = _predict(
             best, demo, paths or DEMO, "Detections of the small MSHNet that comes with tpukit"
         )
         present_figure(figure)
         return
+    run = run if isinstance(run, Run) else Run.find(run)
     task = task or task_of(run.config)
     if paths:
         present_figure(_predict_and_save(run, task, paths))

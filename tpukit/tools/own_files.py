@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import glob
 import itertools
 import tempfile
@@ -19,7 +18,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
-from tpukit.tasks.trained import DEMO, DEMO_FOLDER
+from tpukit.tasks.datasets import is_demo
+from tpukit.tasks.parts import part_of
+from tpukit.tasks.trained import DEMO_FOLDER
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
 from tpukit.training.task import Task
 
@@ -65,7 +66,7 @@ def method_of(task: Task, name: str) -> Callable[..., Any]:
             f"{kind.__name__} must implement read_files() to predict a user's own files:"
             " tpukit/tasks/mnist.py shows how"
         )
-    return getattr(task, name, None) or functools.partial(getattr(OwnFiles, name), task)
+    return part_of(task, OwnFiles, name)
 
 
 @dataclasses.dataclass
@@ -153,7 +154,7 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """
     found = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        if str(path) == DEMO and not Path(DEMO).exists():
+        if is_demo(path):
             path = DEMO_FOLDER / "*.png"
         path = Path(path).expanduser()
         pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
