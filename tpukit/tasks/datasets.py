@@ -214,9 +214,8 @@ def _synthetic(env, name, size, task, why):
     """Return a synthetic set in the outputs, and print the reason why it is taken."""
     note = f"{size} synthetic samples"
     if not size:
-        large = (
-            part_of(task, Findable, "synthetic_size_accelerator") if env.accelerator in ("tpu", "cuda") else 0
-        )
+        has_accelerator = env.accelerator in ("tpu", "cuda")
+        large = part_of(task, Findable, "synthetic_size_accelerator") if has_accelerator else 0
         size = large or task.synthetic_size
         note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)

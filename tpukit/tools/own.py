@@ -129,9 +129,9 @@ def show_own(run: Run | str | Path, task: "Task | None" = None, paths: str | Pat
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
 
     run: a `Run`, its folder, or "demo", the small MSHNet that comes with tpukit, which saves nothing; without
-    paths it shows four infrared images that come with it. task: of the run. paths: a file, a folder, or a list of files. Empty:
-    test images stand in for them, and an open page gets a button to upload. What is uploaded also joins the
-    zip of `save_zip`, if there is one."""
+    paths it shows four infrared images that come with it. task: of the run. paths: a file, a folder, or a
+    list of files. Empty: test images stand in for them, and an open page gets a button to upload. What is
+    uploaded also joins the zip of `save_zip`, if there is one."""
     if is_demo(run):
         demo, best = find_trained(run)
         figure, _ = _predict(
