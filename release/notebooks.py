@@ -7,9 +7,8 @@ A built notebook has one more cell, collapsed, before the cell that imports tpuk
 (tar, xz, base85), the lines that check and unpack it, and the choice between it and a clone around the
 notebook. (In notebooks/ a symbolic link to tpukit/ lets a clone's notebooks import it.) Notebooks on
 impedance tomography carry the part of pyEIT that the simulator imports too, because neither Colab nor Kaggle
-has it. Pictures of the notebook's texts become part of it. One source can be several files, which preselect
-another accelerator. `kaggle kernels push -p dist/NAME` reads kernel-metadata.json, in which the owner of the
-id is a placeholder. Building twice gives equal bytes."""
+has it. Pictures of the notebook's texts become part of it. `kaggle kernels push -p dist/NAME` reads
+kernel-metadata.json, in which the owner of the id is a placeholder. Building twice gives equal bytes."""
 
 import base64
 import importlib.metadata
@@ -24,13 +23,6 @@ from release.pack import library
 
 ROOT = Path(__file__).parent.parent
 IMPORT_LINE = "\nimport tpukit\n"  # of a notebook's first code cell
-# Colab and Kaggle choose the accelerator by a file's metadata: notebook -> the same for a GPU
-FOR_A_GPU = {"kaggle_cdeit_tpu": "kaggle_cdeit_gpu"}
-GPU = {
-    "accelerator": "GPU",
-    "colab": {"gpuType": "T4", "provenance": []},
-    "kaggle": {"accelerator": "nvidiaTeslaT4", "isInternetEnabled": True, "isGpuEnabled": True},
-}
 # A notebook's own metadata -> the name that Kaggle's command has for the accelerator
 MACHINE_SHAPES = {"tpuV5e8": "TpuV5E8", "nvidiaTeslaT4": "NvidiaTeslaT4"}
 OWNER = "INSERT_YOUR_USERNAME"
@@ -53,18 +45,13 @@ def build(out):
     for source in sorted((ROOT / "notebooks").glob("**/*.ipynb")):
         text = source.read_text()
         archive = next(archive for words, archive in archives.items() if words in text)
-        books = {source.name: nbformat.reads(text, 4)}
-        if other := FOR_A_GPU.get(source.stem):
-            own_links = text.replace(f"{source.name})", f"{other}.ipynb)")
-            books[f"{other}.ipynb"] = nbformat.reads(own_links, 4)
-            books[f"{other}.ipynb"].metadata |= GPU
-        for name, notebook in books.items():
-            embed(notebook, archive, source.parent)
-            target = out / source.parent.relative_to(ROOT / "notebooks") / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            nbformat.write(notebook, target)
-            write_kernel_metadata(notebook, target)
-            written.append(target)
+        notebook = nbformat.reads(text, 4)
+        embed(notebook, archive, source.parent)
+        target = out / source.relative_to(ROOT / "notebooks")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, target)
+        write_kernel_metadata(notebook, target)
+        written.append(target)
     return written
 
 

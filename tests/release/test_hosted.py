@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import tpukit
-from release import notebooks, twins
+from release import twins
 from tests.conftest import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -91,7 +91,7 @@ def test_the_form_for_a_broken_notebook_lists_every_notebook():
     form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/notebook.yml").read_text())
     (listed,) = [field["attributes"]["options"] for field in form["body"] if field.get("id") == "notebook"]
     sources = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert listed == sorted(sources | set(notebooks.FOR_A_GPU.values()))
+    assert listed == sorted(sources)
 
 
 def test_a_release_has_one_version_and_one_day():

@@ -67,8 +67,7 @@ def unpack(cell, home, **variables):
 
 def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_path):
     sources = {path.relative_to(ROOT / "notebooks") for path in (ROOT / "notebooks").glob("**/*.ipynb")}
-    for_a_gpu = {Path(folder) / "kaggle_cdeit_gpu.ipynb" for folder in ("", "zh-CN")}
-    assert {path.relative_to(dist) for path in dist.glob("**/*.ipynb")} == sources | for_a_gpu
+    assert {path.relative_to(dist) for path in dist.glob("**/*.ipynb")} == sources
     embedded = {
         re.search('SHA256 = "(.+)"', archive_cell(path).source)[1] for path in dist.glob("**/*.ipynb")
     }
@@ -82,19 +81,6 @@ def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_
     assert set(files) == {*code, "tpukit/LICENSE"}
     assert all(files[name].read_bytes() == path.read_bytes() for name, path in code.items())
     assert folder.name in embedded and folder.parent == tmp_path / ".cache/tpukit"
-
-
-@pytest.mark.parametrize("folder", ["", "zh-CN"])
-def test_one_tomography_notebook_is_two_files_which_differ_in_their_links_and_ask_for_a_tpu_and_for_a_gpu(
-    folder, dist
-):
-    tpu, gpu = (nbformat.read(dist / folder / f"kaggle_cdeit_{kind}.ipynb", 4) for kind in ("tpu", "gpu"))
-    assert (tpu.metadata.accelerator, gpu.metadata.accelerator) == ("TPU", "GPU")
-    assert (tpu.metadata.kaggle.accelerator, gpu.metadata.kaggle.accelerator) == ("tpuV5e8", "nvidiaTeslaT4")
-    assert gpu.metadata.colab.gpuType == "T4" and gpu.metadata.kaggle.isGpuEnabled
-    assert tpu.cells[0].source.count("kaggle_cdeit_gpu.ipynb") == 0
-    assert gpu.cells[0].source.count("kaggle_cdeit_gpu.ipynb") == 3  # two badges, the other language
-    assert tpu.cells[1:] == gpu.cells[1:]
 
 
 def test_the_tomography_notebooks_bring_the_part_of_pyeit_that_simulates_and_its_licence(dist, tmp_path):
