@@ -4,6 +4,7 @@ generated is up to date."""
 import json
 import re
 import shlex
+import unicodedata
 
 import pytest
 from markdown_it import MarkdownIt
@@ -35,17 +36,18 @@ PAGES = [*ENGLISH, *CHINESE]
 HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 
 
+COMMAND = r"(    )?(\w+=\S+ |timeout \S+ )*tpukit \w"
+COLUMNS = 95  # of a code block that does not scroll on a page 830 pixels wide
+
+
 def name(path):
     return str(path.relative_to(ROOT))
 
 
 def commands(path):
     """The tpukit commands of a page's code blocks, without their comments, with what stands before them."""
-    lines = [
-        line
-        for line in path.read_text().splitlines()
-        if re.match(r"(    )?(\w+=\S+ |timeout \S+ )*tpukit \w", line)
-    ]
+    whole = path.read_text().replace("\\\n", " ")  # a backslash joins the next line
+    lines = [line for line in whole.splitlines() if re.match(COMMAND, line)]
     return [shlex.join(shlex.split(line, comments=True)) for line in lines]
 
 
@@ -95,6 +97,15 @@ def test_no_line_breaks_between_chinese_characters(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     broken = re.findall(rf"^(?![#|]|    ).*{HAN}\n *{HAN}.*$", text, flags=re.MULTILINE)
     assert not broken
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_no_code_block_scrolls_on_github(path):
+    tokens = MarkdownIt("commonmark").enable("table").parse(path.read_text())
+    blocks = [token.content for token in tokens if token.type in ("fence", "code_block")]
+    for line in "\n".join(blocks).splitlines():
+        wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in line)
+        assert len(line) + wide <= COLUMNS, line
 
 
 def test_every_bold_word_is_bold_and_shows_no_asterisks():
