@@ -14,17 +14,19 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
-from tpukit import Run
+from tpukit import Run, predict
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
+from tpukit.tasks.trained import find_trained
 from tpukit.tools import own, own_files
 from tpukit.training import prediction
 
 
 def predict_one(run, task, path):
-    """(batch, prediction, name) of a file."""
-    [sample] = own_files.predict_own(run.best(), task, path, limit=1)
-    return sample.batch, sample.prediction, sample.name
+    """The `Sample` of a file."""
+    task, best = find_trained(run, task)
+    [sample] = own_files.predict_files(task, best, [path], Runtime("cpu"))
+    return sample
 
 
 @pytest.fixture
@@ -193,11 +195,11 @@ def voltages_of(path):
 def test_a_file_of_the_test_set_is_predicted_as_the_test_set_is(data, tank_run, tank):
     task, run = tank_run
     task = dataclasses.replace(task, dataset_dir=tank / "test", data=data)  # in the units of that set
-    batch, predicted, name = predict_one(run, task, sorted((tank / "test").glob("*.npz"))[0])
+    sample = predict_one(run, task, sorted((tank / "test").glob("*.npz"))[0])
     tested, expected = prediction.predict_test_images(run, task, 1)
-    np.testing.assert_array_equal(batch["voltages"], tested["voltages"])
-    np.testing.assert_array_equal(predicted, expected.numpy())
-    assert predicted.std() > 0.01 and name.endswith(".npz, 1")
+    np.testing.assert_array_equal(sample.batch["voltages"], tested["voltages"])
+    np.testing.assert_array_equal(sample.prediction, expected.numpy())
+    assert sample.prediction.std() > 0.01 and sample.name.endswith(".npz, 1")
 
 
 def test_voltages_are_read_from_every_kind_of_file(tank_run, tank, tmp_path):
@@ -258,7 +260,7 @@ def test_what_are_no_voltages_is_refused_by_name_and_no_code_of_it_runs(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / name, values)
     with refuses(tmp_path / name), np.errstate(over="ignore"):
-        predict_one(run, task, tmp_path / name)
+        predict(run, tmp_path / name, task=task, progress=False)
     assert not (tmp_path / "executed").exists()
 
 
@@ -274,4 +276,4 @@ def test_weights_that_do_not_say_how_voltages_were_normalised_are_refused(tank_r
     task, run = tank_run
     run.save_best(task.model().state_dict())
     with refuses("best.safetensors"):
-        predict_one(run, task, sorted((tank / "test").glob("*.npz"))[0])
+        predict(run, sorted((tank / "test").glob("*.npz"))[0], task=task, progress=False)
