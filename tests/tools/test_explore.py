@@ -67,4 +67,4 @@ def test_a_slider_that_is_moved_redraws_the_picture_in_place(drawn, page, tmp_pa
 @pytest.mark.parametrize("name, scores", [("iou", [np.inf, np.nan]), (EVIL, [0.5, 0.75])])
 def test_any_score_and_any_name_is_drawn(name, scores):
     found = {at: {name: score} for at, score in zip((0.5, 0.75), scores)}
-    explore.threshold_figure(found, {}, 0.5, [(name, np.eye(4))]).draw_without_rendering()
+    explore.threshold_figure(found, {name: name}, 0.5, [(name, np.eye(4))]).draw_without_rendering()
