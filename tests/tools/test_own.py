@@ -16,7 +16,6 @@ from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
 from tpukit import Run, predict
 from tpukit.devices.runtime import Runtime
-from tpukit.host.errors import TpukitError
 from tpukit.tasks.trained import find_trained
 from tpukit.tools import own, own_files
 from tpukit.training import prediction
@@ -41,13 +40,12 @@ def pictures(tmp_path):
 
 def test_files_that_are_missing_too_many_or_no_images_are_refused_by_name(trained, pictures, tmp_path):
     task, run = trained
-    (pictures / "c.txt").write_text("no image")
+    (pictures / "c.txt").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n")  # which another program would run
     many = [tmp_path / f"{number}.png" for number in range(65)]
     for path in many:
         path.touch()
-    gone, none = tmp_path / "gone", [tmp_path / "*.gif"]
-    for paths, named in ((pictures, "c.txt"), (gone, "gone"), (none, "gif"), (many, "64")):
-        with pytest.raises(TpukitError, match=named):
+    for paths, named in ((pictures, "c.txt"), (tmp_path / "gone", "gone"), (many, "64")):
+        with refuses(named):
             own.show_own(run, task, paths)
     assert not (run.path / "own").exists()
 
@@ -149,25 +147,6 @@ def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page
     assert [link.path for link in page.shown] == ["../run.zip"]
 
 
-# Of MSHNet
-
-
-BAD_IMAGES = {
-    "cut short": b"\x89PNG\r\n\x1a\n",
-    "empty": b"",
-    "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n",
-}
-
-
-@pytest.mark.parametrize("content", BAD_IMAGES.values(), ids=BAD_IMAGES)
-def test_an_image_that_is_damaged_is_named_and_nothing_is_saved(content, infrared_run, tmp_path):
-    task, run = infrared_run
-    (tmp_path / "bad.png").write_bytes(content)
-    with refuses(tmp_path / "bad.png"):
-        own.show_own(run, task, tmp_path / "bad.png")
-    assert not (run.path / "own").exists()
-
-
 # Of CDEIT
 
 
@@ -262,14 +241,6 @@ def test_what_are_no_voltages_is_refused_by_name_and_no_code_of_it_runs(
     with refuses(tmp_path / name), np.errstate(over="ignore"):
         predict(run, tmp_path / name, task=task, progress=False)
     assert not (tmp_path / "executed").exists()
-
-
-def test_more_samples_than_a_picture_shows_are_refused_and_nothing_is_saved(tank_run, tmp_path):
-    task, run = tank_run
-    np.save(tmp_path / "many.npy", np.ones((65, 208)))
-    with refuses("64"):
-        own.show_own(run, dataclasses.replace(task, sampling_steps=1), tmp_path / "many.npy")
-    assert not (run.path / "own").exists()
 
 
 def test_weights_that_do_not_say_how_voltages_were_normalised_are_refused(tank_run, tank, tmp_path):

@@ -64,17 +64,6 @@ def test_images_of_any_kind_and_size_get_a_mask_and_boxes_in_their_own_pixels(in
             assert mask.size == size[::-1]
 
 
-def test_an_image_of_the_crops_size_is_predicted_as_the_network_does(infrared_run):
-    task, run = infrared_run
-    image = np.random.default_rng(0).integers(0, 256, (32, 32)).astype(np.uint8)
-    model = task.model().eval()
-    weights.load(model, run.best())
-    batch = dict(image=torch.as_tensor(np.broadcast_to(image, (1, 3, 32, 32)).copy()))
-    with torch.no_grad():
-        expected = task.predict(model, batch)[0, 0] > 0
-    np.testing.assert_array_equal(predict(run, image, task=task, progress=False)[0]["mask"], expected)
-
-
 def test_boxes_are_the_connected_regions_with_the_mean_probability_of_their_pixels(infrared_run, bright):
     task, run = infrared_run
     image = np.random.default_rng(1).integers(125, 132, (60, 50)).astype(np.uint8)
@@ -260,14 +249,6 @@ def test_settings_and_statistics_that_are_damaged_are_named(tank, tmp_path):
         path.write_bytes(weights.serialize(state, about | damage))
         with refuses("damaged"):
             predict(path, np.ones((1, 208)), progress=False)
-
-
-def test_a_digit_of_16_bits_is_read_with_its_whole_range(tmp_path):
-    levels = np.zeros((28, 28), np.uint16)
-    levels[5:9, 5:9], levels[15:19, 15:19] = 90 * 257, 200 * 257
-    Image.fromarray(levels).save(tmp_path / "a.png")
-    read = MNIST().read_files([tmp_path / "a.png"], None)[0]["image"]
-    assert np.array_equal(read[0, 0], levels // 257)
 
 
 def test_weights_of_others_need_the_tasks_name(tmp_path):
