@@ -35,7 +35,7 @@ class Exportable(Protocol):
     export_output: ClassVar[str] = "the prediction"
     """The result of the graph, in words, for those who use the file."""
     export_preprocessing: str = ""
-    """The way from an image to an input of the graph, in words, where the graph does not go it."""
+    """The way from an image to an input of the graph, in words, if that is not in the graph."""
     export_multiple: ClassVar[int] = 0
     """Height and width of the inputs are any multiples of it; 0: they are fixed."""
 
@@ -86,7 +86,7 @@ def export(
         out: a new file or folder. By default it is next to the weights, where an older best.onnx is replaced.
         task: a task of your own, or the name of a task for a file that does not name its own.
 
-    Return an `Exported`, whose difference is measured on random samples. Raise TpukitError where a package is
+    Return an `Exported`, whose difference is measured on random samples. Raise TpukitError if a package is
     missing or the model cannot be exported."""
     from tpukit.runs import weights
     from tpukit.tasks.trained import find_trained

@@ -187,7 +187,7 @@ def save_zip(run: Run) -> Path:
     """Pack weights, settings, records, pictures and predictions of a run into one zip next to its folder.
 
     Returns its path. An open page of Colab then downloads it; on Kaggle it is under Output; JupyterLab shows
-    a link. Raises TpukitError for a run without results, and where another file would be replaced."""
+    a link. Raises TpukitError for a run without results, and if another file would be replaced."""
     path, count = _pack(run)
     print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {count} files"))
     if environment.is_interactive_notebook():

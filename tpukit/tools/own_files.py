@@ -122,7 +122,7 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """Return the files that were named, those of a folder or a pattern (`*.png`) sorted by name, without
     hidden ones; for "demo", the infrared images that come with tpukit.
 
-    Raises TpukitError where there is none, or two of one name, which could not be told apart in the results.
+    Raises TpukitError if there is none, or two of one name, which could not be told apart in the results.
     """
     found = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:

@@ -137,6 +137,12 @@ def test_what_cannot_be_traced_says_why_and_what_to_install(error, words, tmp_pa
         tracing.trace_step(TINY, 8, V5E, tmp_path)
 
 
+def test_a_task_of_a_notebook_cell_is_told_to_move_to_a_module(tmp_path):
+    Celled = type("Celled", (MNIST,), {"__module__": "__main__"})
+    with refuses("Celled", " module"):
+        tracing.trace_step(Celled(), 8, V5E, tmp_path)
+
+
 # Asking
 
 

@@ -96,7 +96,7 @@ def all_cores(env: Environment) -> Found:
     # The several first: afterwards this process has opened the device.
     several, has_learned, text = train_digits(env, max(2, env.cores), precision="fp32")
     one, _, _ = train_digits(env, 1, precision="fp32")
-    # What rounding does grows: after the first half of the training even two devices that are right differ.
+    # What rounding does grows: after the first half of the run even two devices that are right differ.
     change = max(abs(a - b) / max(b, 0.1) for a, b in zip(several, one[: len(one) // 2]))
     return has_learned and change < LOSS_CHANGE, f"losses differ by {change:.2%}, {text}"
 
@@ -281,7 +281,7 @@ def check_hardware(
         rehearse: without an accelerator, try the checks themselves; the report says so.
         log: gets a line before and after each check.
 
-    Raises TpukitError where there is nothing to check."""
+    Raises TpukitError if there is nothing to check."""
     names = list(only) or list(CHECKS)
     if unknown := [name for name in names if name not in CHECKS]:
         raise TpukitError(f"no check {', '.join(unknown)}: choose from {', '.join(CHECKS)}")

@@ -21,7 +21,7 @@ class Cells:
     `with_code`.
 
     findings: (line in `code`, column, rule, found, advice, fixable) of commands for IPython or a shell, and
-    of cells that are not Python. Raises ValueError, KeyError or TypeError where a notebook is none."""
+    of cells that are not Python. Raises ValueError, KeyError or TypeError if a notebook is none."""
 
     def __init__(self, text: str, is_notebook: bool):
         self.text, self.notebook, self.cells = text, None, {}
@@ -93,7 +93,7 @@ class Cells:
         return cell, line - start
 
     def with_code(self, code: str) -> str:
-        """Return the file's text with a changed `code`; as it was where nothing changed."""
+        """Return the file's text with a changed `code`; as it was if nothing changed."""
         if code == self.code:
             return self.text
         code = re.sub(rf".*{self.hidden_mark}(\d+)", lambda mark: self.hidden[int(mark[1])], code)

@@ -244,7 +244,7 @@ def _has(call, texts, when):
 
 
 def _argument(name, texts):
-    """The keyword argument that takes an argument over into new code; "" where it is not given."""
+    """Return the keyword argument that takes an argument over into new code; "" if it is not given."""
     return f", {name}={texts[name]}" if name in texts else ""
 
 
