@@ -16,6 +16,7 @@ from tests.conftest import refuses
 from tpukit import TpukitError, cli, detect
 from tpukit.devices.runtime import Runtime
 from tpukit.host.tables import GIB
+from tpukit.launching.core import Core, running
 from tpukit.tools import child
 from tpukit.tools.doctor import hardware
 from tpukit.tools.doctor.hardware import FAIL, PASS, SKIP
@@ -33,11 +34,12 @@ def found_on(machine, monkeypatch):
     """A function: what a check finds on a runtime that stands for the accelerator, in this process."""
 
     def found(name, runtime=Runtime, accelerator="cpu"):
-        def launched(function, task, run, *, cores, **settings):
-            run.echo = False
-            more = dict(progress=False) if function is tpukit.train else {}
-            # On one core the device is right.
-            return function(task, run, runtime=(runtime if cores > 1 else Runtime)("cpu", "fp32"), **more)
+        def launched(function, *args, cores, **settings):
+            there = (runtime if cores > 1 else Runtime)("cpu", "fp32")  # on one core the device is right
+            if function is tpukit.train:
+                return function(*args, runtime=there, progress=False)
+            with running(Core(there)):
+                return function(*args)
 
         monkeypatch.setattr(hardware, "open_runtime", lambda env, precision="auto": runtime("cpu", precision))
         monkeypatch.setattr(hardware, "STEPS", 5)

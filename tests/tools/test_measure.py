@@ -158,11 +158,11 @@ def test_what_differs_in_task_size_or_model_is_never_in_one_table_and_each_title
 
 def test_the_table_has_all_sizes_of_each_machine_the_fastest_first():
     several = [measured(memory_bytes=2**30), measured(batch_size=64, step_ms=150.0), measured(host="colab")]
-    [table] = measure.compare([*several, measured(samples=1600, hardware="L4", step_ms=10.0)], epochs=720)
+    [table] = measure.compare([*several, measured(samples=1600, hardware="L4", step_ms=10.0)], epochs=1440)
     rows = table.rows
-    assert len(rows) == 4 and "720 epochs of 1600 samples" in table.title
+    assert len(rows) == 4 and "1440 epochs of 1600 samples" in table.title
     assert rows[0][0] == "L4, fp16, kaggle"
-    # 50 steps of an epoch at 100 ms are 5 s, 720 epochs an hour.
-    assert ("Tesla T4, fp16, kaggle", "2.9.0", "32", "9.0", "100", "320", "1.00", "1.0 h") in rows
+    # 50 steps of an epoch at 100 ms are 5 s, 1440 epochs two hours.
+    assert ("Tesla T4, fp16, kaggle", "2.9.0", "32", "9.0", "100", "320", "1.00", "2.0 h") in rows
     with pytest.raises(TpukitError, match="epochs=0"):
         measure.compare(several, epochs=0)

@@ -62,11 +62,9 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
             options = ("--quiet", "--disable-pip-version-check", "--target", work)
             ran = run_python("-m", "pip", "install", *options, *packages)
             if ran.returncode:
-                errors = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line]
-                reason = errors[-1].strip() if errors else last_line(ran)
                 raise TpukitError(
-                    f"the TPU compiler could not be installed: {reason}. It is on PyPI for Linux on x86-64;"
-                    " install pip if it is missing"
+                    f"the TPU compiler could not be installed: {last_line(ran)}. It is on PyPI for Linux on"
+                    " x86-64; install pip if it is missing"
                 )
     return folder
 
