@@ -137,7 +137,7 @@ def test_a_foreign_or_damaged_file_is_refused_in_one_sentence(tmp_path):
     contents += [json.dumps(dict(format="tpukit comparison 0", rows=[row])), "{", "[]", "\xff", "[" * 100_000]
     for content in contents:
         path.write_bytes(content.encode("latin-1"))
-        with pytest.raises(TpukitError, match="one.json is no file of `tpukit compare TASK`"):
+        with pytest.raises(TpukitError, match="one.json is not a file of `tpukit compare TASK`"):
             measure.read(path)
     with pytest.raises(TpukitError, match="none.json"):
         measure.read(tmp_path / "none.json")

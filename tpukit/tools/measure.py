@@ -85,7 +85,7 @@ def read(path: Path | str) -> list[Measurement]:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
         return [Measurement(**row) for row in content["rows"]]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TpukitError(f"{path} is no file of `tpukit compare TASK`: {error}") from error
+        raise TpukitError(f"{path} is not a file of `tpukit compare TASK`: {error}") from error
 
 
 # Measuring

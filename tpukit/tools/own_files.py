@@ -136,12 +136,12 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
             )
         if not files:
             raise TpukitError(
-                f"{path}: no file is there, or a device or a named pipe: name a file of yours, a folder that"
-                " holds some, or a pattern"
+                f"{path}: no file is there, or a device or a named pipe: name a file, a folder of files, or a"
+                " pattern"
             )
         found += files
     if not found:
-        raise TpukitError("no files: name a file of yours, or a folder that holds some")
+        raise TpukitError("no files: name a file, or a folder of files")
     [(name, count)] = collections.Counter(path.name for path in found).most_common(1)
     if count > 1:
         raise TpukitError(

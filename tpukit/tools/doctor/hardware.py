@@ -283,7 +283,7 @@ def check_hardware(
         raise TpukitError(f"no check {', '.join(unknown)}: choose from {', '.join(CHECKS)}")
     if env.accelerator not in HARDWARE and not rehearse:
         raise TpukitError(
-            "no TPU and no GPU is here to be checked; --rehearse tries the checks themselves on the CPU"
+            "found neither a TPU nor a GPU to check; --rehearse tries the checks themselves on the CPU"
             f" ({environment.TPU_MENU[env.host]})"
         )
     path = path or env.outputs / REPORT
@@ -331,7 +331,7 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
     try:
         holds, text = child.call(answer, name, timeout_s=LIMIT_S)
     except subprocess.TimeoutExpired:
-        holds, text = False, f"it did not end within {LIMIT_S} s, and was ended"
+        holds, text = False, f"it did not end within {LIMIT_S} s and was stopped"
     except TpukitError as error:
         holds, text = False, f"its process ended without an answer: {error}"
     return PASS if holds else FAIL, text
