@@ -104,8 +104,7 @@ def export(
     model = task.model().eval()
     weights.load(model, best)
     if export_folder is None:
-        about = {key: text for key, text in weights.metadata(best).items() if not key.startswith("tpukit.")}
-        return _export_onnx(task, model, path, about)
+        return _export_onnx(task, model, path, weights.metadata(best))
     with files.atomic_folder(path) as work:
         difference = export_folder(model, to, work)
     return Exported(path, difference)

@@ -264,7 +264,7 @@ def _chip(machine: Machine) -> Rows:
         command = " ".join(_read(process / "cmdline").split("\0")[:2])  # more of it can hold a token
         if held and int(process.name) != os.getpid():
             holders[process.name] = f"process {process.name} ({command}) holds {', '.join(held)}"
-    fix = f"end it (kill {' '.join(holders)}), or restart the session of its notebook"
+    fix = f"run `kill {' '.join(holders)}`, or restart the session of the notebook that holds it"
     return [(holders, BLOCKS, "; ".join(holders.values()), fix)]
 
 
