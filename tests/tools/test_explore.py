@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from tests.conftest import refuses
-from tests.reporting.hostile import EVIL
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run
 from tpukit.tools import explore
@@ -62,9 +61,3 @@ def test_a_slider_that_is_moved_redraws_the_picture_in_place(drawn, page, tmp_pa
     image.value = 2
     assert calls[-1][2] == 0.3 and calls[-1][3][0][0] == "IoU 0.50: 1 of 1 hit, 0 false"
     assert len(page.shown) == 2 and len(page.updates) == 2 and image.max == 2
-
-
-@pytest.mark.parametrize("name, scores", [("iou", [np.inf, np.nan]), (EVIL, [0.5, 0.75])])
-def test_any_score_and_any_name_is_drawn(name, scores):
-    found = {at: {name: score} for at, score in zip((0.5, 0.75), scores)}
-    explore.threshold_figure(found, {}, 0.5, [(name, np.eye(4))]).draw_without_rendering()

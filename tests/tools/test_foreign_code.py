@@ -37,7 +37,7 @@ def test_a_task_of_the_users_own_is_found_in_a_fresh_process_and_nothing_else_be
         )
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}")  # an empty place is the current folder
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{ROOT}")  # an empty place is the current folder
     spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
     monkeypatch.setitem(sys.modules, "mine", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules["mine"])

@@ -1,7 +1,6 @@
-"""`explore`: scores and predictions of a run over the threshold, with sliders in a notebook."""
+"""`explore`: MSHNet's scores and predictions over the threshold, with sliders in a notebook."""
 
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpukit.host.errors import TpukitError
 from tpukit.reporting import figures
@@ -23,17 +22,17 @@ def explore(run: Run, task: "Task", *, count: int = 32) -> None:
 
     The best weights predict `count` test images here, on the CPU; the scores are those of these images.
     Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
-    a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
-    evaluate: Any = task.evaluate
-    panels_of: Any = task.panels
-    if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_of)):
+    a task other than MSHNet, whose predictions have no threshold."""
+    from tpukit.tasks.mshnet import MSHNet
+
+    if not isinstance(task, MSHNet):
         raise TpukitError(f"{task.name} has no threshold to explore: use show_predictions")
     batch, predicted = prediction.predict_test_images(run, task, count)
-    scores = {value: evaluate([(predicted, batch)], threshold=value) for value in THRESHOLDS}
+    scores = {value: task.evaluate([(predicted, batch)], threshold=value) for value in THRESHOLDS}
 
     def draw(threshold, image):
-        one = {name: values[image - 1 : image] for name, values in batch.items()}
-        (panels,) = panels_of(one, predicted[image - 1 : image], threshold=threshold)
+        one = {name: values[image - 1 : image].numpy() for name, values in batch.items()}
+        (panels,) = task.panels(one, predicted[image - 1 : image], threshold=threshold)
         return threshold_figure(scores, task.score_names, threshold, panels)
 
     show_with_controls(
@@ -48,15 +47,13 @@ def threshold_figure(
 ) -> "Figure":
     """Draw the panels of an image, and below them the scores over the threshold, with a line at the one that
     the panels show. scores: dict threshold -> dict of scores. score_names: of the task."""
-    values = scores[threshold]
-    names = list(score_names) or [name for name, value in values.items() if isinstance(value, float)]
-    columns = max(len(panels), len(names))
+    columns = max(len(panels), len(score_names))
     figure, axes = figures.subplots(2, columns, 5.6, height_ratios=(3.4, 2.2))
     figures.draw_panels(axes[0], panels)
-    figures.hide(axes[1, len(names) :])
-    for axis, name in zip(axes[1], names):
+    figures.hide(axes[1, len(score_names) :])
+    for axis, (name, title) in zip(axes[1], score_names.items()):
         figures.plot(axis, list(scores), [row[name] for row in scores.values()], figures.BLUE)
         axis.axvline(threshold, color=figures.RED, lw=1.2)
         figures.fit_scores(axis, sorted(row[name] for row in scores.values()))
-        figures.finish(axis, f"{score_names.get(name, name)}: {values[name]:.3g}", "threshold")
+        figures.finish(axis, f"{title}: {scores[threshold][name]:.3g}", "threshold")
     return figure

@@ -35,7 +35,7 @@ class Exportable(Protocol):
     export_output: ClassVar[str] = "the prediction"
     """The result of the graph, in words, for those who use the file."""
     export_preprocessing: str = ""
-    """The way from an image to an input of the graph, in words, where the graph does not go it."""
+    """The way from an image to an input of the graph, in words, if that is not in the graph."""
     export_multiple: ClassVar[int] = 0
     """Height and width of the inputs are any multiples of it; 0: they are fixed."""
 
@@ -86,7 +86,7 @@ def export(
         out: a new file or folder. By default it is next to the weights, where an older best.onnx is replaced.
         task: a task of your own, or the name of a task for a file that does not name its own.
 
-    Return an `Exported`, whose difference is measured on random samples. Raise TpukitError where a package is
+    Return an `Exported`, whose difference is measured on random samples. Raise TpukitError if a package is
     missing or the model cannot be exported."""
     from tpukit.runs import weights
     from tpukit.tasks.trained import find_trained
@@ -104,9 +104,8 @@ def export(
     model = task.model().eval()
     weights.load(model, best)
     if export_folder is None:
-        about = {key: text for key, text in weights.metadata(best).items() if not key.startswith("tpukit.")}
-        return _export_onnx(task, model, path, about)
-    with files.explain_unwritable(path.parent), files.atomic_folder(path) as work:
+        return _export_onnx(task, model, path, weights.metadata(best))
+    with files.atomic_folder(path) as work:
         difference = export_folder(model, to, work)
     return Exported(path, difference)
 
@@ -123,14 +122,22 @@ def _export_onnx(task, model, path, metadata):
     metadata |= dict(task=task.name, output=part_of(task, Exportable, "export_output"))
     if preprocessing := part_of(task, Exportable, "export_preprocessing"):
         metadata["preprocessing"] = preprocessing
-    exported = _to_onnx(_trace(task, model, tensors), list(inputs))
+    exported = torch.onnx.export(
+        _trace(task, model, tensors),
+        dynamo=True,
+        verbose=False,
+        input_names=list(inputs),
+        output_names=["output"],
+        optimize=False,
+        dynamic_shapes=(dict.fromkeys(inputs, {0: "batch"}),),  # the axis's name
+        custom_translation_table={torch.ops.aten.adaptive_max_pool2d.default: _largest_of_each_channel},
+    )
     assert exported is not None  # as always with dynamo
     exported.model.metadata_props.update({name: str(value) for name, value in metadata.items()})
     data = exported.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     found = np.asarray(session.run(None, inputs)[0])
-    with files.explain_unwritable(path.parent):
-        files.write_atomic(path, data)
+    files.write_atomic(path, data)
     assert found.shape == expected.shape
     difference = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1.0)
     return Exported(path, difference)
@@ -159,21 +166,6 @@ def _trace(task, model, inputs):
             return torch.export.export(Module().eval(), (few,), dynamic_shapes=shapes)
     except Exception as error:  # torch raises many types for what it cannot trace
         raise TpukitError(f"torch.export cannot trace {task.name} ({first_line(error)})") from error
-
-
-def _to_onnx(program, inputs):
-    import torch
-
-    return torch.onnx.export(
-        program,
-        dynamo=True,
-        verbose=False,
-        input_names=inputs,
-        output_names=["output"],
-        optimize=False,
-        dynamic_shapes=(dict.fromkeys(inputs, {0: "batch"}),),  # the axis's name
-        custom_translation_table={torch.ops.aten.adaptive_max_pool2d.default: _largest_of_each_channel},
-    )
 
 
 def _largest_of_each_channel(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
 
 FORMAT = "tpukit comparison 1"
-ROUNDS = 5  # of timed steps; each ends with a metric sync, as an interval of a training does
+ROUNDS = 5  # of timed steps; each ends with a metric sync, as an interval of a training run does
 WARM_UP = 4  # untimed steps after the first: torch_xla checks them for recompilations, so they are slower
 
 
@@ -53,7 +53,7 @@ class Measurement:
     steps: int  # timed
     step_ms: float  # median of the rounds
     first_step_s: float
-    memory_bytes: int | None = None  # peak of one device; None where it does not tell
+    memory_bytes: int | None = None  # peak of one device; None if it does not tell
 
     @property
     def subject(self) -> str:
@@ -85,7 +85,7 @@ def read(path: Path | str) -> list[Measurement]:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
         return [Measurement(**row) for row in content["rows"]]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TpukitError(f"{path} is no file of `tpukit compare TASK`: {error}") from error
+        raise TpukitError(f"{path} is not a file of `tpukit compare TASK`: {error}") from error
 
 
 # Measuring
@@ -153,7 +153,7 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
 def time_steps(task: Task, run: Run, *, runtime: Runtime | None = None, steps: int = 20) -> dict[str, Any]:
     """Time the training step of `task` on this core, among others: a function for `launch`, like `train`.
 
-    It runs a training without its evaluations and checkpoints. A phased loss is timed in its last phase.
+    It is a training run without evaluations and checkpoints. A phased loss is timed in its last phase.
     Return the fields of a `Measurement`."""
     from tpukit.host.signals import StopSignal
     from tpukit.training.setup import Trainer
@@ -208,7 +208,7 @@ def compare(measurements: Sequence[Measurement], *, epochs: int = 400) -> list[T
 
     Args:
         measurements: of `measure_here` or `read`.
-        epochs: of the whole training. An epoch has the samples of the largest training set that was measured.
+        epochs: of the whole training run. An epoch has the samples of the largest training set.
     """
     if not 1 <= epochs < 2**63:
         raise TpukitError(f"epochs={epochs}: it must be 1 or more")

@@ -1,18 +1,19 @@
 """Predict a user's own files, save and show the results; pack a run as a zip."""
 
 import csv
-import dataclasses
 import io
 import itertools
 import json
+import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
@@ -22,11 +23,10 @@ from tpukit.reporting.output import offer_download, present_figure
 from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
 from tpukit.tasks.datasets import DEMO, is_demo
+from tpukit.tasks.parts import part_of
 from tpukit.tasks.trained import find_trained, task_of
-
-if TYPE_CHECKING:
-    from tpukit.tools.own_files import Sample
-    from tpukit.training.task import Task
+from tpukit.tools.own_files import OwnFiles, Sample, list_files, predict_files
+from tpukit.training.task import Task
 
 MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
 MAX_SHOWN = 64  # files, and samples in them, that one picture shows
@@ -35,23 +35,25 @@ ZIPPED = (*RUN_FILES, "peft/*", "pictures/*", "predictions/*", "own/*", "own/*/*
 
 
 def save_predictions(
-    task: "Task", samples: Iterable["Sample"], folder: Path, *, pictures: bool = True
+    task: Task, samples: Iterable[Sample], folder: Path, *, pictures: bool = True
 ) -> list[dict]:
     """Save what was predicted for a user's own files, one after the other, and return it: a list of dicts.
 
-    samples: of `own_files.predict_files`. Each dict: name, and what the task's `results` gives, or `error`.
+    samples: of `predict_files`. Each dict: name, and what the task's `results` gives, or `error`.
     In the folder: predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png,
     images/NAME.npy), and, with pictures, pictures/NAME.png."""
     results, listed, taken = [], [], set()
     for sample in samples:
         results.append(result_of(task, sample))
-        entry = {key: _six_digits(value) for key, value in results[-1].items()}
-        name = _free_name(Path(printable(sample.name).replace("/", "_")).name, taken)
+        entry = dict(results[-1])
+        stem = _free_stem(sample.name, taken)
         for key, value in entry.items():
             if isinstance(value, np.ndarray):
-                entry[key] = _save_array(folder, key, name, value)
+                entry[key] = _save_array(folder, key, stem, value)
+            elif isinstance(value, float):
+                entry[key] = float(f"{value:.6g}")  # the digits that a float32 can have right
         if pictures and sample.batch is not None:
-            entry["picture"] = f"pictures/{_as_png(name)}"
+            entry["picture"] = f"pictures/{stem}.png"
             figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
             _save(folder / entry["picture"], figures.as_png(figure))
         listed.append(entry)
@@ -60,49 +62,38 @@ def save_predictions(
     return results
 
 
-def result_of(task: "Task", sample: "Sample") -> dict:
+def result_of(task: Task, sample: Sample) -> dict:
     """Return dict(name, ...) of a sample: the task's results, or `error`."""
     if sample.batch is None:
         return dict(name=sample.name, error=sample.error)
-    from tpukit.tools.own_files import method_of
-
-    results = method_of(task, "results")
+    results = part_of(task, OwnFiles, "results")
     return dict(name=sample.name, **results(sample.batch, sample.prediction)[0])
 
 
-def _six_digits(value):
-    """Round a float to the digits that a float32 can have right; leave anything else as it is."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _save_array(folder, key, name, value):
+def _save_array(folder, key, stem, value):
     """Save an array of a result. Returns its path within the folder."""
     file = io.BytesIO()
     if value.dtype == bool and value.ndim == 2:
-        path = f"{key}s/{_as_png(name)}"
+        path = f"{key}s/{stem}.png"
         Image.fromarray(np.where(value, 255, 0).astype(np.uint8)).save(file, format="PNG")
     else:
-        path = f"{key}s/{name}.npy"
+        path = f"{key}s/{stem}.npy"
         np.save(file, value)
     _save(folder / path, file.getvalue())
     return path
 
 
-def _free_name(name, taken):
-    """Return a name for a sample's files, which leaves room for endings in the 255 bytes that a disk takes.
-    It has a number where an earlier sample has the name: night.png is that of night, too.
+def _free_stem(name, taken):
+    """Return the name of a sample's files without .png or .npy, which leaves room for them in the 255 bytes
+    that a disk takes. It has a number if an earlier sample has the name: night.png is that of night, too.
 
     taken: the names so far, to which this one is added."""
+    name = re.sub(r"\.png$", "", printable(name).replace("/", "_"), flags=re.IGNORECASE)
     name = name.encode()[:MAX_NAME].decode(errors="ignore")
     numbered = (f"{name}-{number}" for number in itertools.count(2))
-    free = next(one for one in itertools.chain([name], numbered) if _as_png(one).lower() not in taken)
-    taken.add(_as_png(free).lower())
+    free = next(one for one in itertools.chain([name], numbered) if one.lower() not in taken)
+    taken.add(free.lower())
     return free
-
-
-def _as_png(name):
-    """Return the name of a file with the ending .png; a.png and a.jpg stay apart."""
-    return name if name.lower().endswith(".png") else f"{name}.png"
 
 
 def _save(path, content):
@@ -125,7 +116,7 @@ def _as_csv(entries):
     return out.getvalue()
 
 
-def show_own(run: Run | str | Path, task: "Task | None" = None, paths: str | Path | list = "") -> None:
+def show_own(run: Run | str | Path, task: Task | None = None, paths: str | Path | list = "") -> None:
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
 
     run: a `Run`, its folder, or "demo", the small MSHNet that comes with tpukit, which saves nothing; without
@@ -133,11 +124,8 @@ def show_own(run: Run | str | Path, task: "Task | None" = None, paths: str | Pat
     list of files. Empty: test images stand in for them, and an open page gets a button to upload. What is
     uploaded also joins the zip of `save_zip`, if there is one."""
     if is_demo(run):
-        demo, best = find_trained(run)
-        figure, _ = _predict(
-            best, demo, paths or DEMO, "Detections of the small MSHNet that comes with tpukit"
-        )
-        present_figure(figure)
+        title = "Detections of the small MSHNet that comes with tpukit"
+        present_figure(_predict(run, None, paths or DEMO, title)[2])
         return
     run = run if isinstance(run, Run) else Run.find(run)
     task = task or task_of(run.config)
@@ -157,20 +145,28 @@ def show_own(run: Run | str | Path, task: "Task | None" = None, paths: str | Pat
     show_with_controls(draw, upload=("FileUpload", dict(multiple=True)))
 
 
-def _predict(best, task, paths, title):
-    """Return (figure, samples) of a user's files. Raises TpukitError for a file that cannot be read."""
-    from tpukit.tools import own_files
-
-    task = dataclasses.replace(task, weights=best)
-    samples = own_files.predict_own(best, task, paths, limit=MAX_SHOWN)
-    rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
-    return figures.panels_figure(rows, title, [sample.name for sample in samples]), samples
+def _predict(run, task, paths, title):
+    """Return (task with the best weights, samples of a user's files, their figure). Raises TpukitError for a
+    file that cannot be read, or for too many samples."""
+    task, best = find_trained(run, task)
+    # On the CPU: see `prediction.predict_test_images`.
+    predicted = predict_files(task, best, list_files(paths), Runtime("cpu"))
+    samples = list(itertools.islice(predicted, MAX_SHOWN + 1))
+    if len(samples) > MAX_SHOWN:
+        raise TpukitError(
+            f"there are more than {MAX_SHOWN} samples, the most that one picture shows: use `tpukit predict`"
+        )
+    rows = []
+    for sample in samples:
+        if sample.batch is None:
+            raise TpukitError(sample.error)
+        rows += task.panels(sample.batch, sample.prediction)
+    return task, samples, figures.panels_figure(rows, title, [sample.name for sample in samples])
 
 
 def _predict_and_save(run, task, paths):
     """Save the predictions, and return their figure. If a file cannot be read, nothing is saved."""
-    figure, samples = _predict(run.best(), task, paths, "Your own files")
-    task = dataclasses.replace(task, weights=run.best())
+    task, samples, figure = _predict(run, task, paths, "Your own files")
     save_predictions(task, samples, run.path / "own", pictures=False)
     _save(run.path / "own/predictions.png", figures.as_png(figure))
     return figure
@@ -191,9 +187,9 @@ def save_zip(run: Run) -> Path:
     """Pack weights, settings, records, pictures and predictions of a run into one zip next to its folder.
 
     Returns its path. An open page of Colab then downloads it; on Kaggle it is under Output; JupyterLab shows
-    a link. Raises TpukitError for a run without results, and where another file would be replaced."""
-    path, members = _pack(run)
-    print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(members)} files"))
+    a link. Raises TpukitError for a run without results, and if another file would be replaced."""
+    path, count = _pack(run)
+    print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {count} files"))
     if environment.is_interactive_notebook():
         offer_download(path)
     return path
@@ -205,7 +201,7 @@ def _zip_path(run):
 
 
 def _pack(run):
-    """Write the zip of a run. Returns (its path, the files in it)."""
+    """Write the zip of a run. Returns (its path, how many files are in it)."""
     folder, path = run.path.resolve(), _zip_path(run)
     members = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
     if not members:
@@ -215,7 +211,7 @@ def _pack(run):
     with files.atomic_file(path) as file, zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
         for member in members:
             archive.write(member, member.relative_to(folder.parent))
-    return path, members
+    return path, len(members)
 
 
 def _is_zip_of(run, path):
@@ -224,5 +220,5 @@ def _is_zip_of(run, path):
         with zipfile.ZipFile(path) as archive:
             config = json.loads(archive.read(f"{run.path.resolve().name}/config.json"))
         return config["id"] == run.config["id"]
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, TpukitError):
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return False

@@ -28,8 +28,7 @@ Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
 
 
 class OwnFiles(Protocol):
-    """The part of a task that only a user's own files ask for. `read_files` has no default; the others do as
-    here if a task leaves them out."""
+    """The part of a task that only a user's own files ask for; what a task does not have is as here."""
 
     def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
         """Read a user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays
@@ -37,7 +36,10 @@ class OwnFiles(Protocol):
 
         best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
         such a batch. Raises TpukitError naming a file that cannot be read."""
-        ...
+        raise TpukitError(
+            f"{type(self).__name__} must implement read_files() to predict a user's own files:"
+            " tpukit/tasks/mnist.py shows how"
+        )
 
     def results(self, batch: Arrays, predictions: Any) -> list[dict]:
         """Return a user's results for files of their own: a dict for each sample, of numbers, strings, lists
@@ -55,18 +57,6 @@ class OwnFiles(Protocol):
         own, which may cut a sample into several."""
         row = {name: values[0] for name, values in batch.items()}
         return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
-
-
-def method_of(task: Task, name: str) -> Callable[..., Any]:
-    """Return a method of `OwnFiles`: the task's own, or the default. Raises TpukitError if the task reads no
-    files."""
-    kind = type(task)
-    if name == "read_files" and not hasattr(kind, name):
-        raise TpukitError(
-            f"{kind.__name__} must implement read_files() to predict a user's own files:"
-            " tpukit/tasks/mnist.py shows how"
-        )
-    return part_of(task, OwnFiles, name)
 
 
 @dataclasses.dataclass
@@ -89,7 +79,7 @@ def predict_files(
 
     best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
     with `error`; the others are still predicted."""
-    read_files, split = method_of(task, "read_files"), method_of(task, "split")
+    read_files, split = (part_of(task, OwnFiles, name) for name in ("read_files", "split"))
     predictor = open_predictor(task, best, runtime)
     waiting = collections.deque()  # (sample, function that joins its rows' predictions, number of rows)
 
@@ -128,38 +118,17 @@ def predict_files(
     yield from (sample for sample, _, _ in waiting)
 
 
-def predict_own(best: Path, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
-    """Return the `Sample` of each of a user's files, by a file of weights, on the CPU.
-
-    Raises TpukitError for a file that cannot be read, or for more than `limit` samples."""
-    task = dataclasses.replace(task, weights=best)
-    runtime = Runtime("cpu")  # see `prediction.predict_test_images`
-    predicted = predict_files(task, best, list_files(paths), runtime)
-    samples = list(itertools.islice(predicted, limit + 1))
-    if len(samples) > limit:
-        raise TpukitError(
-            f"there are more than {limit} samples, which it shows at once; `tpukit predict` takes any number"
-        )
-    for sample in samples:
-        if sample.error:
-            raise TpukitError(sample.error)
-    return samples
-
-
 def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """Return the files that were named, those of a folder or a pattern (`*.png`) sorted by name, without
     hidden ones; for "demo", the infrared images that come with tpukit.
 
-    Raises TpukitError where there is none, or two of one name, which could not be told apart in the results.
+    Raises TpukitError if there is none, or two of one name, which could not be told apart in the results.
     """
     found = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        if is_demo(path):
-            path = DEMO_FOLDER / "*.png"
-        path = Path(path).expanduser()
+        path = DEMO_FOLDER / "*.png" if is_demo(path) else Path(path).expanduser()
         pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
-        entries = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
-        entries = list(entries)
+        entries = [path] if path.is_file() else list(map(Path, sorted(glob.glob(pattern, recursive=True))))
         files = [entry for entry in entries if entry.is_file()]
         if path.is_dir() and (folders := [entry.name for entry in entries if entry.is_dir()]):
             print(
@@ -167,12 +136,12 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
             )
         if not files:
             raise TpukitError(
-                f"{path}: no file is there, or a device or a named pipe: name a file of yours, a folder that"
-                " holds some, or a pattern"
+                f"{path}: no file is there, or a device or a named pipe: name a file, a folder of files, or a"
+                " pattern"
             )
         found += files
     if not found:
-        raise TpukitError("no files: name a file of yours, or a folder that holds some")
+        raise TpukitError("no files: name a file, or a folder of files")
     [(name, count)] = collections.Counter(path.name for path in found).most_common(1)
     if count > 1:
         raise TpukitError(

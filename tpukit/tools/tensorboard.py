@@ -1,10 +1,8 @@
 """The numbers of a run as a TensorBoard event file: `tpukit report RUN --tensorboard FOLDER`."""
 
-import importlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
@@ -17,8 +15,8 @@ def write_events(run: Run, folder: Path) -> Path:
     """Write the numbers of a run's records to one event file in `folder`. An earlier file of this run there
     is replaced. Return its path. Raise TpukitError if the package tensorboard is missing."""
     try:  # what torch.utils.tensorboard uses too; none of it imports TensorFlow
-        Event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
-        Summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
         raise TpukitError(f"event files need tensorboard ({error}): pip install tensorboard") from error

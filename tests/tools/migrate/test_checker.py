@@ -90,23 +90,6 @@ def test_every_rule_has_an_example_and_every_entry_a_rule_and_a_condition_that_e
     assert conditions and all(hasattr(Surroundings, name) for name in conditions)
 
 
-def test_names_mean_what_the_imports_say():
-    code = "from torch.nn import DataParallel as Both\nfrom torch import save as keep\n"
-    code += "model = Both(model)\nkeep(model.state_dict(), 'a')\n"
-    found = [(rule, line) for line, _, rule, *_ in Checker(code).findings]
-    assert found == [("data-parallel", 3), ("save", 4)]
-    assert (
-        Checker("from mine import DataParallel, autocast\nmodel = DataParallel(autocast())\n").findings == []
-    )
-
-
-def test_an_optimizers_state_beside_a_copied_model_is_still_a_warning():
-    model = "{name: value.cpu() for name, value in model.state_dict().items()}"
-    code = f"import torch\nboth = {{'model': {model}, 'opt': opt.state_dict()}}\ntorch.save(both, 'a.pt')\n"
-    assert [rule for _, _, rule, *_ in Checker(code).findings] == ["save"]
-    assert Checker(code.replace("opt.state_dict()", "3")).findings == []
-
-
 SILENT = {
     "mps": "device = 'mps' if torch.backends.mps.is_available() else 'cpu'\nmodel = net.to(device)\n",
     "by number": "model = net.to(0)\n",

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import plans
 from tests.conftest import ROOT, refuses
 from tpukit import MNIST, MSHNet, TpukitError, cli
-from tpukit.devices import chips, lanes
+from tpukit.devices import lanes
 from tpukit.host.tables import GIB
 from tpukit.reporting import display
 from tpukit.tools import plan as package
@@ -262,11 +262,3 @@ def test_a_compiler_that_cannot_be_installed_is_explained_and_leaves_nothing(tmp
     with refuses("ERROR: No matching distribution", "install pip"):
         compiler.install_compiler(quiet)
     assert not [p for p in tmp_path.iterdir() if p.suffix != ".lock"]
-
-
-def test_a_machine_has_the_chips_of_its_name_and_topology_and_the_memory_that_a_training_counts_on():
-    for name, machine in MACHINES.items():
-        generation, count = name.split("-")
-        rows, columns = map(int, re.fullmatch(rf"{generation}:(\d)x(\d)", machine.topology).groups())
-        assert machine.chips == int(count) == rows * columns and machine.chip.short_name == generation
-        assert machine.chip is chips.find_chip(generation) is chips.find_chip(machine.chip.cloud_type)

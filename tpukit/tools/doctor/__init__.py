@@ -1,5 +1,5 @@
-"""`tpukit doctor`: checks for what would prevent a training on this machine, each with its fix. Opens no
-device."""
+"""`tpukit doctor`: checks for what would prevent a training run on this machine, each with its fix. Opens
+no device."""
 
 import contextlib
 import dataclasses
@@ -19,32 +19,18 @@ from tpukit.host.tables import GIB, Table
 from tpukit.tools.child import last_line, run_python
 
 LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the worst first
-# Package -> level where it is missing, and the part of tpukit that needs it.
+# Package -> level if it is missing, and the part of tpukit that needs it.
 NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOCKS, "everything")) | {
     "scipy": (WARNING, "the scores of mshnet and cdeit, and `tpukit simulate eit`"),
     "matplotlib": (NOTE, "figures"),
     "tyro": (NOTE, "the options of the command line"),
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
-SEVERAL = ("chip", "variable")
 FRESH = "start a fresh session and install nothing over the image's versions"
 IMPORT_TIMEOUT_S = 120
 NVIDIA_PCI_VENDOR = "0x10de"
 PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
-AUTOCAST = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')"
-# Variable that an old guide may have set -> (what it does today, what to do instead).
-OLD_VARIABLES = {
-    "COLAB_TPU_ADDR": (
-        "it belonged to Colab's TPU Node runtime, which is gone",
-        "tpukit.detect() shows what is here",
-    ),
-    "XRT_TPU_CONFIG": (
-        "it configured torch_xla's XRT runtime, which is gone",
-        "leave it out, nothing replaces it",
-    ),
-    "XLA_USE_BF16": ("it silently turns every float32 tensor into bf16, loss and weights too", AUTOCAST),
-    "XLA_DOWNCAST_BF16": ("it silently turns float32 tensors into bf16 and float64 into float32", AUTOCAST),
-}
+OLD_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # of old guides, and still read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +75,7 @@ def examine(
     machine = Machine(env, environ, Path(root), errors, cuda)
     found = []
     for what, check in CHECKS.items():
-        rows = [Check(what, *row) for applies, *row in check(machine) if applies]
-        found += rows if what in SEVERAL else rows[:1]
+        found += [Check(what, *row) for applies, *row in check(machine) if applies][:1]
     return found
 
 
@@ -106,7 +91,7 @@ def blocked(checks: Iterable[Check]) -> bool:
 
 
 def import_packages(packages: list[str]) -> tuple[dict[str, str], dict | None]:
-    """Import packages one after the other in one process, with the variables that a training would have.
+    """Import packages one after the other in one process, with the variables that a training run would have.
 
     Returns (errors, cuda). errors: package -> the last line of its error, of those that cannot be imported;
     how the process ended is the error of the package that ended it and of those after it. cuda: what
@@ -128,7 +113,7 @@ def import_packages(packages: list[str]) -> tuple[dict[str, str], dict | None]:
 
 
 # The checks return rows: whether the row applies, its level, what was found, and the fix. The first row that
-# applies is the result; of the checks in SEVERAL all that apply are.
+# applies is the result.
 
 Rows = list[tuple[object, str, str, str]]
 
@@ -269,28 +254,25 @@ def _accelerator(machine: Machine) -> Rows:
 
 
 def _chip(machine: Machine) -> Rows:
-    """Processes, other than this one, that hold a TPU chip open."""
-    rows: Rows = []
+    """Name the processes, other than this one, that hold a TPU chip open."""
+    holders = {}
     for process in sorted(machine.root.glob("proc/[0-9]*"), key=lambda path: int(path.name)):
         files = []
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
             files = [os.readlink(link) for link in (process / "fd").iterdir()]
         held = sorted({name for name in files if re.match(r"/dev/(vfio/\d+|accel\d*)", name)})
         command = " ".join(_read(process / "cmdline").split("\0")[:2])  # more of it can hold a token
-        found = f"process {process.name} ({command}) holds {', '.join(held)}"
-        fix = f"end it (kill {process.name}), or restart the session of its notebook"
-        rows.append((held and int(process.name) != os.getpid(), BLOCKS, found, fix))
-    return rows
+        if held and int(process.name) != os.getpid():
+            holders[process.name] = f"process {process.name} ({command}) holds {', '.join(held)}"
+    fix = f"run `kill {' '.join(holders)}`, or restart the session of the notebook that holds it"
+    return [(holders, BLOCKS, "; ".join(holders.values()), fix)]
 
 
 def _variable(machine: Machine) -> Rows:
-    environ = machine.environ
-    rows: Rows = []
-    for name, (why, instead) in OLD_VARIABLES.items():
-        level = WARNING if name.endswith("BF16") else NOTE  # these are still read
-        found = f"{name}={environ.get(name)}: {why}"
-        rows.append((environ.get(name), level, found, f"unset it. Instead: {instead}"))
-    return rows
+    are_set = [f"{name}={machine.environ[name]}" for name in OLD_VARIABLES if machine.environ.get(name)]
+    found = f"{', '.join(are_set)}: torch_xla silently turns float32 tensors into bf16, loss and weights too"
+    autocast = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')"
+    return [(are_set, WARNING, found, f"unset it. Instead: {autocast}")]
 
 
 def _disk(machine: Machine) -> Rows:

@@ -84,10 +84,7 @@ def training(env: Environment) -> Found:
 def all_reduce(env: Environment) -> Found:
     """The gradients that all cores exchange in a step become their mean."""
     cores = max(2, env.cores)  # a CPU pretends to be two
-    with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
-        task = tpukit.MNIST(batch_size=8 * cores, precision="fp32")
-        run = tpukit.Run.open(Path(folder) / "run", task)
-        error = tpukit.launch(_all_reduce_error, task, run, cores=cores, hang_timeout_s=120)
+    error = tpukit.launch(all_reduce_error, cores=cores)
     return error < trial.MAX_ERROR["fp32"], f"on {cores} cores the mean is wrong by {error:.1e}"
 
 
@@ -96,7 +93,7 @@ def all_cores(env: Environment) -> Found:
     # The several first: afterwards this process has opened the device.
     several, has_learned, text = train_digits(env, max(2, env.cores), precision="fp32")
     one, _, _ = train_digits(env, 1, precision="fp32")
-    # What rounding does grows: after the first half of the training even two devices that are right differ.
+    # What rounding does grows: after the first half of the run even two devices that are right differ.
     change = max(abs(a - b) / max(b, 0.1) for a, b in zip(several, one[: len(one) // 2]))
     return has_learned and change < LOSS_CHANGE, f"losses differ by {change:.2%}, {text}"
 
@@ -245,19 +242,18 @@ def multiplies(runtime: Runtime) -> bool:
     return bool(runtime.to_cpu(ones @ ones).sum() == 64**3)
 
 
-def _all_reduce_error(task, run, *, runtime):
-    """Return the relative difference between the mean of gradients over all cores, each of which has others,
-    and the known one."""
-    samples = torch.randn(runtime.cores * 8, 1000, generator=torch.Generator().manual_seed(0))
+def all_reduce_error() -> float:
+    """On every core: return the relative difference between the mean of gradients over all cores, each of
+    which has others, and the known one."""
+    core = tpukit.core()
+    samples = torch.randn(core.size * 8, 1000, generator=torch.Generator().manual_seed(0))
     samples *= torch.arange(1, len(samples) + 1)[:, None]  # so that cores differ
-    model: Any = runtime.to_device(torch.nn.Linear(1000, 1, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batch = runtime.put_batch({"x": samples.chunk(runtime.world.size)[runtime.world.rank]})
-    # Not `model(x)`, whose gradient would be a product: this one's is the mean of the samples.
-    runtime.backward((batch["x"] * model.weight).sum(1).mean(), optimizer)
-    runtime.all_reduce_gradients(optimizer)
-    runtime.sync()
-    mean, known = runtime.to_cpu(model.weight.grad).double(), samples.double().mean(0, keepdim=True)
+    weight = torch.nn.Parameter(torch.ones(1, 1000, device=core.device))
+    part = samples.chunk(core.size)[core.rank].to(core.device)
+    (part * weight).sum(1).mean().backward()  # not a matrix product, which a TPU rounds
+    core.runtime.all_reduce_gradients(torch.optim.SGD([weight], 0.1))
+    core.runtime.sync()
+    mean, known = core.runtime.to_cpu(weight.grad).double(), samples.double().mean(0, keepdim=True)
     return float((mean - known).norm() / known.norm())
 
 
@@ -281,13 +277,13 @@ def check_hardware(
         rehearse: without an accelerator, try the checks themselves; the report says so.
         log: gets a line before and after each check.
 
-    Raises TpukitError where there is nothing to check."""
+    Raises TpukitError if there is nothing to check."""
     names = list(only) or list(CHECKS)
     if unknown := [name for name in names if name not in CHECKS]:
         raise TpukitError(f"no check {', '.join(unknown)}: choose from {', '.join(CHECKS)}")
     if env.accelerator not in HARDWARE and not rehearse:
         raise TpukitError(
-            "no TPU and no GPU is here to be checked; --rehearse tries the checks themselves on the CPU"
+            "found neither a TPU nor a GPU to check; --rehearse tries the checks themselves on the CPU"
             f" ({environment.TPU_MENU[env.host]})"
         )
     path = path or env.outputs / REPORT
@@ -335,7 +331,7 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
     try:
         holds, text = child.call(answer, name, timeout_s=LIMIT_S)
     except subprocess.TimeoutExpired:
-        holds, text = False, f"it did not end within {LIMIT_S} s, and was ended"
+        holds, text = False, f"it did not end within {LIMIT_S} s and was stopped"
     except TpukitError as error:
         holds, text = False, f"its process ended without an answer: {error}"
     return PASS if holds else FAIL, text

@@ -9,8 +9,6 @@ from tpukit.tools.migrate.findings import TABLES
 from tpukit.tools.migrate.source import parse
 
 OTHER_LANGUAGE = re.compile(r"\s*%%(?!(time|timeit|capture|prun)\b|writefile\s.*\.py\b)")
-# Where a cell begins in a script that was saved from a notebook.
-CELL = re.compile(r"\n(?=%%\w|# ?%%|# In\s?\[)")
 SHELL_CELL = re.compile(r"\s*%%(bash|sh|script)\b")
 MAGIC = re.compile(r"[!%]|[\w.*]*\?{1,2}\s*$|\?{1,2}[\w.*]+\s*$")
 AUTOMAGIC = re.compile(r"(pip3?|conda|mamba|cd|ls)\s+\S")  # IPython takes these without %
@@ -23,7 +21,7 @@ class Cells:
     `with_code`.
 
     findings: (line in `code`, column, rule, found, advice, fixable) of commands for IPython or a shell, and
-    of cells that are not Python. Raises ValueError, KeyError or TypeError where a notebook is none."""
+    of cells that are not Python. Raises ValueError, KeyError or TypeError if a notebook is none."""
 
     def __init__(self, text: str, is_notebook: bool):
         self.text, self.notebook, self.cells = text, None, {}
@@ -31,8 +29,7 @@ class Cells:
         token = secrets.token_hex(4)  # so that no line of the file looks like one of these
         self.cell_mark, self.hidden_mark = f"# cell {token} ", f"# hidden {token} "
         if not is_notebook:
-            for part in [text] if _syntax_error(text) is None else CELL.split(text):
-                self._add(0, part)
+            self._add(0, text)
         else:
             self.notebook = json.loads(text)
             self.cells = {n: c for n, c in enumerate(self.notebook["cells"], 1) if c["cell_type"] == "code"}
@@ -43,8 +40,8 @@ class Cells:
 
     def _add(self, number, source):
         start = len(self.lines)
-        self.starts.setdefault(number, start)
-        if OTHER_LANGUAGE.match(source):
+        self.starts[number] = start
+        if number and OTHER_LANGUAGE.match(source):  # of a script, %%bash is a line alone
             for line in LINES.split(source):
                 if SHELL_CELL.match(source):
                     self._check_command(line.strip())
@@ -96,7 +93,7 @@ class Cells:
         return cell, line - start
 
     def with_code(self, code: str) -> str:
-        """Return the file's text with a changed `code`; as it was where nothing changed."""
+        """Return the file's text with a changed `code`; as it was if nothing changed."""
         if code == self.code:
             return self.text
         code = re.sub(rf".*{self.hidden_mark}(\d+)", lambda mark: self.hidden[int(mark[1])], code)

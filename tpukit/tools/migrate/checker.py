@@ -85,12 +85,8 @@ class Checker:
     # Words
 
     def _check_word(self, word):
-        """Check `"cuda"` where it names a device, `True` of fp16=True, and commands for a shell."""
+        """Check `"cuda"` where it names a device, and `True` of fp16=True."""
         text = ast.unparse(word)
-        if re.fullmatch(TABLES["runs_a_command"], self._place_of(word)):
-            for entry in TABLES["patterns"]["commands"]:
-                if re.search(entry["find"], str(getattr(word, "value", ""))):
-                    self._add(word, entry)
         entries = [entry for entry in TABLES["patterns"]["words"] if re.fullmatch(entry["word"], text)]
         if not entries or isinstance(self.source.parents[word], ast.JoinedStr):
             return
@@ -248,7 +244,7 @@ def _has(call, texts, when):
 
 
 def _argument(name, texts):
-    """The keyword argument that takes an argument over into new code; "" where it is not given."""
+    """Return the keyword argument that takes an argument over into new code; "" if it is not given."""
     return f", {name}={texts[name]}" if name in texts else ""
 
 

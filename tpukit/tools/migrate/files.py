@@ -51,7 +51,7 @@ class Examined:
 
     def write(self) -> Path:
         """Replace the file by its fixed text, whole or not at all; its mode stays. Return the path of a copy
-        of the file as it was, beside it: NAME.orig, or NAME.orig2 and so on where there is one. Raise
+        of the file as it was, next to it: NAME.orig, or NAME.orig2 and so on if there is one. Raise
         TpukitError if it cannot be written."""
         path = self.path.resolve()
         copies = (Path(f"{path}.orig{number}") for number in itertools.chain([""], itertools.count(2)))

@@ -44,12 +44,12 @@ def plan(
     With a dataset_dir, its sets lie on the chip as in training, if they are small enough.
 
     Args:
-        task: whose step it is.
+        task: whose step is compiled.
         chip: one v5e chip (Colab), eight with a gradient all-reduce (Kaggle), or one v6e chip.
         batch_sizes: global batch sizes to try; by default the task's own.
         log: gets a sentence before everything that takes long.
 
-    Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory."""
+    Raises TpukitError if the compiler cannot be had, or refuses a graph for another reason than memory."""
     from tpukit.devices.runtime import check_batch
 
     if chip not in MACHINES:

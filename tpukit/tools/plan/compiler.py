@@ -41,7 +41,7 @@ MACHINES = {
 
 
 def folder_of(packages: tuple[str, ...] = COMPILER) -> Path:
-    """Return the folder in which packages are installed, beside those of other versions."""
+    """Return the folder in which packages are installed, next to those of other versions."""
     tag = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:10]
     return files.cache_folder() / f"tpu-compiler-{sys.version_info[0]}.{sys.version_info[1]}-{tag}"
 
@@ -62,17 +62,15 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
             options = ("--quiet", "--disable-pip-version-check", "--target", work)
             ran = run_python("-m", "pip", "install", *options, *packages)
             if ran.returncode:
-                errors = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line]
-                reason = errors[-1].strip() if errors else last_line(ran)
                 raise TpukitError(
-                    f"the TPU compiler could not be installed: {reason}. It is on PyPI for Linux on x86-64;"
-                    " install pip if it is missing"
+                    f"the TPU compiler could not be installed: {last_line(ran)}. It is on PyPI for Linux on"
+                    " x86-64; install pip if it is missing"
                 )
     return folder
 
 
 def compile_graph(graph: dict, machine: Machine, flags: str, log: Log) -> dict[str, Any]:
-    """Return the compiler's figures of a graph: peak_bytes, flops, hbm_bytes, compile_s; or an `error` where
+    """Return the compiler's figures of a graph: peak_bytes, flops, hbm_bytes, compile_s; or an `error` if
     it needs too much memory.
 
     Args:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def trace_step(task: Task, size: int, machine: Machine, folder: Path) -> dict[str, Any]:
     """Return the graph of a training step at a global batch size: kernels (see `ExportRuntime`), path
-    of its StableHLO in the folder, and resident_bytes, what a core keeps beside it: the average of the
+    of its StableHLO in the folder, and resident_bytes, what a core keeps besides: the average of the
     weights, and the set that is not used."""
     request = to_request(task) | dict(
         size=size,
