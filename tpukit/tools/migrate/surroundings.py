@@ -53,6 +53,8 @@ class Surroundings:
         by_name = {}
         for function in functions:
             by_name.setdefault((function.name, function in methods), []).append(function)
+        for name, values in source.assigned.items():
+            by_name.setdefault((name, False), []).extend(_functions_of(values, methods, source))
         while new := set(self._called_in_steps(by_name)) - self.reached:
             self.reached |= new
 
@@ -134,7 +136,9 @@ class Surroundings:
         """Return whether no name around a DataLoader speaks of an evaluation, whose last samples count."""
         owner = self.source.parents[call]
         data = [*call.args[:1], *(arg.value for arg in call.keywords if arg.arg == "dataset")]
+        made = [value for one in data for value in self.source.assigned.get(last_name(one), [])]
         texts = [*map(ast.unparse, [*getattr(owner, "targets", []), *data])]
+        texts += ["train=False" for value in made if "train=False" in ast.unparse(value)]
         texts.append(getattr(self.source.function_of(call), "name", ""))
         return not any(map(EVALUATES.search, texts))
 
@@ -212,3 +216,11 @@ class Surroundings:
         while isinstance(outer := self.source.parents[condition], ast.If) and outer.orelse == [condition]:
             condition = outer
         return MENTIONS_XLA.search(ast.unparse(condition)) is not None
+
+
+def _functions_of(values, methods, source):
+    """Yield the functions that a name calls, of the values that it was given: a lambda, or `Loss()` of a
+    class in the file."""
+    made = {last_name(value.func) for value in values if isinstance(value, ast.Call)}
+    yield from (value for value in values if isinstance(value, ast.Lambda))
+    yield from (one for one in methods if one.name == "__call__" and source.parents[one].name in made)
