@@ -14,7 +14,6 @@ from PIL import Image
 
 from tpukit import MNIST, cli
 
-LONG = "n" * 300
 TRAIN_MNIST = "train mnist --epochs 1 --batch-size 8 --channels 1 --run new --dataset-dir".split()
 TRAIN_IMAGES = "train images --model-name test_resnet --pretrained no --image-size 32 --batch-size 2".split()
 TRAIN_IMAGES += "--epochs 0 --run new --dataset-dir".split()
@@ -59,11 +58,6 @@ def class_folders(folder, *classes):
 
 
 # Paths
-
-
-@pytest.mark.parametrize("words", ["show LONG", "migrate LONG.py", "train mnist --run LONG"])
-def test_a_name_that_is_too_long_is_one_sentence(words, call):
-    refused(call(*words.replace("LONG", LONG).split()), "too long")
 
 
 def test_a_folder_in_the_place_of_a_file_is_not_read_as_one(call, tmp_path):

@@ -38,13 +38,13 @@ def show(shown: Run | Task | Shown | str | Path) -> None:
             table and what the columns mean.
 
     Raises TpukitError for a folder without runs, and for anything else."""
-    from tpukit.reporting.widgets import show_runs
-
     if isinstance(shown, (str, Path)):
         folder = Path(shown)
         if (folder / "config.json").is_file() or not any(folder.glob("*/config.json")):
             _show_run(Run.find(folder))
         else:
+            from tpukit.reporting.widgets import show_runs
+
             show_runs(folder)
     elif isinstance(shown, Run):
         _show_run(shown)

@@ -1,7 +1,6 @@
 """Put something where the reader is: into a notebook, a shell, or a file that a shell names."""
 
 import io
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,19 +63,3 @@ def as_image(figure: "Figure") -> "Image":
     from IPython.display import Image
 
     return Image(as_png(figure))
-
-
-def offer_download(path: Path) -> None:
-    """Let the page download a file: Colab by itself, others by a link."""
-    try:
-        from google.colab import files as colab
-    except ImportError:
-        from IPython.display import FileLink, display
-
-        display(FileLink(os.path.relpath(path)))  # which the page resolves from the notebook's folder
-        return
-    try:
-        colab.download(str(path))
-    except Exception as error:  # the browser refused, or the page was closed
-        reason = first_line(error)
-        print(printable(f"the download did not start ({reason}): find it in the folder view at the left"))

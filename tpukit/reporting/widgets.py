@@ -1,15 +1,16 @@
-"""Show a figure with controls to change it, in a notebook.
+"""Show a figure with controls to change it, in a notebook, and offer a file for download.
 
 Where a page cannot move (papermill, an exported notebook, no ipywidgets), a picture takes the place of the
 controls."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tpukit.host import environment
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
 from tpukit.reporting.presenting import as_image, present_figure
@@ -74,3 +75,19 @@ def show_with_controls(draw: Callable, path: Path | None = None, **controls: tup
 
     for widget in widgets.values():
         widget.observe(redraw, names="value")
+
+
+def offer_download(path: Path) -> None:
+    """Let the page download a file: Colab by itself, others by a link."""
+    try:
+        from google.colab import files as colab
+    except ImportError:
+        from IPython.display import FileLink, display
+
+        display(FileLink(os.path.relpath(path)))  # which the page resolves from the notebook's folder
+        return
+    try:
+        colab.download(str(path))
+    except Exception as error:  # the browser refused, or the page was closed
+        reason = first_line(error)
+        print(printable(f"the download did not start ({reason}): find it in the folder view at the left"))

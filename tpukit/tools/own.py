@@ -18,8 +18,8 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.reporting import figures, presenting
 from tpukit.reporting.display import predictions_figure
-from tpukit.reporting.presenting import offer_download, present_figure
-from tpukit.reporting.widgets import show_with_controls
+from tpukit.reporting.presenting import present_figure
+from tpukit.reporting.widgets import offer_download, show_with_controls
 from tpukit.runs.run import Run
 from tpukit.tasks.datasets import DEMO, is_demo
 from tpukit.tasks.trained import find_trained, task_of
