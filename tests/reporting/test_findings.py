@@ -11,7 +11,7 @@ def test_a_record_that_lacks_a_value_of_its_kind_is_left_out_and_changes_no_char
     first, second = [r for r in records if r["kind"] == "train"]
     del second["speed"]
     rest = [r for r in records if r is not second]
-    assert [i["to"] for i in findings.intervals(records)] == [4]
+    assert [i["to"] for i in run_report.intervals(records)] == [4]
     assert run_report.describe(records) == run_report.describe(rest)
     assert findings.headline(records) == findings.headline(rest)
     assert findings.curves(records) == findings.curves(rest)
@@ -39,10 +39,10 @@ def test_intervals_divide_their_own_times_by_their_steps():
         speed = dict(seconds=seconds, images_per_s=20 / seconds, wait_s=seconds / 10, counters=counters)
         return trained_at(step, **speed, to_device_s=sent, from_device_s=sent / 2)
 
-    first, second = findings.intervals([started(), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)])
+    first, second = run_report.intervals([started(), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)])
     assert (first["from"], first["to"], second["from"], second["to"]) == (1, 5, 6, 10)
     times = [pytest.approx([200, 20, 10, 5]), pytest.approx([400, 40, 30, 15])]
-    assert [[span[name] for name in findings.TIMES] for span in (first, second)] == times
+    assert [[span[name] for name in run_report.TIMES] for span in (first, second)] == times
 
 
 CAPTURED = compiled_at(4, seconds=0.5)

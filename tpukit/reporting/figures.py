@@ -66,13 +66,13 @@ def live_figure(records: list, labels: findings.Labels) -> "Figure":
     the compilations of the step. The progress bar, which is redrawn more often, says how far it is."""
     figure, ((loss, score, speed),) = subplots(1, 3, 2.9)
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
-    spans = findings.intervals(records)
-    done = [span["to"] / steps_per_epoch for span in spans]
+    intervals = findings.of_kind(findings.last_session(records), "train")
+    done = [record["step"] / steps_per_epoch for record in intervals]
     end = max([labels.epochs, *done, *(epochs[-1] for epochs, _ in series.values())])
     scores = [name for name in series if name not in findings.NO_SCORES]
     for axis, name in ((loss, "loss"), (score, labels.score or next(iter(scores), "score"))):
         plot_curve(axis, name, *series.get(name, ((), ())), labels, end)
-    rates = [span["images_per_s"] for span in spans]
+    rates = [record["speed"]["images_per_s"] for record in intervals]
     plot(speed, done, rates, GREEN)
     for number, step in enumerate(findings.compiled_steps(records)):
         name = None if number else label("step compiled")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpukit.devices import LONG_COMPILE_S, words
+from tpukit.devices import LONG_COMPILE_S
 from tpukit.host.tables import Table, format_duration
 from tpukit.tasks import TASKS, find
 
@@ -18,13 +18,6 @@ READ = dict(
     compile=("seconds", "what", "why", "refused", "programs"),
 )
 MAX_DRAWN = 2.0**63  # in size; more breaks the axes of a figure
-# Times of an interval by their names in the report -> field of the record's `speed`.
-TIMES = {
-    "step": "seconds",
-    "waiting for data": "wait_s",
-    words.SENDING: "to_device_s",
-    words.READING: "from_device_s",
-}
 NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the curves that show no score
 
 
@@ -33,11 +26,12 @@ def readable(records: list[Record]) -> list[Record]:
     return [record for record in records if all(name in record for name in READ.get(record["kind"], ()))]
 
 
-def of_kind(records, kind):
+def of_kind(records: list[Record], kind: str) -> list[Record]:
+    """Return the records of a kind."""
     return [record for record in records if record["kind"] == kind]
 
 
-def sessions_of(records):
+def sessions_of(records: list[Record]) -> list[list[Record]]:
     """Return lists of readable records, each beginning with that of a start."""
     sessions = []
     for record in readable(records):
@@ -48,13 +42,13 @@ def sessions_of(records):
     return sessions
 
 
-def last_session(records):
+def last_session(records: list[Record]) -> list[Record]:
     """Return the records of the last session that trained or compiled, which a finished run that is started
     again does not; else of the last session."""
     return (worked_sessions(records) or sessions_of(records) or [[]])[-1]
 
 
-def worked_sessions(records):
+def worked_sessions(records: list[Record]) -> list[list[Record]]:
     """Return the sessions that trained or compiled."""
     return [s for s in sessions_of(records) if of_kind(s, "train") or of_kind(s, "compile")]
 
@@ -73,7 +67,8 @@ def scores_table(scores: dict, title: str = "Scores", column: str = "value") -> 
     return Table(title, ("score", column, *beside), rows)
 
 
-def format_number(value):
+def format_number(value: Any) -> Any:
+    """Return a float with four digits, and anything else as it is."""
     if not isinstance(value, float):
         return value
     return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
@@ -181,22 +176,6 @@ def last_evaluated(records: list, name: str) -> Any:
 # A run that is still training
 
 
-def intervals(records: list) -> list[dict]:
-    """Return the intervals between two metric syncs of the last session, in milliseconds per step.
-
-    Each is dict(from, to, images_per_s, and the names of `TIMES`). The host waits for data; sending and
-    reading overlap with the device's work."""
-    session = last_session(records)
-    spans = []
-    for record in of_kind(session, "train"):
-        speed, batch_size = record["speed"], session[0]["batch_size"]
-        steps = max(1, round(speed["images_per_s"] * speed["seconds"] / batch_size))
-        span = {"from": record["step"] - steps + 1, "to": record["step"]}
-        times = {name: 1e3 * (speed.get(field) or 0.0) / steps for name, field in TIMES.items()}
-        spans.append(span | times | dict(images_per_s=speed["images_per_s"]))
-    return spans
-
-
 def compiled_steps(records: list) -> list[int]:
     """Return the steps of the last session at which the training step was compiled."""
     expected, unexpected = step_compilations(last_session(records))
@@ -216,16 +195,17 @@ def headline(records: list) -> str:
     return " · ".join(parts)
 
 
-def of_step(session):
+def of_step(session: list[Record]) -> list[Record]:
     """Return the records of compilations of the training step."""
     return [record for record in of_kind(session, "compile") if record["what"] == "step"]
 
 
-def made_graphs(compilation):
+def made_graphs(compilation: Record) -> bool:
+    """Return True if a compilation made a graph, or a capture."""
     return not compilation["refused"] and bool(compilation["programs"])
 
 
-def step_compilations(session):
+def step_compilations(session: list[Record]) -> tuple[list[Record], list[Record]]:
     """Return the (expected, unexpected) compilations of the training step: records, expected as many as the
     training allowed. The last may be one that was refused."""
     done = [record for record in of_step(session) if made_graphs(record)]

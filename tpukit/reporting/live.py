@@ -48,7 +48,7 @@ class LiveChart:
         self._failed = False
 
     def follow(self, done: threading.Event, every_s: float) -> None:
-        """Redraw what changed until the event `done` is set. Runs in a thread of its own."""
+        """Redraw when the run changes, until the event `done` is set. Runs in a thread of its own."""
         wait_s = every_s
         while not done.wait(wait_s):
             # Cores are forked before any of them writes. Until then this thread draws nothing, so that no

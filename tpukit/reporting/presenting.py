@@ -1,4 +1,4 @@
-"""Put something where the reader is: into a notebook, a shell, or a file that a shell names."""
+"""Present tables, sentences and figures in a notebook or a shell."""
 
 import io
 from pathlib import Path

@@ -1,13 +1,10 @@
-"""Report the accelerator's work in a run from its records, for `tpukit report`. Pure functions, as in
-findings.py."""
+"""Report the accelerator's work in a run, from its records. Pure functions, as in findings.py."""
 
 import math
 
 from tpukit.devices import words
 from tpukit.host.tables import Table, format_duration
 from tpukit.reporting.findings import (
-    TIMES,
-    intervals,
     last_session,
     made_graphs,
     of_kind,
@@ -15,6 +12,14 @@ from tpukit.reporting.findings import (
     step_compilations,
     worked_sessions,
 )
+
+# Times of an interval by their names in the report -> field of the record's `speed`.
+TIMES = {
+    "step": "seconds",
+    "waiting for data": "wait_s",
+    words.SENDING: "to_device_s",
+    words.READING: "from_device_s",
+}
 
 
 def describe(records: list) -> list[str]:
@@ -94,6 +99,22 @@ def _describe_time(speeds, worked):
     where = f" in {len(worked)} sessions" if len(worked) > 1 else ""
     durations = [format_duration(seconds) for seconds in (training, evaluating)]
     return [*sentences, f"Training took {durations[0]}, evaluation {durations[1]}{where}."]
+
+
+def intervals(records: list) -> list[dict]:
+    """Return the intervals between two metric syncs of the last session, in milliseconds per step.
+
+    Each is dict(from, to, images_per_s, and the names of `TIMES`). The host waits for data; sending and
+    reading overlap with the device's work."""
+    session = last_session(records)
+    spans = []
+    for record in of_kind(session, "train"):
+        speed, batch_size = record["speed"], session[0]["batch_size"]
+        steps = max(1, round(speed["images_per_s"] * speed["seconds"] / batch_size))
+        span = {"from": record["step"] - steps + 1, "to": record["step"]}
+        times = {name: 1e3 * (speed.get(field) or 0.0) / steps for name, field in TIMES.items()}
+        spans.append(span | times | dict(images_per_s=speed["images_per_s"]))
+    return spans
 
 
 def accelerator_tables(records: list) -> list[Table]:
