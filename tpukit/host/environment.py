@@ -124,7 +124,7 @@ class Environment:
             raise TpukitError(f"require({requested!r}): choose 'any', 'tpu', 'gpu', 'xla' or 'cpu'")
         if accelerator == "cpu" and self.accelerator in ("tpu", "cuda"):
             os.environ[CHOSEN] = "cpu"
-            return dataclasses.replace(self, accelerator="cpu", cores=1, device_name=_chosen_processor())
+            return detect()
         if accelerator != "cpu" and os.environ.pop(CHOSEN, None):
             return detect().require(accelerator, cores=cores)
         is_here = self.accelerator in accepted[accelerator]
@@ -205,7 +205,7 @@ def release(version: str, parts: int = 2) -> tuple[int, ...]:
 def _accelerator(environ, root, versions):
     """Return (accelerator, cores, device name)."""
     if environ.get(CHOSEN) == "cpu":
-        return "cpu", 1, _chosen_processor()
+        return "cpu", 1, f"{_processor()}; chosen by {CHOSEN}=cpu"
     chosen = environ.get("PJRT_DEVICE", "").upper()
     if "torch_xla" in versions and chosen == "CPU":
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
@@ -221,10 +221,6 @@ def _accelerator(environ, root, versions):
 
 def _processor():
     return f"{platform.machine()}, {os.cpu_count()} cores"
-
-
-def _chosen_processor():
-    return f"{_processor()}; chosen by {CHOSEN}=cpu"
 
 
 def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:

@@ -4,14 +4,7 @@ import math
 
 from tpukit.devices import words
 from tpukit.host.tables import Table, format_duration
-from tpukit.reporting.findings import (
-    last_session,
-    made_graphs,
-    of_kind,
-    of_step,
-    step_compilations,
-    worked_sessions,
-)
+from tpukit.reporting import findings
 
 # Times of an interval by their names in the report -> field of the record's `speed`.
 TIMES = {
@@ -25,18 +18,18 @@ TIMES = {
 def describe(records: list) -> list[str]:
     """Describe the accelerator's work in the last session of a run, in sentences, the most important first,
     and how long all sessions took."""
-    session = last_session(records)
+    session = findings.last_session(records)
     if not session:
         return ["This run has not started yet."]
-    worked = worked_sessions(records)
+    worked = findings.worked_sessions(records)
     which = f"The last of {len(worked)} sessions" if len(worked) > 1 else "It"
     sentences = [f"{which} ran on {session[0]['device']}."]
-    for record in of_kind(session, "diverged")[-1:]:
+    for record in findings.of_kind(session, "diverged")[-1:]:
         sentences.append(f"It stopped at step {record['step']}: loss or gradient was not a finite number.")
-    for record in of_kind(session, "stopped")[-1:]:
+    for record in findings.of_kind(session, "stopped")[-1:]:
         reason = f"no better score within a patience of {record['patience']}"
         sentences.append(f"It stopped early after epoch {record['epoch'] + 1}: {reason}.")
-    speeds = [record["speed"] for record in of_kind(session, "train")]
+    speeds = [record["speed"] for record in findings.of_kind(session, "train")]
     return [*sentences, *_describe_graphs(session, speeds), *_describe_time(speeds, worked)]
 
 
@@ -47,7 +40,7 @@ def _describe_graphs(session, speeds):
         return ["torch_tpu compiled the model and the predictions; it does not report when."]
     sentences = []
     made = "compiled" if is_xla else "captured"
-    expected, unexpected = step_compilations(session)
+    expected, unexpected = findings.step_compilations(session)
     if expected:
         form = "" if is_xla else " as a CUDA graph"
         steps = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_why(r, ', ')})" for r in expected)
@@ -57,8 +50,8 @@ def _describe_graphs(session, speeds):
         end = ", which ended the run" if record["refused"] else ""
         sentences.append(f"Step {record['step']} {made} again ({record['seconds']:.1f} s){reason}{end}.")
     if not is_xla:
-        for record in of_step(session):
-            if not made_graphs(record):
+        for record in findings.of_step(session):
+            if not findings.made_graphs(record):
                 reason = _why(record, ", because ")
                 sentences.append(f"The training step is not captured as a CUDA graph{reason}.")
         if session[0].get("compile") == "yes":
@@ -93,7 +86,7 @@ def _describe_time(speeds, worked):
         f"Waiting for data took {waited:.1%} of the training time{advice}.",
     ]
     training, evaluating = (
-        sum(record["speed"]["seconds"] for session in worked for record in of_kind(session, kind))
+        sum(record["speed"]["seconds"] for session in worked for record in findings.of_kind(session, kind))
         for kind in ("train", "evaluation")
     )
     where = f" in {len(worked)} sessions" if len(worked) > 1 else ""
@@ -106,9 +99,9 @@ def intervals(records: list) -> list[dict]:
 
     Each is dict(from, to, images_per_s, and the names of `TIMES`). The host waits for data; sending and
     reading overlap with the device's work."""
-    session = last_session(records)
+    session = findings.last_session(records)
     spans = []
-    for record in of_kind(session, "train"):
+    for record in findings.of_kind(session, "train"):
         speed, batch_size = record["speed"], session[0]["batch_size"]
         steps = max(1, round(speed["images_per_s"] * speed["seconds"] / batch_size))
         span = {"from": record["step"] - steps + 1, "to": record["step"]}
@@ -119,9 +112,9 @@ def intervals(records: list) -> list[dict]:
 
 def accelerator_tables(records: list) -> list[Table]:
     """Return tables of the last session: compilations with their causes, the time of a step, memory."""
-    session = last_session(records)
+    session = findings.last_session(records)
     compilations, seen = [], set()
-    for record in of_kind(session, "compile"):
+    for record in findings.of_kind(session, "compile"):
         function = record["what"]
         reason = _why(record) or ("no argument changed" if function in seen else "the first time")
         seconds = "refused" if record["refused"] else f"{record['seconds']:.1f}"
@@ -133,7 +126,8 @@ def accelerator_tables(records: list) -> list[Table]:
     for span in spans[(len(spans) - 1) % stride :: stride]:
         times = [f"{span[name]:.2f}" for name in timed]
         steps.append((f"{span['from']} to {span['to']}", *times, f"{span['images_per_s']:.1f}"))
-    memory = [device for record in of_kind(session, "train")[-1:] for device in record["speed"]["memory"]]
+    trained = findings.of_kind(session, "train")
+    memory = trained[-1]["speed"]["memory"] if trained else []
     tables = (
         Table("Compilations", ("step", "function", "seconds", "why"), compilations),
         Table("Where a step's time went, ms per step", ("steps", *timed, "samples per second"), steps),
