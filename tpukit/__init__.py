@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.reporting.display import show_predictions as show_predictions
     from tpukit.reporting.display import show_report as show_report
     from tpukit.reporting.display import show_samples as show_samples
-    from tpukit.reporting.widgets import live as live
+    from tpukit.reporting.live import live as live
     from tpukit.runs.checkpoints import Checkpoints as Checkpoints
     from tpukit.runs.run import Run as Run
     from tpukit.tasks.cdeit import CDEIT as CDEIT
@@ -49,7 +49,7 @@ _HOMES = {
     "Run": "runs.run",
     "core": "launching.core",
     "launch": "launching.launcher",
-    "live": "reporting.widgets",
+    "live": "reporting.live",
     "metrics_report": "reporting.device_report",
     "train": "training.loop",
     "train_core": "training.spawned",

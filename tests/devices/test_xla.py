@@ -19,7 +19,7 @@ from tpukit import MNIST, Run, train
 from tpukit.devices import xla_private
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla import XLARuntime
-from tpukit.reporting import findings
+from tpukit.reporting import findings, run_report
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_both_phases_are_one_graph_each_for_step_and_prediction_with_the_losses_
     assert len({counters[s] for s in range(1, 9)}) == 1 and len({counters[s] for s in range(9, 17)}) == 1
     new = {n: c for n, c in xla.counters()["fallbacks"].items() if c != before["fallbacks"].get(n, 0)}
     assert new == {}
-    words = " ".join(findings.describe(records))
+    words = " ".join(run_report.describe(records))
     assert "compiled at step 1" in words and "again" not in words
     assert "No operation fell back" in words
     train(task, on_cpu, runtime=cpu, progress=False)
@@ -221,7 +221,7 @@ def test_a_second_graph_that_the_optimizer_needs_is_not_reported_as_unexpected(
     run = Run.open(tmp_path, task)
     train(task, run, runtime=xla, progress=False)
     assert [r["step"] for r in run.records("compile") if r["what"] == "step"] == [1, 2]
-    words = " ".join(findings.describe(run.records()))
+    words = " ".join(run_report.describe(run.records()))
     assert "at step 1" in words and "and at step 2" in words and "again" not in words
 
 
@@ -266,8 +266,8 @@ def test_a_ragged_batch_ends_the_run_and_error_and_report_name_the_argument_and_
     with pytest.raises(UnexpectedRecompilation, match=re.escape(why)):
         train(task, run, runtime=xla, progress=False)
     assert run.records("compile")[-1]["refused"]
-    assert any("Step 3" in words and why in words for words in findings.describe(run.records()))
-    assert any(why in row[3] for row in findings.accelerator_tables(run.records())[0].rows)
+    assert any("Step 3" in words and why in words for words in run_report.describe(run.records()))
+    assert any(why in row[3] for row in run_report.accelerator_tables(run.records())[0].rows)
 
 
 def test_the_report_names_what_fell_back_and_how_long_the_data_took():
@@ -278,7 +278,7 @@ def test_the_report_names_what_fell_back_and_how_long_the_data_took():
         kind="start", step=0, device="tpu (v5e), bf16", max_graphs=1, batch_size=1, steps_per_epoch=42
     )
     words = " ".join(
-        findings.describe([start, dict(kind="train", step=42, loss=1.0, grad_norm=1.0, speed=speed)])
+        run_report.describe([start, dict(kind="train", step=42, loss=1.0, grad_norm=1.0, speed=speed)])
     )
     assert "aten::nonzero (7 times)" in words
     assert "Waiting for data took 60.0% of the training time: if threads make" in words

@@ -59,12 +59,6 @@ def test_the_backend_of_a_tpu_and_whether_it_fits_are_known(
         assert env.require("tpu", cores=8) is env
 
 
-def test_detect_its_table_and_require_work_where_neither_torch_nor_a_backend_can_be_imported():
-    code = "import sys; sys.modules.update(dict.fromkeys('torch torch_xla torch_tpu libtpu jax'.split()))"
-    code += "; import tpukit; env = tpukit.detect(); print(env); env.require('cpu')"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
-
-
 def test_a_colab_gpu_has_the_empty_tpu_variable_and_is_no_tpu(tmp_path, versions, gpu):
     versions(torch="2.11.0+cu128")
     gpu("Tesla T4")
@@ -86,7 +80,6 @@ def test_the_cpu_xla_device_is_chosen_by_its_variable_only(tmp_path, versions):
 @pytest.mark.parametrize(
     "environ, accelerator, menu",
     [
-        ({"COLAB_RELEASE_TAG": "x"}, "tpu", "Runtime > Change runtime type"),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "tpu", "Accelerator > TPU v5e-8"),
         ({"TPU_NAME": "node"}, "tpu", "pip install 'torch_xla"),
         ({}, "tpu", "open the notebook on Colab or Kaggle"),
@@ -142,7 +135,7 @@ def test_any_takes_what_is_here_and_names_the_menus_where_a_hosted_session_has_n
     for environ, menus in (({}, ""), ({"COLAB_RELEASE_TAG": "x"}, "T4 GPU")):
         env = detect(environ, tmp_path)
         assert env.require("cpu") is env and capsys.readouterr().out == ""
-        assert env.require("any", cores=8) is env and env.require("auto") is env.require("ANY") is env
+        assert env.require("any", cores=8) is env and env.require("ANY") is env
         assert menus in (out := capsys.readouterr().out) and bool(out) == bool(menus)
 
 
@@ -250,7 +243,7 @@ def test_a_tpu_that_no_variable_names_is_known_by_its_pci_id(pci_id, name, tmp_p
 
 
 PARTS = {  # what is used alone -> the words that it prints
-    'tpukit.detect().require("any")': "",
+    'print(tpukit.detect().require("any"))': "Environment",
     "assert tpukit.mount_drive() is None": "only Colab can mount it",
     'tpukit.find_dataset("IRSTD-1k")': "found in ./datasets",
     'tpukit.find_dataset("mine", "datasets/IRSTD-1k")': "the given path",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.conftest import ROOT
 from tests.launching.launched import RECIPE, Watched
@@ -144,3 +145,14 @@ def on_one_core(folder, data, **settings):
 def alone(odd, tmp_path_factory):
     """(run, scores) of RECIPE on one core, which several cores have to equal."""
     return on_one_core(tmp_path_factory.mktemp("alone"), odd, **RECIPE)
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """This process as rank 5 of 8, with variables of its own: (backend, how) of the groups that it joined."""
+    told = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: told.append((backend, how)))
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    return told

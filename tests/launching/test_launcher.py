@@ -54,9 +54,7 @@ def launches(odd, tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_xla(odd, tmp_path_factory):
     """The same of processes with an XLA device each."""
-    folder = tmp_path_factory.mktemp("xla")
-    accident = dict(accident="raise", cores=2)
-    return launched("xla", odd, folder, recipe=dict(RECIPE, cores=2), accident=accident)
+    return launched("xla", odd, tmp_path_factory.mktemp("xla"), recipe=dict(RECIPE, cores=2))
 
 
 @pytest.mark.slow
@@ -142,14 +140,6 @@ def test_the_dataset_is_held_once_for_all_processes_of_a_host(launches, odd):
     assert sum(private for *_, private in rows) == 0
 
 
-@pytest.mark.slow
-def test_a_core_with_an_xla_device_that_fails_ends_the_launch_and_leaves_no_process(on_xla):
-    _, failed = on_xla["accident"]
-    assert failed["error"] == "CoreFailed" and failed["left"] == []
-    assert "core 1 (rank 1) in step 30 failed" in failed["message"]
-    assert "ValueError: sample 7 is broken" in failed["message"]
-
-
 SPMD = """
 task = Watched(dataset_dir=Path(sys.argv[1]), log_every=1, num_workers=1)
 scores = launch(train, task, Run.open(sys.argv[2], task), cores=8, parallel="spmd")
@@ -188,9 +178,7 @@ def test_synced_batch_norm_off_gpus_is_refused(launches):
         (machine("cuda", 4), 2, "processes", 2),
         (machine("cpu", 1), None, "processes", 1),
         (machine("xla", 1), 8, "processes", 8),
-        (machine("tpu", 4, "tpu-vm"), 16, "processes", ["16", "found 4"]),
         (machine("tpu", 1, "colab"), 8, "processes", ["8", "found 1", environment.TPU_MENU["colab"]]),
-        (machine("cuda", 1), 2, "processes", ["2", "found 1", environment.GPU_MENU["kaggle"]]),
         (machine("tpu", 8), 4, "processes", ["4 of 8", "cores=1", "cores=8"]),
         (machine("tpu", 8), 0, "processes", ["cores=0"]),
         (machine("cuda", 2), None, "spmd", ["parallel='spmd'", "GPU", "'processes'"]),
@@ -275,7 +263,6 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
     [
         ({}, [environment.NAMES["xla"], "Restart the session"]),  # this kernel has used the device
         (dict(parallel="threads"), ["parallel='threads'"]),
-        (dict(hang_timeout_s=0), ["hang_timeout_s=0"]),
         (dict(hang_timeout_s=-1), ["hang_timeout_s=-1"]),
     ],
 )

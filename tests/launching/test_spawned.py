@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.conftest import ROOT, best_weights
 from tests.launching.conftest import (
@@ -91,26 +90,15 @@ def test_a_process_that_does_not_know_how_many_there_are_says_what_to_set(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def tpu_core(monkeypatch):
-    """This process as one of eight whose chips torch_xla has opened. Returns what is recorded: how it joined
-    the others, and its end."""
+def test_a_core_of_a_tpu_joins_by_pjrt_and_ends_its_process_when_it_fails(
+    group, tmp_path, monkeypatch, capfd
+):
     needs_torch_xla()
-    recorded = {}
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    here = machine("tpu", 8)
+    here, codes = machine("tpu", 8), []
     monkeypatch.setattr(environment, "detect", lambda: here)
     monkeypatch.setattr(processes, "rank_of_opened_chip", lambda: (5, 8))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: recorded.update(how))
-    monkeypatch.setattr(dist, "get_rank", lambda: 5)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(os, "_exit", lambda code: recorded.update(exit=code))
-    return recorded
+    monkeypatch.setattr(os, "_exit", codes.append)
 
-
-def test_a_core_of_a_tpu_joins_by_pjrt_and_ends_its_process_when_it_fails(
-    tpu_core, tmp_path, monkeypatch, capfd
-):
     def fail(job, world):
         raise ValueError(f"{world.rank} of {world.size}")
 
@@ -118,5 +106,6 @@ def test_a_core_of_a_tpu_joins_by_pjrt_and_ends_its_process_when_it_fails(
     monkeypatch.setattr("tpukit.devices.distributed.World.broadcast", lambda world, tree: tree)
     with pytest.raises(TpukitError):
         train_core(3, MNIST(dataset_dir=tmp_path), tmp_path / "run")
-    assert tpu_core["init_method"] == "xla://" and tpu_core["exit"] == 1
+    [(_, how)] = group
+    assert how["init_method"] == "xla://" and codes == [1]
     assert "core 3 while starting failed: 5 of 8" in capfd.readouterr().err

@@ -60,20 +60,10 @@ def test_two_ranks_give_the_losses_and_weights_of_one_and_torchrun_names_the_one
 def test_the_command_trains_under_torchrun_and_its_ranks_end_with_the_agent_however_that_ends(odd, tmp_path):
     run = tmp_path / "run"
     # `--` keeps torchrun from reading tpukit's options as its own.
-    command = [
-        *TORCHRUN,
-        "-m",
-        "--",
-        "tpukit",
-        "train",
-        "mnist",
-        "--dataset-dir",
-        str(odd),
-        "--run",
-        str(run),
-    ]
-    command += ["--batch-size", "8", "--channels", "4", "--epochs", "100000"]
-    agent = subprocess.Popen(command, cwd=ROOT, env=CPU, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    options = "--batch-size 8 --channels 4 --epochs 100000"
+    words = f"-m -- tpukit train mnist --dataset-dir {odd} --run {run} {options}"
+    silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    agent = subprocess.Popen([*TORCHRUN, *words.split()], cwd=ROOT, env=CPU, **silent)
     ranks = []
     try:
         wait_for((run / "progress.json").exists, agent)

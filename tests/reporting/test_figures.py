@@ -14,7 +14,7 @@ from PIL import Image
 from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement, strange_run
 from tpukit import MNIST, cli
 from tpukit.host.tables import Sentences, printable
-from tpukit.reporting import display, figures, findings, language, output, presenting
+from tpukit.reporting import display, evaluation_figures, figures, findings, language, presenting
 from tpukit.training.panels import RIGHT, WRONG
 
 
@@ -57,7 +57,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
     def page(word, folder):
         folder.mkdir()
         shown = []
-        monkeypatch.setattr(presenting, "in_notebook", lambda: True)
+        monkeypatch.setattr(presenting, "notebook_kernel", object)
         monkeypatch.setattr("IPython.display.display", shown.append)
         run = strange_run(folder / "run", word)
         display.show(run)
@@ -65,7 +65,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
         [table] = measure.compare(measure.read(strange_measurement(folder / "m.json", word)))
         display.present(table)
         display.show(MNIST(dataset_dir=word, weights=word))
-        output.present_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
+        presenting.present_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
         formatter = DisplayFormatter()
         formatter.active_types = formatter.format_types
         cell = nbformat.v4.new_code_cell("show()", id="shown")
@@ -92,6 +92,7 @@ def test_a_terminal_gets_no_control_character_from_a_file_or_its_name(tmp_path, 
         output = "".join(capsys.readouterr())
         assert output.isascii() or not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800]", output)
         assert r"\x1b[2J" in "".join(output.split()) and "<script>" in "".join(output.split())
+        assert ("run/pictures/curves.png" in output) == (command == "show run")
     (tmp_path / "a/\x1b[2J").mkdir(parents=True)
     (tmp_path / "a/\x1b[2J/config.json").write_text("{}")
     assert cli.main(["report", "a"]) == 1
@@ -116,7 +117,7 @@ def test_a_text_is_drawn_as_it_is_in_lines_that_fit():
 
 def test_a_figure_has_no_background_and_no_black_words_so_that_a_dark_page_shows_it():
     figure = figures.curves_figure(records_of([0.5, 0.75]), LABELS)
-    drawn = np.asarray(Image.open(io.BytesIO(figures.as_png(figure))))
+    drawn = np.asarray(Image.open(io.BytesIO(presenting.as_png(figure))))
     assert not drawn[[0, 0, -1, -1], [0, -1, 0, -1], 3].any() and np.mean(drawn[..., 3] == 0) > 0.5
     words = [text for text in figure.findobj(Text) if text.get_text()]
     assert words and not [text for text in words if to_rgb(text.get_color()) == (0, 0, 0)]
@@ -183,14 +184,6 @@ def test_curves_stand_over_epochs_with_the_best_mark_and_the_papers_line():
     assert figures.curves_figure([]) is None
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf"), None])
-def test_a_loss_that_is_not_finite_has_no_point_and_leaves_the_axis_as_it_is(loss):
-    records = records_of([0.5, 0.5, 0.5])
-    records[-2]["loss"] = loss
-    axis = axes_of(figures.live_figure(records, LABELS))["loss"]
-    assert lines(axis) == [([1, 2], [0.25, 0.125])] and axis.get_ylim()[1] < 0.3
-
-
 def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_from_the_first_moment_on():
     for given in ([], records_of([])[:1]):
         axes = axes_of(figures.live_figure(given, LABELS))
@@ -206,13 +199,9 @@ def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_
     assert figure.get_suptitle() == "cpu · 1 compilation, 9 s"
     unknown = axes_of(figures.live_figure(records_of([0.5]), findings.NO_LABELS))
     assert list(unknown) == ["loss", "iou", "samples per second"]
-
-
-def test_a_live_chart_has_one_range_of_epochs_up_to_the_planned_end():
-    figure = figures.live_figure(records_of([0.25, 0.75]), LABELS._replace(epochs=20))
-    assert {axis.get_xlim() for axis in axes_of(figure).values()} == {(0, 20.4)}
-    later = figures.live_figure(records_of([0.25, 0.75]), LABELS._replace(epochs=1))
-    assert {axis.get_xlim()[1] for axis in axes_of(later).values()} == {2.04}
+    for planned, end in ((20, 20.4), (1, 2.04)):
+        axes = axes_of(figures.live_figure(records_of([0.25, 0.75]), LABELS._replace(epochs=planned)))
+        assert {axis.get_xlim() for axis in axes.values()} == {(0, end)}
 
 
 def test_an_axis_of_scores_tells_97_from_99_percent_and_leaves_room_above_the_best():
@@ -228,27 +217,23 @@ def test_an_axis_of_scores_tells_97_from_99_percent_and_leaves_room_above_the_be
         assert low < flat[0] < high and high - low > 0.05
 
 
-@pytest.mark.parametrize("draw", ["curves", "live", "roc", "confusion", "runs", "one picture", "rows"])
-def test_every_figure_is_as_wide_as_the_page_and_no_word_in_it_is_small(draw):
+def test_every_figure_is_as_wide_as_the_page_and_no_word_in_it_is_small():
     records, picture = records_of([0.25, 0.5]), ("title", np.eye(4))
-    rates = dict(tpr=[1.0, 0.0], fpr=[1.0, 0.0], precision=[0.5, 1.0], threshold=[0.0, 1.0])
-    figure = dict(
-        curves=lambda: figures.curves_figure(records, LABELS),
-        live=lambda: figures.live_figure(records, LABELS),
-        roc=lambda: figures.roc_figure(rates),
-        confusion=lambda: figures.confusion_figure(dict(classes=["a", "b"], counts=[[3.0, 0.0], [1.0, 2.0]])),
-        runs=lambda: figures.runs_figure({"a": ([1.0], [0.5])}, "iou"),
-    )
-    figure["one picture"] = lambda: figures.panels_figure([[picture]], "one", ["a.png"])
-    figure["rows"] = lambda: figures.panels_figure([[picture] * 3] * 2, "rows")
-    drawn = figure[draw]()
-    drawn.savefig(io.BytesIO())
-    assert drawn.get_figwidth() == figures.WIDTH
-    # 860 pixels are what a page of 1,000 leaves: 9 pixels a letter there.
-    sizes = [
-        text.get_fontsize() / 72 * 860 / figures.WIDTH for text in drawn.findobj(Text) if text.get_text()
-    ]
-    assert sizes and min(sizes) >= 9
+    rates = dict(tpr=[1.0, 0.0], fpr=[1.0, 0.0], precision=[0.5, 1.0])
+    for drawn in (
+        figures.curves_figure(records, LABELS),
+        figures.live_figure(records, LABELS),
+        evaluation_figures.roc_figure(rates),
+        evaluation_figures.confusion_figure(dict(classes=["a", "b"], counts=[[3.0, 0.0], [1.0, 2.0]])),
+        figures.runs_figure({"a": ([1.0], [0.5])}, "iou"),
+        figures.panels_figure([[picture]], "one", ["a.png"]),
+        figures.panels_figure([[picture] * 3] * 2, "rows"),
+    ):
+        drawn.savefig(io.BytesIO())
+        assert drawn.get_figwidth() == figures.WIDTH
+        # 860 pixels are what a page of 1,000 leaves: 9 pixels a letter there.
+        sizes = [text.get_fontsize() for text in drawn.findobj(Text) if text.get_text()]
+        assert sizes and min(sizes) / 72 * 860 / figures.WIDTH >= 9
 
 
 def test_samples_of_three_pictures_have_a_line_each_and_only_the_first_one_says_what_the_others_show():
@@ -282,7 +267,7 @@ def test_a_chinese_chart_lacks_no_sign_where_a_font_has_them(monkeypatch, recwar
         pytest.skip("no font with Chinese signs here; on Debian and Ubuntu: apt install fonts-wqy-microhei")
     monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
     figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)
-    assert "损失" in axes_titles(figure) and figures.as_png(figure)
+    assert "损失" in axes_titles(figure) and presenting.as_png(figure)
     assert not [warning for warning in recwarn if "missing from font" in str(warning.message)]
 
 
@@ -290,37 +275,32 @@ def axes_titles(figure):
     return {axis.get_title("left") for axis in figure.axes}
 
 
-def test_a_longer_chinese_sentence_is_not_taken_for_a_shorter_one(monkeypatch):
+def test_every_english_text_has_a_chinese_one_with_its_gaps_and_is_not_taken_for_a_shorter_one(monkeypatch):
     monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
-    for english, _ in tomllib.loads(language.WORDS.read_text()).items():
-        said = language.translate(english.replace("{}", "7"))
-        assert not re.search("[a-z]{3} [a-z]{2}", said), said
-
-
-def test_every_chinese_word_has_as_many_gaps_as_the_english_one():
-    words = tomllib.loads(language.WORDS.read_text())
-    for english, chinese in words.items():
+    for english, chinese in tomllib.loads(language.WORDS.read_text()).items():
         texts = ["T"] * english.count("{}")
         assert chinese.format(*texts).count("T") - chinese.count("T") <= len(texts), english
-        assert re.search(r"[\u4e00-\u9fff]", chinese), english
+        translated = language.translate(english.replace("{}", "7"))
+        assert re.search(r"[\u4e00-\u9fff]", translated), english
+        assert not re.search("[a-z]{3} [a-z]{2}", translated), translated
 
 
 def test_an_roc_marks_the_thresholds_on_both_curves_and_draws_a_rate_of_zero_on_its_logarithmic_axis():
     count = 11
     roc = dict(tpr=np.linspace(1, 0, count).tolist(), fpr=[1.0, *np.geomspace(0.1, 1e-5, count - 2), 0.0])
-    roc |= dict(precision=np.linspace(0, 1, count).tolist(), threshold=[place / 10 for place in range(count)])
-    left, right = axes_of(figures.roc_figure(roc)).values()
+    roc["precision"] = np.linspace(0, 1, count).tolist()
+    left, right = axes_of(evaluation_figures.roc_figure(roc)).values()
     (x, y), (recall, precision) = lines(left)[0], lines(right)[0]
     assert y == roc["tpr"] and x[:-1] == roc["fpr"][:-1] and 0 < x[-1] < 1e-5 and left.get_xscale() == "log"
     # Where nothing is found the precision says nothing: no point at (0, 0).
     assert (recall, precision) == (roc["tpr"][:-1], roc["precision"][:-1])
-    assert left.get_ylim() == right.get_ylim() == right.get_xlim() == figures.SHARES
+    assert left.get_ylim() == right.get_ylim() == right.get_xlim() == evaluation_figures.SHARES
     for axis, places in ((left, list(zip(x, y))), (right, list(zip(recall, precision)))):
         marked = [(line.get_label(), *line.get_xydata()) for line in axis.get_lines()[1:]]
         for (label, point), index in zip(marked, (1, 5, 9), strict=True):
             assert label == f"threshold {index / 10:g}" and tuple(point) == places[index]
-    roc = dict.fromkeys(("tpr", "fpr", "precision"), [0.0, 0.0]) | dict(threshold=[0.0, 1.0])
-    axes_of(figures.roc_figure(roc))  # nothing was predicted at all
+    roc = dict.fromkeys(("tpr", "fpr", "precision"), [0.0, 0.0])
+    axes_of(evaluation_figures.roc_figure(roc))  # nothing was predicted at all
 
 
 def test_runs_have_a_look_and_a_place_in_the_legend_each_whatever_they_are_called():
@@ -335,7 +315,8 @@ def test_runs_have_a_look_and_a_place_in_the_legend_each_whatever_they_are_calle
 
 def test_a_confusion_has_no_tile_where_there_is_no_image_and_any_count_that_a_file_holds_is_drawn():
     for counts in ([[3.0, 0.0], [1.0, 2.0]], [[0.0, 0.0], [1.0, -1.0]]):
-        [axis] = axes_of(figures.confusion_figure(dict(classes=["a", "b"], counts=counts))).values()
+        figure = evaluation_figures.confusion_figure(dict(classes=["a", "b"], counts=counts))
+        [axis] = axes_of(figure).values()
         assert (np.isnan(axis.images[0].get_array().filled(np.nan)) == (np.array(counts) == 0)).all()
 
 

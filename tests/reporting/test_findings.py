@@ -3,21 +3,7 @@
 import pytest
 
 from tests.reporting.hostile import SPEED, evaluated, strange_run
-from tpukit import train
-from tpukit.reporting import figures, findings
-from tpukit.runs.run import Run
-
-
-def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_that_trained(trained, cpu):
-    task, run = trained
-
-    def reported():
-        tables = findings.accelerator_tables(run.records())
-        return findings.describe(run.records()), [str(table) for table in tables]
-
-    before = reported()
-    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
-    assert len(run.records("start")) == 2 and reported() == before
+from tpukit.reporting import evaluation_figures, figures, findings, run_report
 
 
 def test_a_record_that_lacks_a_value_of_its_kind_is_left_out_and_changes_no_chart(tmp_path):
@@ -25,10 +11,10 @@ def test_a_record_that_lacks_a_value_of_its_kind_is_left_out_and_changes_no_char
     first, second = [r for r in records if r["kind"] == "train"]
     del second["speed"]
     rest = [r for r in records if r is not second]
-    assert [i["to"] for i in findings.intervals(records)] == [4]
-    assert findings.describe(records) == findings.describe(rest)
+    assert [i["to"] for i in run_report.intervals(records)] == [4]
+    assert run_report.describe(records) == run_report.describe(rest)
     assert findings.headline(records) == findings.headline(rest)
-    assert findings.curves(records) == findings.curves(rest) and findings.roc(records) is None
+    assert findings.curves(records) == findings.curves(rest)
     figures.live_figure(records, findings.NO_LABELS).draw_without_rendering()
 
 
@@ -53,10 +39,10 @@ def test_intervals_divide_their_own_times_by_their_steps():
         speed = dict(seconds=seconds, images_per_s=20 / seconds, wait_s=seconds / 10, counters=counters)
         return trained_at(step, **speed, to_device_s=sent, from_device_s=sent / 2)
 
-    first, second = findings.intervals([started(), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)])
+    first, second = run_report.intervals([started(), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)])
     assert (first["from"], first["to"], second["from"], second["to"]) == (1, 5, 6, 10)
     times = [pytest.approx([200, 20, 10, 5]), pytest.approx([400, 40, 30, 15])]
-    assert [[span[name] for name in findings.TIMES] for span in (first, second)] == times
+    assert [[span[name] for name in run_report.TIMES] for span in (first, second)] == times
 
 
 CAPTURED = compiled_at(4, seconds=0.5)
@@ -75,7 +61,7 @@ def test_a_step_of_a_gpu_is_reported_as_compiled_as_captured_or_with_the_reason(
     choice, events, words, marked
 ):
     records = [started(compile=choice), *events, trained_at(8)]
-    sentences = " ".join(findings.describe(records))
+    sentences = " ".join(run_report.describe(records))
     assert words in sentences and "CPU" not in sentences
     assert ("Nothing is compiled" in sentences) == (words == "Nothing is compiled")
     assert findings.compiled_steps(records) == marked
@@ -86,22 +72,22 @@ def test_memory_stands_in_the_report_device_by_device_and_compilations_with_thei
     compiled = [compiled_at(1), compiled_at(9, "predict", 4.0), compiled_at(12, seconds=20.0, why=[why])]
     memory = [[12 * 2**30, 16 * 2**30], [8 * 2**30, 16 * 2**30]]
     records = [started(), *compiled, trained_at(12, memory=memory, counters=dict(fallbacks={}))]
-    tables = {table.title: table for table in findings.accelerator_tables(records)}
+    tables = {table.title: table for table in run_report.accelerator_tables(records)}
     assert tables["Memory"].rows == [("0", "12.00", "16.00", "75%"), ("1", "8.00", "16.00", "50%")]
     assert tables["Compilations"].rows == [
         ("1", "step", "30.0", "the first time"),
         ("9", "predict", "4.0", "the first time"),
         ("12", "step", "20.0", why),
     ]
-    assert f"Step 12 compiled again (20.0 s) because {why}." in findings.describe(records)
+    assert f"Step 12 compiled again (20.0 s) because {why}." in run_report.describe(records)
 
 
 def test_after_a_resume_the_report_says_how_long_all_sessions_took_and_which_one_it_is_about():
     one = [started(), trained_at(4, seconds=60.0), evaluated(4, 0, {})]
     other = [started(device="cpu"), trained_at(8, seconds=30.0), evaluated(8, 1, {}), trained_at(12)]
-    sentences = findings.describe(one)
+    sentences = run_report.describe(one)
     assert "It ran on 2 x tpu." in sentences and "Training took 60 s, evaluation 1 s." in sentences
-    sentences = findings.describe([*one, *other, started()])  # the last one found nothing left to do
+    sentences = run_report.describe([*one, *other, started()])  # the last one found nothing left to do
     assert "The last of 2 sessions ran on cpu." in sentences
     assert sentences[-1] == "Training took 92 s, evaluation 2 s in 2 sessions."
 
@@ -149,14 +135,11 @@ def test_a_score_that_is_no_number_to_be_drawn_has_no_point(value):
     assert findings.curves(records) == dict(iou=([1.0], [0.25]))
 
 
-ROC = dict(tpr=[1.0, 0.5, 0.0], fpr=[1.0, 0.1, 0.0], precision=[0.1, 0.9, 1.0])
-
-
-def test_an_roc_is_that_of_the_last_evaluation_that_has_one_with_its_thresholds():
-    first, second = evaluated(6, 0, dict(roc=dict(ROC, tpr=[0.0] * 3))), evaluated(12, 1, dict(roc=ROC))
+def test_an_roc_is_that_of_the_last_evaluation_that_has_one():
+    first, second = evaluated(6, 0, dict(roc="first")), evaluated(12, 1, dict(roc="second"))
     records = [first, second, evaluated(18, 2, {}), trained_at(20)]
-    assert findings.roc(records) == dict(ROC, threshold=[0.0, 0.5, 1.0])
-    assert findings.roc(records[2:]) is None and findings.roc([]) is None
+    assert findings.last_evaluated(records, "roc") == "second"
+    assert findings.last_evaluated(records[2:], "roc") is None
 
 
 def test_the_headline_names_the_device_and_the_compilations_of_the_session_that_runs_now():
@@ -164,12 +147,12 @@ def test_the_headline_names_the_device_and_the_compilations_of_the_session_that_
     records = [started(), compiled, dict(compiled, refused=True), predict, trained_at(20)]
     assert findings.headline(records) == "2 x tpu · 2 compilations, 2.5 min"
     assert findings.headline([*records, started(device="cpu")]) == "cpu"
-    assert findings.headline([]).startswith("The training starts")
+    assert findings.headline([]).startswith("Training starts")
 
 
 def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a_class_that_is_never_called():
     counts = [[8, 2, 0], [1, 4, 0], [3, 0, 0]]
-    assert findings.per_class_table(dict(classes=["a", "b", "c"], counts=counts)).rows == [
+    assert evaluation_figures.per_class_table(dict(classes=["a", "b", "c"], counts=counts)).rows == [
         ("a", "10", "0.6667", "0.8000"),
         ("b", "5", "0.6667", "0.8000"),
         ("c", "3", "", "0.0000"),

@@ -14,7 +14,7 @@ from tests.conftest import ROOT, refuses
 from tests.reporting.hostile import SPEED, evaluated, write_run
 from tpukit import MNIST, Run
 from tpukit.host import environment
-from tpukit.reporting import figures, presenting, widgets
+from tpukit.reporting import figures, live, presenting, widgets
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def wait_for(condition):
 def test_where_no_page_is_open_nothing_is_shown_and_no_thread_started(run, monkeypatch, capsys):
     monkeypatch.setattr("IPython.display.display", pytest.fail)
     before = threading.active_count()
-    with widgets.live(run):
+    with live.live(run):
         assert threading.active_count() == before
     assert capsys.readouterr().out == ""
 
@@ -42,7 +42,7 @@ def test_where_no_page_is_open_nothing_is_shown_and_no_thread_started(run, monke
 def test_the_chart_is_there_at_once_is_redrawn_when_something_was_written_and_a_last_time_at_the_end(
     run, page
 ):
-    with pytest.raises(KeyboardInterrupt), widgets.live(run, every_s=0.01):
+    with pytest.raises(KeyboardInterrupt), live.live(run, every_s=0.01):
         assert len(page.shown) == 1 and page.shown[0].data.startswith(b"\x89PNG")
         time.sleep(0.2)
         assert not page.updates  # nothing was written
@@ -56,22 +56,12 @@ def test_the_chart_is_there_at_once_is_redrawn_when_something_was_written_and_a_
     assert len(page.shown) == 1 and len(page.updates) == 2 and page.threads[1] is threading.main_thread()
 
 
-def test_the_thread_draws_nothing_when_a_launch_deletes_the_progress_of_an_earlier_one_before_it_forks(
-    run, page
-):
-    run.write_progress(step=1, total=1, unit="step")
-    with widgets.live(run, every_s=0.01):
-        (run.path / "progress.json").unlink()
-        time.sleep(0.3)
-        assert not page.updates
-
-
 @pytest.mark.parametrize("file", ["config.json", "records.jsonl"])
 def test_what_cannot_be_drawn_is_said_once_and_disturbs_no_training(file, run, page, capsys):
     (run.path / file).unlink()
     (run.path / file).mkdir()
     after = []
-    with widgets.live(run, every_s=0.01):
+    with live.live(run, every_s=0.01):
         for second in (10**9, 2 * 10**9, 3 * 10**9):
             os.utime(run.path / "records.jsonl", ns=(time.time_ns() + second,) * 2)
             time.sleep(0.05)
@@ -80,13 +70,13 @@ def test_what_cannot_be_drawn_is_said_once_and_disturbs_no_training(file, run, p
 
 
 def test_drawing_takes_at_most_two_hundredths_of_the_time_and_no_more_often_than_asked(run, monkeypatch):
-    monkeypatch.setattr(widgets.LiveChart, "_written_at", itertools.count(1).__next__)
-    monkeypatch.setattr(widgets.LiveChart, "update", lambda _: None)
+    monkeypatch.setattr(live.LiveChart, "_written_at", itertools.count(1).__next__)
+    monkeypatch.setattr(live.LiveChart, "update", lambda _: None)
     clock = iter([0.0, 0.01, 0.0, 0.4])  # before and after a quick and a slow picture
-    monkeypatch.setattr(widgets.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(live.time, "monotonic", lambda: next(clock))
     waits = []
     done = SimpleNamespace(wait=lambda wait_s: waits.append(wait_s) or len(waits) == 3)
-    widgets.LiveChart(run).follow(done, 5.0)
+    live.LiveChart(run).follow(done, 5.0)
     assert waits == [5.0, 5.0, pytest.approx(20.0)]
 
 
@@ -136,7 +126,7 @@ def test_in_a_kernel_one_picture_is_redrawn_in_place_on_one_core_and_on_two_and_
 
 @pytest.mark.parametrize("why", ["no page", "no ipywidgets"])
 def test_without_a_page_or_without_ipywidgets_one_picture_is_shown(why, page, monkeypatch):
-    monkeypatch.setattr(presenting, "in_notebook", lambda: True)
+    monkeypatch.setattr(presenting, "notebook_kernel", object)
     if why == "no page":
         monkeypatch.setattr(environment, "is_interactive_notebook", lambda: False)
     else:
@@ -180,3 +170,11 @@ def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypat
     assert calls[-1] == ({"b": ([1.0, 2.0], [0.25, 0.25]), "c": ([1.0], [0.75])}, "iou")
     box.children[0].value = ("a",)
     assert calls[-1] == ({}, "iou")  # "no run has this score"
+
+
+def test_a_shell_is_told_where_the_chart_of_several_runs_is(tmp_path, capsys):
+    for name in "ab":
+        curved(tmp_path, name, iou=0.5)
+    widgets.show_runs(tmp_path)
+    assert capsys.readouterr().out.strip() == f"picture: {tmp_path / 'runs.png'}"
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")

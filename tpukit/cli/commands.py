@@ -1,5 +1,5 @@
 """The table of commands: each is a function, of whose parameters tyro makes options, and of the settings of
-a task where it has one."""
+a task if it has one."""
 
 import difflib
 import functools

@@ -1,4 +1,4 @@
-"""`tpukit doctor`. Imports no tyro, so that it runs where that is missing."""
+"""`tpukit doctor`. Imports no tyro, so that it runs without it."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def doctor(
         error: check nothing; print how to fix this error message, or the one in this file.
         hardware: also try on the accelerator what tpukit assumes of it, each check in a process of its own,
             and write hardware.json, a report to send back, into the output folder.
-        rehearse: --hardware where there is no accelerator: try the checks themselves, in small.
+        rehearse: --hardware without an accelerator: try the checks themselves, in small.
     """
     from tpukit.tools.doctor import blocked, examine, find_known_error, table
 

@@ -98,14 +98,12 @@ def report(run: RunFolder, trace: int = 0, tensorboard: Path | None = None) -> N
     """Show what the accelerator did in a run: compilations and their causes, the time of a step, memory.
 
     Args:
-        trace: also take this number of steps of its task again, here, keep a profiler's trace of them for
+        trace: also run this number of steps of its task again, here, keep a profiler's trace of them for
             TensorBoard, and name the lines whose operations fall back to the CPU or wait for the device.
         tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
     """
-    from tpukit.reporting import display
-
     folder = tpukit.Run.find(run)
-    display.show_report(folder)
+    tpukit.show_report(folder)
     if tensorboard:
         from tpukit.tools.tensorboard import write_events
 
@@ -140,12 +138,12 @@ def measure(task: Task, cores: Cores = None, batch_sizes: tuple[int, ...] = (), 
 
 
 def merge(files: Files, epochs: int = 400) -> None:
-    """Put side by side what several machines measured, and how long a whole training takes on each: a table
-    for each task and size of its samples.
+    """Put side by side what several machines measured, and how long a whole training run takes on each: a
+    table for each task and size of its samples.
 
     Args:
         files: files that `tpukit compare TASK` wrote.
-        epochs: epochs of the whole training.
+        epochs: epochs of the whole training run.
     """
     from tpukit.tools.measure import compare, read
 

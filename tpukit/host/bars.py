@@ -6,13 +6,14 @@ from typing import Any
 
 from tqdm.std import tqdm as shell_bar
 
+from tpukit.host import environment
+
 
 class tqdm(shell_bar):
     """A progress bar, see `tqdm.tqdm`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        self._in_notebook, self._output = hasattr(shell, "kernel"), None
+        self._in_notebook, self._output = environment.notebook_kernel() is not None, None
         if self._in_notebook:
             options |= dict(ncols=90, gui=True)  # gui: tqdm itself prints nothing
         super().__init__(*args, **options)

@@ -1,6 +1,6 @@
 """Detect the host and its accelerator from environment variables, PCI folders and package metadata.
 
-Touches no device and imports no torch, so that it works even where torch is broken.
+Touches no device and imports no torch, so that it works even if torch is broken.
 """
 
 import contextlib
@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Table
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
-CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" where `require("cpu")` chose the processor over what is here
+CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" if `require("cpu")` chose the processor over an accelerator
 ONE_HOST = "tpukit trains on one host: use a machine that has all its chips or GPUs itself, as a v5litepod-8"
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -56,7 +57,7 @@ class Environment:
 
     @property
     def tpu_backend(self) -> str | None:
-        """ "torch_xla" or "torch_tpu", through which torch reaches a TPU here; None where neither is here."""
+        """ "torch_xla" or "torch_tpu", through which torch reaches a TPU here; None without either."""
         if "torch_tpu" in self.versions and not self._torch_xla_fits:
             return "torch_tpu"
         return "torch_xla" if "torch_xla" in self.versions else None
@@ -73,7 +74,7 @@ class Environment:
 
     @property
     def misfit(self) -> str:
-        """The reason why torch_xla does not work with the torch that is installed, or "" where it does."""
+        """The reason why torch_xla does not work with the installed torch, or "" if it does."""
         if self.tpu_backend == "torch_xla" and not self._torch_xla_fits:
             return f"torch_xla {self.versions['torch_xla']} does not match torch {self.versions.get('torch')}"
         return ""
@@ -108,22 +109,22 @@ class Environment:
         return self.table()._repr_html_()
 
     def require(self, accelerator: str, *, cores: int = 1) -> "Environment":
-        """Return the environment to train in if this accelerator is here, with at least this many cores; else
-        a TpukitError names the menu to open.
+        """Return the environment to train in if it has this accelerator, with at least this many cores;
+        otherwise a TpukitError names the menu to open.
 
         accelerator, in small or capital letters: "any" is whatever is here. "tpu" (the CPU XLA device counts,
         so that a notebook can be tried without a TPU) or "gpu" (or "cuda") must be here. "cpu" is the
         processor even if an accelerator is here, for this process and those that it starts, until it requires
         another. On a CPU a core is a process, so any number will do."""
-        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "any": tuple(NAMES)}
-        accepted["cpu"] = accepted["any"]
+        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "any": NAMES, "cpu": NAMES}
         requested, accelerator = accelerator, str(accelerator).lower()
-        accelerator = {"gpu": "cuda", "auto": "any"}.get(accelerator, accelerator)  # auto: the older guides'
+        if accelerator == "gpu":
+            accelerator = "cuda"
         if accelerator not in accepted:
             raise TpukitError(f"require({requested!r}): choose 'any', 'tpu', 'gpu', 'xla' or 'cpu'")
         if accelerator == "cpu" and self.accelerator in ("tpu", "cuda"):
             os.environ[CHOSEN] = "cpu"
-            return dataclasses.replace(self, accelerator="cpu", cores=1, device_name=_chosen_processor())
+            return detect()
         if accelerator != "cpu" and os.environ.pop(CHOSEN, None):
             return detect().require(accelerator, cores=cores)
         is_here = self.accelerator in accepted[accelerator]
@@ -134,17 +135,15 @@ class Environment:
                 print(f"this {self.host} session has no TPU and no GPU: its CPU trains, slowly")
                 print(TPU_MENU[self.host], GPU_MENU[self.host], sep="\n")
             return self
-        lines = [f"requested {cores} cores, found {self.cores} ({self.device_name})."]
-        if not is_here:
-            has = f"{NAMES[self.accelerator]} ({self.device_name})"
-            lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
         menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(self.accelerator if is_here else accelerator, {})
-        lines.append(menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts"))
-        if not is_here:
-            lines.append(
-                'Or take what is here: ACCELERATOR = "any" in a notebook\'s Settings, require("any").'
-            )
-        raise TpukitError("\n".join(lines))
+        advice = menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts")
+        if is_here:
+            raise TpukitError(f"requested {cores} cores, found {self.cores} ({self.device_name}).\n{advice}")
+        has = f"{NAMES[self.accelerator]} ({self.device_name})"
+        raise TpukitError(
+            f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}.\n{advice}\n"
+            'Or use what is here: ACCELERATOR = "any" in a notebook\'s Settings, require("any").'
+        )
 
 
 def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> Environment:
@@ -187,10 +186,7 @@ def under_torchrun() -> bool:
 
 def rank() -> int:
     """Return this process's number among those that torchrun started; 0 elsewhere."""
-    number = os.environ.get("RANK", "0") if under_torchrun() else "0"
-    if not number.isdecimal():
-        raise TpukitError(f"RANK={number} is no number: unset RANK and WORLD_SIZE, or use torchrun")
-    return int(number)
+    return int(os.environ.get("RANK", 0)) if under_torchrun() else 0
 
 
 def version_of(package: str) -> str | None:
@@ -209,7 +205,7 @@ def release(version: str, parts: int = 2) -> tuple[int, ...]:
 def _accelerator(environ, root, versions):
     """Return (accelerator, cores, device name)."""
     if environ.get(CHOSEN) == "cpu":
-        return "cpu", 1, _chosen_processor()
+        return "cpu", 1, f"{_processor()}; chosen by {CHOSEN}=cpu"
     chosen = environ.get("PJRT_DEVICE", "").upper()
     if "torch_xla" in versions and chosen == "CPU":
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
@@ -225,10 +221,6 @@ def _accelerator(environ, root, versions):
 
 def _processor():
     return f"{platform.machine()}, {os.cpu_count()} cores"
-
-
-def _chosen_processor():
-    return f"{_processor()}; chosen by {CHOSEN}=cpu"
 
 
 def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:
@@ -262,7 +254,7 @@ def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[s
 
 
 def check_one_host(env: Environment) -> None:
-    """Raise TpukitError where the variables name several hosts, of a TPU slice or of torchrun."""
+    """Raise TpukitError if the variables name several hosts, of a TPU slice or of torchrun."""
     names = os.environ.get("TPU_WORKER_HOSTNAMES", "") if env.accelerator == "tpu" else ""
     hosts = max(names.count(",") + 1, int(os.environ.get("GROUP_WORLD_SIZE", "1")))
     if hosts > 1:
@@ -288,7 +280,7 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
 
     CUDA_VISIBLE_DEVICES is read up to the first number that no card has. The count is right; a name may be
-    that of another card of this machine where a UUID is given, or CUDA numbers the cards otherwise."""
+    that of another card of this machine if a UUID is given, or if CUDA numbers the cards differently."""
     names = re.findall(r"^GPU \d+: (.+) \(UUID: ", nvidia_smi(environ), re.M)
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return names
@@ -315,8 +307,13 @@ def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
     )
 
 
+def notebook_kernel() -> Any:
+    """Return this process's kernel, in which all that is displayed becomes part of a notebook; None in a
+    shell."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None)
+
+
 def is_interactive_notebook() -> bool:
     """Return True in a notebook on a page, whose user can answer; not papermill, not a shell."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    # As the page set it when it sent the cell.
-    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)
+    return getattr(notebook_kernel(), "_allow_stdin", False)  # as the page set it when it sent the cell

@@ -1,25 +1,20 @@
 """Errors meant for the user."""
 
 import contextlib
-import os
-import traceback
 from collections.abc import Iterator
 
 from tpukit.host.tables import printable
 
 
 class TpukitError(ValueError):
-    """Names what was found, what is needed and what to do. The command line prints it without a traceback."""
+    """Says what it got, what it needs and what to do. The command line prints it without a traceback."""
 
     def __init__(self, *args: object) -> None:
         # A notebook and tyro print them as they are, with the names of files in them.
         super().__init__(*(printable(value) if isinstance(value, str) else value for value in args))
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows in place of a traceback: the sentence, unless TPUKIT_TRACEBACK is
-        set."""
-        if os.environ.get("TPUKIT_TRACEBACK"):
-            return traceback.format_exception(self)
+        """Return what a notebook shows in place of a traceback: the sentence."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -28,14 +23,14 @@ class Damaged(TpukitError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
+    """Return the first line of an error's message, or its type if it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @contextlib.contextmanager
 def explained(what: str, kind: type[TpukitError] = TpukitError) -> Iterator[None]:
-    """Context manager: an error of a foreign library, of whatever type, becomes one of this kind that begins
-    with `what`. One that is a TpukitError already stays."""
+    """Context manager: raise any error of a foreign library as one of this kind that begins with `what`. A
+    TpukitError stays as it is."""
     try:
         yield
     except TpukitError:

@@ -20,7 +20,7 @@ from typing import BinaryIO
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
-if sys.platform != "win32":  # where the commands work that take no lock
+if sys.platform != "win32":  # where commands that need no lock work
     import fcntl
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -33,9 +33,9 @@ def atomic_file(
 ) -> Iterator[BinaryIO]:
     """Open `path` for binary writing so that it appears complete or not at all.
 
-    The bytes go to a temporary file next to it, which takes the name when it is complete and, if `durable`,
-    on the disk. check: called with that file before; what it raises leaves `path` as it was. Raises
-    TpukitError for a disk that is full or cannot be written."""
+    The bytes go to a temporary file next to it, which is renamed when it is complete and, if `durable`, on
+    the disk. check: called with that file before; if it raises, `path` stays as it was. Raises TpukitError if
+    the disk is full or cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
     try:
         with explain_unwritable(path, only=DISK_FULL):
@@ -54,7 +54,7 @@ def atomic_file(
             if durable:
                 _sync_names(path.parent)
     finally:
-        with contextlib.suppress(OSError):  # where the folder cannot be written there is none
+        with contextlib.suppress(OSError):  # if the folder cannot be written there is none
             partial.unlink(missing_ok=True)
 
 
@@ -89,10 +89,10 @@ def _sync_names(folder: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(folder: str | Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the name `folder` when the block ends without an error.
+    """Yield an empty folder, renamed to `folder` when the block ends without an error.
 
-    Parent folders are created; what killed processes left is removed. Raises TpukitError where the disk is
-    full or cannot be written."""
+    Parent folders are created; what killed processes left is removed. Raises TpukitError if the disk is full
+    or cannot be written."""
     folder = Path(folder)
     prefix = f".{folder.name}.{socket.gethostname()}."  # hosts may share a disk
     with explain_unwritable(folder.parent):
@@ -141,7 +141,7 @@ def local_path(path: str | Path, advice: str) -> Path:
 
 
 def check_empty(folder: Path) -> None:
-    """Raise TpukitError for files where no run is: they could be taken for a part of one."""
+    """Raise TpukitError if a folder holds files but no run: they could be mistaken for parts of one."""
     with explain_unwritable(folder):
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     if visible := [name for name in names if not name.startswith(".")]:
@@ -195,9 +195,8 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Context manager: wait for a lock per user and host. It lies in the cache folder, because `path` may be
-    on a disk that cannot be written; without a cache folder there is none, and what is written is still
-    atomic."""
+    """Context manager: wait for a lock per user and host. It is in the cache folder, because `path` may be on
+    a read-only disk; without a cache folder there is no lock, and writing is still atomic."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, TpukitError):
@@ -208,11 +207,11 @@ def file_lock(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, signs: Iterable[Path] = (), *, waits: bool = False) -> Iterator[None]:
-    """Context manager: take the lock file `path` for this process alone, and write its pid and host into it.
+    """Context manager: lock the file `path` for this process alone, and write its pid and host into it.
 
-    waits: for the process of this host that has it; else a TpukitError has its pid and host. A lock ends with
-    its process, killed or not. Another host's is not seen through some shared disks (Drive): it counts as
-    long as this file or one of `signs` changed lately."""
+    waits: wait for a process of this host that holds the lock; otherwise a TpukitError names its pid and
+    host. A lock ends with its process, killed or not. Some shared disks (Drive) do not show another host's
+    lock: it counts while this file or one of `signs` has changed lately."""
     with explain_unwritable(path.parent):  # neither emptied nor opened through a link
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     with os.fdopen(number, "r+b", buffering=0) as file:
@@ -221,8 +220,8 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = (), *, waits: bool = Fals
             fcntl.flock(file, fcntl.LOCK_EX)
         elif not _is_free(file, holder, (path, *signs)):
             raise TpukitError(
-                f"{holder or 'another process'} is at work in {path.parent} (it trains or restores): end it,"
-                f" or choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
+                f"{holder or 'another process'} is using {path.parent} (training or restoring): end it, or"
+                f" choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
         try:
             with explain_unwritable(path, only=DISK_FULL):

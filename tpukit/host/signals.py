@@ -1,4 +1,4 @@
-"""Stopping a training run at a point where its state is complete, and a process whose parent has ended."""
+"""Stop a training run when its state is complete, and a process whose parent has ended."""
 
 import contextlib
 import ctypes
@@ -39,7 +39,7 @@ class StopSignal:
         print(self.says)
 
     def check(self):
-        """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is complete."""
+        """Raise KeyboardInterrupt or SystemExit if a signal came. Call it only when the state is complete."""
         if self.signal is not None:
             self.at_step = True
             _raise(self.signal)

@@ -10,7 +10,7 @@ GIB = 2**30
 UNPRINTABLE = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-# Else MathJax 2 and 3 take $...$ in a notebook for formulas.
+# Otherwise MathJax 2 and 3 read $...$ in a notebook as formulas.
 NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'
 
 
@@ -82,7 +82,7 @@ def _cell(tag, text):
 
 
 class Sentences(list):
-    """Sentences, one per line. Words in `backticks` are shown as code; nothing else is taken for markup."""
+    """Sentences, one per line. Words in `backticks` are shown as code; nothing else is markup."""
 
     def __repr__(self):
         return "\n".join(f"- {sentence}" for sentence in self._lines())
@@ -104,11 +104,9 @@ class Notice(Sentences):
         return f"<div style='{box}'>{super()._repr_html_()}</div>"
 
 
-def format_duration(seconds: float | None) -> str:
-    """Format a duration: 90 s, 2.5 min, 30.0 h, 3.0 days. Empty for None; 0 s for a negative one."""
-    if seconds is None:
-        return ""
+def format_duration(seconds: float) -> str:
+    """Format a duration: 90 s, 2.5 min, 30.0 h, 3.0 days."""
     for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {name}"
-    return f"{max(seconds, 0):.0f} s"
+    return f"{seconds:.0f} s"

@@ -35,14 +35,14 @@ class Plan:
         reserve: returns a context manager of the folder for the cores' files, in which only this launch
             writes.
         say: prints a line of the launch itself.
-        progress: returns dict(step, total, name, unit, ...), or {} where that is unknown.
+        progress: returns dict(step, total, name, unit, ...), or {} if that is unknown.
         saved: returns a sentence about what is left of a launch that failed.
         precision: of the devices, see `open_runtime`.
-        check: raises TpukitError where this many cores cannot share the work.
+        check: raises TpukitError if this many cores cannot share the work.
         why_one_gpu: returns the reason if one GPU serves better than this many, otherwise "".
         libtpu_args: returns flags of a TPU's compiler for this many cores, as in LIBTPU_INIT_ARGS.
-        trains: whether the call counts its steps from the start, and on a signal saves after one. Another may
-            take any time before its first step, and ends at once."""
+        trains: whether the call counts its steps from the start, and on a signal saves after one. Another
+            call may take any time before its first step, and ends at once."""
 
     arguments: Callable[[Core], tuple[tuple, dict[str, Any]]]
     reserve: Callable[[], contextlib.AbstractContextManager[Path]] = temporary_folder

@@ -96,7 +96,7 @@ def call_under_torchrun(job: Job, parallel: str) -> Any:
     try:
         store, rank, size = next(dist.rendezvous("env://"))
         store.set_timeout(_group_timeout(job))
-        # torch takes the same names for each process group, and so would read addresses of the launch before,
+        # torch uses the same names for each process group, and so would read addresses of the launch before,
         # at which nobody listens any more.
         store = dist.PrefixStore(f"launch-{next(_launches_under_torchrun)}", store)
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -134,9 +134,9 @@ def joined(job: Job, world: World, stacks: IO[str], **watch) -> Iterator[Core]:
 
 def open_core(job: Job, world: World) -> Runtime:
     """Open this core's device as one rank of `world`, and let rank 0 print which cores started."""
-    # OpenMP's threads do not survive a fork, and it waits for them forever: where the launching process may
-    # have computed with torch, as in a notebook, each core's host part takes one thread. Next to an
-    # accelerator that is enough.
+    # OpenMP's threads do not survive a fork, and it waits for them forever: if the launching process may
+    # have computed with torch, as in a notebook, each core's host part uses one thread, which is enough next
+    # to an accelerator.
     is_forked = not environment.under_torchrun()
     one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))  # torchrun's, or ours

@@ -31,7 +31,7 @@ def launch(
 
     function: any function, also one of a notebook cell; it asks `tpukit.core()` on which core it runs. One of
     a task and a run, like `tpukit.train`, gets the keyword `runtime`. cores: by default all of this host (one
-    on a CPU, where any number of processes can be tried, and one GPU where more would not serve a task).
+    on a CPU, where any number of processes can be tried, and one GPU if more would not serve a task).
     parallel: "processes", one for each core, or "spmd", one process for all TPU cores of this host.
     hang_timeout_s: when no step completes for this long, every core's stack is shown and the launch ends; it
     must be longer than reading the dataset, the first compilation, and an evaluation. A plain function is
@@ -92,7 +92,7 @@ def launch(
 
 def plan_of(args: tuple) -> Plan:
     """Return the plan of a call with these arguments: what the first one's method `launch_plan(*others)`
-    returns, as a task's does beside a run; otherwise a plain function's."""
+    returns, as a task's does for a run; otherwise a plain function's."""
     offer = getattr(args[0], "launch_plan", None) if args else None
     return (offer and offer(*args[1:])) or Plan(arguments=lambda core: (args, {}))
 

@@ -178,8 +178,7 @@ class Supervisor:
             cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             if code == -signal.SIGKILL:
                 cause += ", often because the host's memory was full"
-            lines.append(f"{where} ended unexpectedly: {cause}")
-            lines += [*self._stack(index), *self._last_lines(index)]
+            lines += [f"{where} ended unexpectedly: {cause}", *self._traces(index)]
         return lines
 
     def _hang(self):
@@ -191,16 +190,12 @@ class Supervisor:
         lines = [f"{event}. What each was doing, most recent call first:"]
         for index in range(self.job.processes):
             lines += ["", f"core {index} (full stack: {self.job.file(index, 'stacks')})"]
-            lines += self._stack(index) or ["no stack"]
-            if index in starting:
-                lines += self._last_lines(index)
+            lines += self._traces(index)
         return [*lines, ""]
 
-    def _last_lines(self, index):
-        return self._read(index, "log").strip().splitlines()[-15:]
-
-    def _stack(self, index):
-        """Return the lines of a core's faulthandler dump, without idle threads and what called the core."""
+    def _traces(self, index):
+        """Return the lines of a core's faulthandler dump, without idle threads and what called the core, and
+        the last lines of its log."""
         lines = []
         for thread in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", self._read(index, "stacks")):
             is_idle = re.match(r".*\n.*in _worker$", thread, re.M) or "tqdm/_monitor.py" in thread
@@ -208,7 +203,7 @@ class Supervisor:
                 lines += itertools.takewhile(
                     lambda line: not line.endswith("in run_core"), thread.splitlines()
                 )
-        return [line for line in lines if line]
+        return [*filter(None, lines), *self._read(index, "log").strip().splitlines()[-15:]]
 
 
 def _run_forked(job: Job, index: int, parent: int) -> None:

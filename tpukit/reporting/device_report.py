@@ -1,7 +1,6 @@
 """Report the device's work in any loop: `metrics_report`. Needs no run and no task, and opens no device."""
 
 import collections
-import importlib.util
 import sys
 from typing import Any
 
@@ -88,12 +87,8 @@ class MetricsReport:
             return sentences + ([] if self._operations_on_the_cpu() else [words.describe_fallbacks({})])
         if self.device:
             return [f"{self.device}.", f"{words.NOTHING_COMPILES} What `torch.compile` makes is not counted."]
-        if importlib.util.find_spec("torch") is None:
-            return ["torch is not installed, so no device has worked here: `tpukit doctor` says what to do."]
         if "torch_tpu" in sys.modules:
             return ["torch_tpu does not report what it compiles."]
-        if importlib.util.find_spec("torch_xla") is None:
-            return [f"torch_xla is not installed, and no GPU was used. {words.NOTHING_COMPILES}"]
         return [
             "This process has not opened an XLA device or a GPU. A function that `torch_xla.launch` or"
             " `xmp.spawn` runs in other processes has to make its own report."
@@ -134,7 +129,7 @@ class MetricsReport:
 
 
 def _open_xla():
-    """Return the module `xla_counters`; None where this process has opened no XLA device."""
+    """Return the module `xla_counters`; None if this process has opened no XLA device."""
     if "torch_xla" not in sys.modules:
         return None
     from tpukit.devices import xla_counters

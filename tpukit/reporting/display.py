@@ -9,8 +9,7 @@ import numpy as np
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Notice, Sentences, Table, printable
 from tpukit.reporting import figures, findings
-from tpukit.reporting.output import present_figure
-from tpukit.reporting.presenting import present
+from tpukit.reporting.presenting import present, present_figure
 from tpukit.runs.run import Run
 from tpukit.runs.settings import settings_dict
 from tpukit.tasks.datasets import is_synthetic
@@ -39,13 +38,13 @@ def show(shown: Run | Task | Shown | str | Path) -> None:
             table and what the columns mean.
 
     Raises TpukitError for a folder without runs, and for anything else."""
-    from tpukit.reporting.widgets import show_runs
-
     if isinstance(shown, (str, Path)):
         folder = Path(shown)
         if (folder / "config.json").is_file() or not any(folder.glob("*/config.json")):
             _show_run(Run.find(folder))
         else:
+            from tpukit.reporting.widgets import show_runs
+
             show_runs(folder)
     elif isinstance(shown, Run):
         _show_run(shown)
@@ -68,11 +67,15 @@ def _show_run(run: Run) -> None:
     if sentences := findings.verdict(records):
         present(Sentences(sentences))
     present_figure(figures.curves_figure(records, labels), pictures / "curves.png")
-    if roc := findings.roc(records):
-        present_figure(figures.roc_figure(roc), pictures / "roc.png")
-    if confusion := findings.confusion(records):
-        present_figure(figures.confusion_figure(confusion), pictures / "confusion.png")
-        present(findings.per_class_table(confusion))
+    if roc := findings.last_evaluated(records, "roc"):
+        from tpukit.reporting.evaluation_figures import roc_figure
+
+        present_figure(roc_figure(roc), pictures / "roc.png")
+    if confusion := findings.last_evaluated(records, "confusion"):
+        from tpukit.reporting.evaluation_figures import confusion_figure, per_class_table
+
+        present_figure(confusion_figure(confusion), pictures / "confusion.png")
+        present(per_class_table(confusion))
     if not records:
         present(Sentences(["This run has not started yet."]))
 
@@ -82,10 +85,12 @@ def show_report(run: Run | str | Path) -> None:
 
     Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or its
     path."""
+    from tpukit.reporting import run_report
+
     run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
-    present(Sentences(findings.describe(records)))
-    for table in findings.accelerator_tables(records):
+    present(Sentences(run_report.describe(records)))
+    for table in run_report.accelerator_tables(records):
         present(table)
 
 

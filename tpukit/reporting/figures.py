@@ -1,6 +1,5 @@
-"""Draw figures from records and panels. The only importer of matplotlib; displays and saves nothing."""
+"""Draw figures from records and panels. Displays and saves nothing."""
 
-import io
 import itertools
 import math
 import textwrap
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 # Nearly those of Okabe and Ito, told apart with every common colour blindness. A figure has no background:
 # curves and text (in grey) have to be seen on white pages and on dark ones.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#B98000", "#009E73", "#D55E00", "#787f89"
-SHARES = (-0.03, 1.03)  # of an axis: what lies on 0 or 1 is not on the frame
 SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), ("#CC79A7", "D"))  # colour and marker of a curve
 WIDTH = 9.6  # inches, of every figure: a page has one width
 SMALL, MEDIUM, LARGE = 9, 10, 11.5  # points; on a page of 1,000 pixels the smallest has 11 pixels
@@ -26,17 +24,6 @@ MAX_NAME = 36  # characters of a file's name below a panel's title
 MARKS = {RIGHT: GREEN, WRONG: RED}  # sign at the beginning of a panel's title -> colour of its frame
 Panel = tuple[str, Any]  # a title, and an array (H, W) or (H, W, 3), or a text
 TEXT_LINES, TEXT_WIDTH = 16, 32  # lines of a panel, and characters in one
-
-
-def as_png(figure: "Figure") -> bytes:
-    """Return a figure as the bytes of a PNG file, without a background."""
-    from matplotlib.text import Text
-
-    png = io.BytesIO()
-    for text in figure.findobj(Text) if language.is_chinese() else ():
-        text.set_fontfamily([*text.get_fontfamily(), *language.fonts()])
-    figure.savefig(png, dpi=110, format="png", transparent=True)
-    return png.getvalue()
 
 
 def curves_figure(records: list, labels: findings.Labels = findings.NO_LABELS) -> "Figure | None":
@@ -75,17 +62,17 @@ def plot_curve(axis, name, epochs, values, labels, end):
 
 
 def live_figure(records: list, labels: findings.Labels) -> "Figure":
-    """Draw a training as it stands, over all epochs that are planned: loss, the score that decides, and speed
-    with the compilations of the step. The progress bar, which is redrawn more often, says how far it is."""
+    """Draw a training run as it stands, over all planned epochs: loss, the score that decides, and speed with
+    the compilations of the step. The progress bar, which is redrawn more often, says how far it is."""
     figure, ((loss, score, speed),) = subplots(1, 3, 2.9)
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
-    spans = findings.intervals(records)
-    done = [span["to"] / steps_per_epoch for span in spans]
+    intervals = findings.of_kind(findings.last_session(records), "train")
+    done = [record["step"] / steps_per_epoch for record in intervals]
     end = max([labels.epochs, *done, *(epochs[-1] for epochs, _ in series.values())])
     scores = [name for name in series if name not in findings.NO_SCORES]
     for axis, name in ((loss, "loss"), (score, labels.score or next(iter(scores), "score"))):
         plot_curve(axis, name, *series.get(name, ((), ())), labels, end)
-    rates = [span["images_per_s"] for span in spans]
+    rates = [record["speed"]["images_per_s"] for record in intervals]
     plot(speed, done, rates, GREEN)
     for number, step in enumerate(findings.compiled_steps(records)):
         name = None if number else label("step compiled")
@@ -93,45 +80,6 @@ def live_figure(records: list, labels: findings.Labels) -> "Figure":
     speed.set_ylim(0, 1.1 * max(rates, default=0) or 1)
     finish(speed, "samples per second", "epoch", end=end)
     write_above(figure, findings.headline(records))
-    return figure
-
-
-def roc_figure(roc: dict) -> "Figure":
-    """Draw recall over the false pixels per pixel, and precision over recall, with the points of three
-    thresholds. roc: of `findings.roc`."""
-    figure, ((left, right),) = subplots(1, 2, 3.2)
-    least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2  # 0 has no logarithm
-    points = list(zip(roc["threshold"], roc["tpr"], [max(rate, least) for rate in roc["fpr"]]))
-    # Where nothing is found the precision says nothing: 0 of 0, or 0 of some.
-    precise = [point for point in zip(roc["threshold"], roc["precision"], roc["tpr"]) if point[2] > 0]
-    for axis, curve, colour in ((left, points, BLUE), (right, precise, RED)):
-        plot(axis, [x for _, _, x in curve], [y for _, y, _ in curve], colour)
-        marked = [point for point in curve if point[0] in (0.1, 0.5, 0.9)]
-        for (threshold, y, x), marker in zip(marked, "^sv"):
-            name = label(f"threshold {threshold:g}")
-            axis.plot(x, y, ls="", color=GREEN, marker=marker, ms=8, label=name)
-    left.set(xscale="log", ylim=SHARES)
-    finish(left, "ROC, pixels of the test set", "false pixels per background pixel", "recall")
-    right.set(xlim=SHARES, ylim=SHARES)
-    finish(right, "precision and recall", "recall", "precision")
-    return figure
-
-
-def confusion_figure(confusion: dict) -> "Figure":
-    """Draw test images by their class (a row each) and the predicted one. confusion: see `findings`."""
-    names, counts = [label(name, 20) for name in confusion["classes"]], confusion["counts"]
-    figure, ((axis,),) = subplots(1, 1, 2.2 + 0.32 * len(names))
-    # No tile where there is no image; the palest one is still seen on white.
-    shares = [[count / (sum(row) or 1) if count else math.nan for count in row] for row in counts]
-    axis.imshow(shares, cmap="Blues", vmin=-0.25, vmax=1)
-    for line, column in itertools.product(range(len(names)), repeat=2):
-        if count := counts[line][column]:
-            colour = "white" if shares[line][column] > 0.5 else "black"
-            axis.text(column, line, f"{count:g}", ha="center", va="center", fontsize=SMALL, color=colour)
-    axis.set_xticks(range(len(names)), names, rotation=45, ha="right")
-    axis.set_yticks(range(len(names)), names)
-    finish(axis, "test images", "predicted", "class")
-    axis.grid(False)
     return figure
 
 
@@ -150,7 +98,7 @@ def runs_figure(series: findings.Series, name: str) -> "Figure":
 
 
 def panels_figure(rows: list[list[Panel]], title: str, names: Iterable[str] = ()) -> "Figure":
-    """Draw rows of panels, several samples in a line where there is space. names: of the samples, written
+    """Draw rows of panels, several samples in a line if there is space. names: of the samples, written
     below the titles of their first panels; of a long one the end, where files differ."""
     named = [name if len(name) <= MAX_NAME else f"…{name[1 - MAX_NAME :]}" for name in map(printable, names)]
     if named:
@@ -202,7 +150,7 @@ def subplots(lines: int, columns: int, height: float, **grid) -> tuple["Figure",
 
 
 def plot(axis, x, y, colour):
-    """Plot a curve, with a dot at each point where there are few."""
+    """Plot a curve, with a dot at each point if there are few."""
     axis.plot(x, y, color=colour, lw=1.6, marker="o", ms=3 if len(y) < 60 else 0)
     if not y:
         write_in_empty(axis, "nothing yet")

@@ -23,7 +23,7 @@ def is_chinese() -> bool:
 
 @functools.cache
 def fonts() -> list[str]:
-    """Return the family of a font at hand with Chinese signs, which matplotlib then knows; else nothing."""
+    """Return the family of an installed font with Chinese signs, which matplotlib then knows; or nothing."""
     from matplotlib import font_manager
 
     for path in sorted(font_manager.findSystemFonts()):

@@ -1,14 +1,23 @@
-"""Present something in a notebook or a shell."""
+"""Present tables, sentences and figures in a notebook or a shell."""
 
-from typing import Any
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from tpukit.host.environment import notebook_kernel
+from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.tables import printable
 from tpukit.reporting import language
+
+if TYPE_CHECKING:
+    from IPython.display import Image
+    from matplotlib.figure import Figure
 
 
 def present(thing: Any) -> None:
     """Display a table, sentences or an image in a notebook, print it in a shell."""
     thing = language.translated(thing)
-    if in_notebook():
+    if notebook_kernel() is not None:
         from IPython.display import display
 
         display(thing)
@@ -16,10 +25,41 @@ def present(thing: Any) -> None:
         print(f"\n{thing}")
 
 
-def in_notebook() -> bool:
-    """Return True in a kernel, where all that is displayed becomes part of a notebook."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    return hasattr(get_ipython(), "kernel")
+def present_figure(figure: "Figure | None", path: Path | None = None) -> None:
+    """Display a figure, if there is one, in a notebook; save it at `path`, and name that in a shell."""
+    if figure is None:
+        return
+    png = as_png(figure)
+    if path is not None:
+        from tpukit.host import files  # here: `metrics_report` needs none
+
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write_atomic(path, png)
+        except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only: it is shown all the same
+            print(printable(f"picture not saved at {path}: {first_line(error)}"))
+            path = None
+    if notebook_kernel() is not None:
+        from IPython.display import Image
+
+        present(Image(png))
+    elif path is not None:
+        print(printable(f"\npicture: {path}"))
+
+
+def as_png(figure: "Figure") -> bytes:
+    """Return a figure as the bytes of a PNG file, without a background."""
+    from matplotlib.text import Text
+
+    png = io.BytesIO()
+    for text in figure.findobj(Text) if language.is_chinese() else ():
+        text.set_fontfamily([*text.get_fontfamily(), *language.fonts()])
+    figure.savefig(png, dpi=110, format="png", transparent=True)
+    return png.getvalue()
+
+
+def as_image(figure: "Figure") -> "Image":
+    """Return a figure as a PNG image that a notebook shows."""
+    from IPython.display import Image
+
+    return Image(as_png(figure))

@@ -1,13 +1,11 @@
-"""Draw what moves in a notebook: a chart of a running training, and controls to look at a finished one.
+"""Show a figure with controls to change it, in a notebook, and offer a file for download.
 
 Where a page cannot move (papermill, an exported notebook, no ipywidgets), a picture takes the place of the
 controls."""
 
-import contextlib
 import importlib.util
-import threading
-import time
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,84 +13,15 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
-from tpukit.reporting.output import as_image, present_figure
+from tpukit.reporting.presenting import as_image, present_figure
 from tpukit.runs.run import Run
-
-MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
-
-
-@contextlib.contextmanager
-def live(run: Run, *, every_s: float = 5.0) -> Iterator[None]:
-    """Context manager: show a training that runs inside as one chart, redrawn in place; the last one stays in
-    the notebook.
-
-    Loss, score, speed and compilations are read from the run directory, for one core and for many.
-    Where nobody looks at the page (papermill, a shell) nothing is shown: the printed lines tell the same."""
-    if not environment.is_interactive_notebook():
-        yield
-        return
-    chart, done = LiveChart(run), threading.Event()
-    chart.update()
-    thread = threading.Thread(target=chart.follow, args=(done, every_s), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        chart.update()
-
-
-class LiveChart:
-    """Chart in the output of a cell. It reads the run directory and writes nothing, and no error of it ends
-    a training."""
-
-    def __init__(self, run: Run):
-        self.run = run
-        self._seen = self._written_at()
-        self._handle = None
-        self._failed = False
-
-    def follow(self, done: threading.Event, every_s: float) -> None:
-        """Redraw what changed until the event `done` is set. Runs in a thread of its own."""
-        wait_s = every_s
-        while not done.wait(wait_s):
-            # Cores are forked before any of them writes. Until then this thread draws nothing, so that no
-            # lock of matplotlib's is held in a fork.
-            if (written_at := self._written_at()) > self._seen:
-                self._seen, start = written_at, time.monotonic()
-                self.update()
-                wait_s = max(every_s, (time.monotonic() - start) / MAX_SHARE_OF_TIME)
-
-    def update(self) -> None:
-        """Draw the run as it is now, the first time into a new output. An error is printed once."""
-        from IPython.display import display
-
-        try:
-            labels = findings.labels_of(self.run.config)
-            image = as_image(figures.live_figure(self.run.records(), labels))
-            if self._handle is None:
-                self._handle = display(image, display_id=True)
-            else:
-                self._handle.update(image)
-        except Exception as error:  # a file of the run may hold anything
-            if not self._failed:
-                reason = first_line(error)
-                print(printable(f"the live chart could not be drawn ({reason}); the training continues"))
-            self._failed = True
-
-    def _written_at(self):
-        """Return the time of the last record, in ns; 0 before the first."""
-        try:
-            return (self.run.path / "records.jsonl").stat().st_mtime_ns
-        except OSError:
-            return 0
 
 
 def show_runs(folder: str | Path) -> None:
     """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score.
 
-    folder: of run directories, such as `env.outputs`. Raises TpukitError where no run has a curve."""
+    folder: of run folders, such as `env.outputs`; without an open page the picture is saved in it. Raises
+    TpukitError if no run has a curve."""
     curves = {}
     for config in sorted(Path(folder).glob("*/config.json")):
         if series := findings.curves(Run(config.parent).records()):
@@ -102,9 +31,8 @@ def show_runs(folder: str | Path) -> None:
         advice = "train first, or name the folder that holds the run folders"
         raise TpukitError(f"no run below {folder} has a curve yet: {advice}")
     if len(curves) == 1:
-        print(
-            f"Only one run so far ({next(iter(curves))}). Train again with another name to compare both here."
-        )
+        [name] = curves
+        print(f"Only one run so far ({name}). Train again with another name to compare both here.")
         return
     names = sorted({score for series in curves.values() for score in series})
 
@@ -113,20 +41,21 @@ def show_runs(folder: str | Path) -> None:
 
     show_with_controls(
         draw,
+        Path(folder) / "runs.png",
         runs=("SelectMultiple", dict(options=tuple(curves), value=tuple(curves)[-4:])),
         score=("Dropdown", dict(options=names, value="loss" if "loss" in names else names[0])),
     )
 
 
-def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
+def show_with_controls(draw: Callable, path: Path | None = None, **controls: tuple[str, dict]) -> None:
     """Show the figure `draw(**values)`, and above it a control for each value. The picture stays in a saved
-    notebook. Without an open page, or without ipywidgets, it is shown alone.
+    notebook. Without an open page, or without ipywidgets, it is shown alone, and saved at `path`.
 
     controls: name of a value -> (class of ipywidgets, its options), of which `value` is the first. A
     TpukitError that `draw` raises later takes the place of the picture."""
     figure = draw(**{name: options.get("value") for name, (_, options) in controls.items()})
     if not (environment.is_interactive_notebook() and importlib.util.find_spec("ipywidgets")):
-        present_figure(figure)
+        present_figure(figure, path)
         return
     import ipywidgets
     from IPython.display import display
@@ -146,3 +75,19 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
 
     for widget in widgets.values():
         widget.observe(redraw, names="value")
+
+
+def offer_download(path: Path) -> None:
+    """Let the page download a file: Colab by itself, others by a link."""
+    try:
+        from google.colab import files as colab
+    except ImportError:
+        from IPython.display import FileLink, display
+
+        display(FileLink(os.path.relpath(path)))  # which the page resolves from the notebook's folder
+        return
+    try:
+        colab.download(str(path))
+    except Exception as error:  # the browser refused, or the page was closed
+        reason = first_line(error)
+        print(printable(f"the download did not start ({reason}): find it in the folder view at the left"))

@@ -17,10 +17,10 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
-from tpukit.reporting import figures
+from tpukit.reporting import figures, presenting
 from tpukit.reporting.display import predictions_figure
-from tpukit.reporting.output import offer_download, present_figure
-from tpukit.reporting.widgets import show_with_controls
+from tpukit.reporting.presenting import present_figure
+from tpukit.reporting.widgets import offer_download, show_with_controls
 from tpukit.runs.run import Run
 from tpukit.tasks.datasets import DEMO, is_demo
 from tpukit.tasks.parts import part_of
@@ -55,7 +55,7 @@ def save_predictions(
         if pictures and sample.batch is not None:
             entry["picture"] = f"pictures/{stem}.png"
             figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
-            _save(folder / entry["picture"], figures.as_png(figure))
+            _save(folder / entry["picture"], presenting.as_png(figure))
         listed.append(entry)
     _save(folder / "predictions.json", json.dumps(listed, indent=1).encode())
     _save(folder / "predictions.csv", _as_csv(listed).encode(errors="backslashreplace"))
@@ -168,7 +168,7 @@ def _predict_and_save(run, task, paths):
     """Save the predictions, and return their figure. If a file cannot be read, nothing is saved."""
     task, samples, figure = _predict(run, task, paths, "Your own files")
     save_predictions(task, samples, run.path / "own", pictures=False)
-    _save(run.path / "own/predictions.png", figures.as_png(figure))
+    _save(run.path / "own/predictions.png", presenting.as_png(figure))
     return figure
 
 
