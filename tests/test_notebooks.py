@@ -232,7 +232,7 @@ def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports
     pytest.importorskip("onnxscript")
     own = sorted(shapes.glob("test/*/*.png"))[0]
     small = dict(
-        ACCELERATOR="auto",  # a word of older notebooks
+        ACCELERATOR="any",
         OWN=str(own),
         MODEL="test_resnet",
         PRETRAINED="no",
