@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import refuses
 from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Task, TpukitError
+from tpukit.reporting.display import panels_of
 from tpukit.runs.settings import from_settings
 from tpukit.tools.child import to_request
 
@@ -51,18 +52,18 @@ def test_a_task_that_says_nothing_of_panels_and_examples_shows_its_images_and_tr
             return Faces(shape), Faces(shape)
 
     task = Plain(dataset_dir=Path("faces"))
-    batch = task.example(7)
+    batch, panels = task.example(7), panels_of(task)
     assert batch["label"].tolist() == [1, 2, 3, 4, 5, 1, 2]
-    rows = task.panels(batch, np.arange(7))
+    rows = panels(batch, np.arange(7))
     assert [title for [(title, _)] in rows[:2]] == ["✗ 1, predicted 0", "✗ 2, predicted 1"]
-    assert task.panels(batch, batch["label"])[0][0][0] == "✓ 1, predicted 1"
-    assert task.panels(batch, batch["label"] + 0.5)[0][0][0] == "1, predicted 1.5"  # neither right nor wrong
-    [(title, image)] = task.panels(batch)[1]
+    assert panels(batch, batch["label"])[0][0][0] == "✓ 1, predicted 1"
+    assert panels(batch, batch["label"] + 0.5)[0][0][0] == "1, predicted 1.5"  # neither right nor wrong
+    [(title, image)] = panels(batch)[1]
     assert title == "2" and image.shape == ((4, 6, 3) if 3 in shape else (4, 6))
     wanted = {(1, 4, 6): lambda x: x[0], (3, 4, 6): lambda x: x.transpose(1, 2, 0)}.get(shape, lambda x: x)
     np.testing.assert_array_equal(image, wanted(batch["image"][1]))
     with refuses("Plain must implement panels()"):
-        task.panels(dict(voltages=batch["image"]))
+        panels(dict(voltages=batch["image"]))
     with refuses("Plain must implement example()"):
         Plain().example(1)
 

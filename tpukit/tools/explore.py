@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.host.errors import TpukitError
 from tpukit.reporting import figures
+from tpukit.reporting.display import panels_of
 from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
 from tpukit.training import prediction
@@ -25,15 +26,15 @@ def explore(run: Run, task: "Task", *, count: int = 32) -> None:
     Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
     a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
     evaluate: Any = task.evaluate
-    panels_of: Any = task.panels
-    if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_of)):
+    panels_at = panels_of(task)
+    if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_at)):
         raise TpukitError(f"{task.name} has no threshold to explore: use show_predictions")
     batch, predicted = prediction.predict_test_images(run, task, count)
     scores = {value: evaluate([(predicted, batch)], threshold=value) for value in THRESHOLDS}
 
     def draw(threshold, image):
         one = {name: values[image - 1 : image] for name, values in batch.items()}
-        (panels,) = panels_of(one, predicted[image - 1 : image], threshold=threshold)
+        (panels,) = panels_at(one, predicted[image - 1 : image], threshold=threshold)
         return threshold_figure(scores, task.score_names, threshold, panels)
 
     show_with_controls(

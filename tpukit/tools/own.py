@@ -17,7 +17,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
-from tpukit.reporting.display import predictions_figure
+from tpukit.reporting.display import panels_of, predictions_figure
 from tpukit.reporting.output import offer_download, present_figure
 from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
@@ -52,7 +52,7 @@ def save_predictions(
                 entry[key] = _save_array(folder, key, name, value)
         if pictures and sample.batch is not None:
             entry["picture"] = f"pictures/{_as_png(name)}"
-            figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
+            figure = figures.panels_figure(panels_of(task)(sample.batch, sample.prediction), sample.name)
             _save(folder / entry["picture"], figures.as_png(figure))
         listed.append(entry)
     _save(folder / "predictions.json", json.dumps(listed, indent=1).encode())
@@ -163,7 +163,7 @@ def _predict(best, task, paths, title):
 
     task = dataclasses.replace(task, weights=best)
     samples = own_files.predict_own(best, task, paths, limit=MAX_SHOWN)
-    rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
+    rows = [row for sample in samples for row in panels_of(task)(sample.batch, sample.prediction)]
     return figures.panels_figure(rows, title, [sample.name for sample in samples]), samples
 
 

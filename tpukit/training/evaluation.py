@@ -24,7 +24,7 @@ from tpukit.training.data import BatchLoader
 from tpukit.training.notes import log_notes
 from tpukit.training.prediction import predict_set
 from tpukit.training.saver import Saver
-from tpukit.training.task import Task
+from tpukit.training.task import Task, check_dataset_dir
 
 
 def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
@@ -37,7 +37,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         best = run.path / "best.safetensors"
         path = task.weights if task.weights and not best.exists() else best
         task = dataclasses.replace(task, weights=path)
-        task.check_dataset_dir()
+        check_dataset_dir(task)
         model = task.model()
         weights.load(model, path)
         data = task.test_set()

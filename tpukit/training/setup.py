@@ -20,7 +20,7 @@ from tpukit.training.evaluation import Evaluator
 from tpukit.training.notes import log_compilations, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
-from tpukit.training.task import Task
+from tpukit.training.task import Task, check_dataset_dir
 
 
 class Trainer:
@@ -33,7 +33,7 @@ class Trainer:
     ranks_stop = False  # whether all ranks know of a signal
 
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
-        task.check_dataset_dir()
+        check_dataset_dir(task)
         check_micro_batches(environment.detect(), task.micro_batches)
         self.task, self.stop = task, stop
         torch.manual_seed(task.seed)
