@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import best_weights, exact, flip, refuses, same
 from tests.runs.store import content, kill_everywhere, put_back
-from tpukit import MNIST, Run, TpukitError, cli, find_dataset, train
+from tpukit import MNIST, Run, TpukitError, find_dataset, train
 from tpukit.host import files
 from tpukit.runs import hashes
 from tpukit.runs.backup import find_in_inputs
@@ -59,27 +59,6 @@ def test_what_changed_is_copied_by_content_and_not_by_clock_and_nothing_twice(tm
     monkeypatch.undo()
     assert Run.open(tmp_path / "again", MNIST(), backup=backup).checkpoints() == run.checkpoints()
     assert run.restore() == {}
-
-
-def test_a_drive_that_vanished_is_reported_and_nothing_goes_to_its_bare_folder(tmp_path, monkeypatch, capsys):
-    drive, away, mounted = tmp_path / "drive", tmp_path / "away", [True]
-    drive.mkdir()
-    ismount = os.path.ismount
-    monkeypatch.setattr(os.path, "ismount", lambda path: mounted[0] if Path(path) == drive else ismount(path))
-    run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
-    run.save({}, 1)
-    drive.rename(away)
-    drive.mkdir()
-    mounted[0] = False
-    for step in (2, 3):
-        run.save({}, step)
-    assert not list(drive.iterdir()) and capsys.readouterr().out.count(f"mounted at {drive}") == 1
-    drive.rmdir()
-    away.rename(drive)
-    mounted[0] = True
-    run.save({}, 4)
-    assert steps_in(drive / "runs/mnist") == [4, 3]
-    assert f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
 
 
 def test_a_backup_on_a_drive_that_was_not_mounted_is_refused_before_the_training(
@@ -199,15 +178,6 @@ def test_a_run_is_resumed_from_an_earlier_versions_output_that_is_only_read(kagg
     # What is in the working folder is newer than any input.
     Run.open(run.path, second)
     assert run.records("train")[-1]["step"] == 8
-
-
-def test_tpukit_train_resumes_from_an_earlier_versions_output(kaggle, digits, monkeypatch):
-    run = Run.open(kaggle.inputs / "my-notebook/outputs/mnist", MNIST(dataset_dir=digits))
-    run.log("note", 1)
-    monkeypatch.setattr("tpukit.host.environment.detect", lambda: kaggle)
-    monkeypatch.setattr("tpukit.launching.launcher.launch", lambda *_, **__: None)
-    assert cli.main(["train", "mnist", "--dataset-dir", str(digits)]) == 0
-    assert len(Run.find(kaggle.outputs / "mnist").records("note")) == 1
 
 
 def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_of_a_name_are_refused(kaggle):

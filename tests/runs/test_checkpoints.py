@@ -70,10 +70,6 @@ class RunsCode:
         return os.system, ("true",)
 
 
-def steps_in(run):
-    return [entry["step"] for entry in run.checkpoints()]
-
-
 @pytest.fixture
 def two(tmp_path):
     """A run with checkpoints of the steps 1 and 2."""
@@ -83,16 +79,6 @@ def two(tmp_path):
     for step in (1, 2):
         run.save(dict(a=step), step)
     return run
-
-
-def test_a_damaged_checkpoint_is_not_kept_in_place_of_a_whole_one(two):
-    flip(two.path / "checkpoints/step-00000002.pt")
-    run = Run.open(two.path, MNIST())
-    assert run.restore() == dict(a=1) and steps_in(run) == [1]
-    run.save(dict(a=3), 3)
-    assert steps_in(run) == [3, 1]
-    flip(run.path / "checkpoints/step-00000003.pt")
-    assert run.restore() == dict(a=1)
 
 
 def test_records_and_log_reach_the_disk_before_the_checkpoint_that_counts_on_them(two, monkeypatch):

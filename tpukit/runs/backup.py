@@ -82,13 +82,14 @@ class Backup:
             raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
 
     def update(self, folder: Path, say: Say) -> None:
-        """Copy what changed. A failure is reported once and ends no training: Drive may be full or gone."""
+        """Copy what changed. A failure is reported once and does not end training: Drive may be full or
+        gone."""
         failure = ""
         try:
             self.copy(folder, say)
         except (OSError, TpukitError) as error:
             self.copied.clear()
-            failure = f"failed ({error}); the training continues in {folder}"
+            failure = f"failed ({error}); training continues in {folder}"
         if bool(failure) != self.failed:
             say(f"backup to {self} {failure or 'works again'}")
         self.failed = bool(failure)

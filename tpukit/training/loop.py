@@ -29,7 +29,7 @@ class Rated(Protocol):
 
 
 def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
-    """Train `task` in the run directory `run`, from where it stands, to `task.epochs`. Returns the last
+    """Train `task` in the run directory `run`, from its last checkpoint to `task.epochs`. Returns the last
     scores, on every rank.
 
     runtime: this core's, as `launch` gives it; None: train opens the one device of this process.
@@ -42,7 +42,7 @@ def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: boo
 
 
 def fit(trainer: Trainer, progress: bool) -> dict:
-    """Train from where the run stands to the last epoch. Returns the last scores, on every rank."""
+    """Train from the last checkpoint to the last epoch. Returns the last scores, on every rank."""
     state = trainer.state
     try:
         with trainer.open_bar(progress):
@@ -51,7 +51,8 @@ def fit(trainer: Trainer, progress: bool) -> dict:
                 while state.step < trainer.total:
                     train_epoch(trainer, batches)
                     end_epoch(trainer)
-            trainer.finish_saving()
+            trainer.saver.wait()
+            trainer.run.update_backup()  # an earlier session may have been killed before it did that
     except (KeyboardInterrupt, SystemExit) as reason:
         trainer.save_before_leaving(reason)
         raise
@@ -61,7 +62,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
 
 
 def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
-    """Train from the step at which the run stands to the end of its epoch. batches: of it and later ones."""
+    """Train from the next step to the end of its epoch. batches: of this epoch and later ones."""
     state = trainer.state
     epoch, first = divmod(state.step, trainer.steps_per_epoch)
     trainer.model.train()
@@ -71,7 +72,7 @@ def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
         syncs = trainer.ends_epoch() or state.step % trainer.task.log_every == 0
         save_due = record_interval(trainer, epoch) if syncs else trainer.saver.is_due()
         trainer.write_progress(epoch)
-        # Several ranks have to stop and save at the same step: where they sync.
+        # Several ranks have to stop and save at the same step, which is one at which they sync.
         if syncs or trainer.runtime.world.size == 1:
             trainer.check_stop()
             if save_due and state.step < trainer.total:  # the last step is saved with its scores

@@ -160,7 +160,7 @@ class Task:
     eight times the memory; else the host."""
 
     def __post_init__(self) -> None:
-        """Raise TpukitError for a setting that no training can have. A whole float becomes an int."""
+        """Raise TpukitError for a setting that no training run can have. A whole float becomes an int."""
         # A class of the user's may have annotations that only its own module understands.
         known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
         declared = get_type_hints(known)
