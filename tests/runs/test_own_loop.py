@@ -14,16 +14,12 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, flip, refuses
-from tests.runs.store import alike, content, kill_everywhere
+from tests.runs.store import alike, content, filled, kill_everywhere
 from tpukit import MNIST, Checkpoints, Run
 from tpukit.host import files
 from tpukit.runs import hashes
 
 STEP_2 = "checkpoints/step-00000002.pt"
-
-
-def filled(value):
-    return dict(a=torch.full((4,), float(value)))
 
 
 def value_of(state):

@@ -65,13 +65,7 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        task: Described,
-        *,
-        backup: str | Path | None = None,
-    ) -> "Run":
+    def open(cls, path: str | Path, task: Described, *, backup: str | Path | None = None) -> "Run":
         """Start a run in the folder `path`, or resume the one that is there. On Kaggle, a run of this name in
         the inputs (an earlier version's output) is copied here first.
 

@@ -65,8 +65,8 @@ def sync(
     runtime: Runtime,
     *,
     clipped: bool,
-    stop_signal: int | None = None,
-    save_due: bool = False,
+    stop_signal: int | None,
+    save_due: bool,
 ) -> Interval:
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the
     device and the ranks.
