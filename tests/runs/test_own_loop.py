@@ -198,7 +198,8 @@ def test_a_drive_that_goes_within_a_copy_is_reported_once_gets_no_further_file_a
     for step in (1, 2, 3):  # the id, the first checkpoint; the next ones are tried and come to nothing
         saved.save(filled(step), step)
     assert len(done) == copies and capsys.readouterr().out.count(f"mounted at {drive}") == 1
-    assert not hashes.read_list(drive / "mine"), "nothing goes to the folder on which it was mounted"
+    listed = hashes.read_list(drive / "mine")  # an empty one is written between the id and the checkpoint
+    assert listed == ({} if copies == 2 else None), "nothing goes to the folder on which it was mounted"
     assert value_of(Checkpoints(saved.folder).restore()) == 3
     with refuses(drive):
         saved.restore()

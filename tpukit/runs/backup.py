@@ -137,7 +137,7 @@ class Backup:
             self._copy_file(folder, name, lambda path: hashes.check(path, digests))
             return True
         except Damaged:
-            say(f"{name} in {folder} is damaged, or its copy is: {self} does not take it")
+            say(f"{name} in {folder} is damaged, or its copy is: it is not copied to {self}")
             return False
 
     def fetch(self, folder: Path, say: Say, after: int = -1) -> None:
@@ -164,7 +164,7 @@ class Backup:
                 say(f"{name} in {self} is damaged: it is left out")
         if after < 0 and hashes.steps(listed) and not hashes.steps(whole):
             count = len(hashes.steps(listed))
-            raise TpukitError(f"none of the {count} checkpoints in {self} is whole: start anew without it")
+            raise TpukitError(f"none of the {count} checkpoints in {self} is whole: start again without this backup")
         others = {name: digests for name, digests in own.items() if name not in whole}
         hashes.write_list(folder, {**whole, **others})
 

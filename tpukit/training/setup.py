@@ -199,7 +199,7 @@ class Trainer:
         epochs = self.state.step // self.steps_per_epoch
         why = f"already has {epochs} epochs; {self.task.epochs} were requested"
         if self.patience_exhausted():
-            why = f"stopped early after epoch {epochs}; with a larger patience it goes on"
+            why = f"stopped early after epoch {epochs}; raise patience to continue"
         self.run.print(f"nothing left to do: the run {why}")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}
