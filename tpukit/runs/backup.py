@@ -164,7 +164,9 @@ class Backup:
                 say(f"{name} in {self} is damaged: it is left out")
         if after < 0 and hashes.steps(listed) and not hashes.steps(whole):
             count = len(hashes.steps(listed))
-            raise TpukitError(f"none of the {count} checkpoints in {self} is whole: start again without this backup")
+            raise TpukitError(
+                f"none of the {count} checkpoints in {self} is whole: start again without this backup"
+            )
         others = {name: digests for name, digests in own.items() if name not in whole}
         hashes.write_list(folder, {**whole, **others})
 

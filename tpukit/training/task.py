@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tpukit.launching.job import Plan
     from tpukit.training.data import Batch
 
-    Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
@@ -192,9 +190,9 @@ class Task:
         training set."""
         return {}
 
-    def example(self, count: int) -> Arrays:
-        """Make a batch to try the model with, dict of arrays; by default the first samples of the training
-        set. A task that makes one up can be planned and tried without data."""
+    def example(self, count: int) -> dict[str, np.ndarray]:
+        """Make a batch of arrays to try the model with; by default the first samples of the training set.
+        A task that makes one up can be planned and tried without data."""
         if self.dataset_dir is None:
             raise self._missing("example")
         data, _ = self.datasets()
