@@ -78,6 +78,11 @@ def panels_of(task: Task) -> Callable[..., list[list[Panel]]]:
     return part_of(task, Displayed, "panels")
 
 
+def load_predictions(task: Task, folder: Path) -> tuple[Mapping[str, Any], Any] | None:
+    """Return what `Displayed.load_predictions` of a task returns."""
+    return part_of(task, Displayed, "load_predictions")(folder)
+
+
 def show(shown: Run | Task | Shown | str | Path) -> None:
     """Show a run, a folder of runs, a task or a plan.
 
@@ -203,7 +208,7 @@ def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
     saved = None
     # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
     if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
-        saved = part_of(task, Displayed, "load_predictions")(folder)
+        saved = load_predictions(task, folder)
     title = part_of(task, Displayed, "saved_title") if saved else ""
     if saved:
         batch, prediction = saved

@@ -4,8 +4,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host.errors import TpukitError
-from tpukit.reporting import figures
-from tpukit.reporting.display import panels_of
+from tpukit.reporting import display, figures
 from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
 from tpukit.training import prediction
@@ -26,7 +25,7 @@ def explore(run: Run, task: "Task", *, count: int = 32) -> None:
     Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
     a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
     evaluate: Any = task.evaluate
-    panels_at = panels_of(task)
+    panels_at = display.panels_of(task)
     if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_at)):
         raise TpukitError(f"{task.name} has no threshold to explore: use show_predictions")
     batch, predicted = prediction.predict_test_images(run, task, count)

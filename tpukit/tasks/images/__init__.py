@@ -368,10 +368,8 @@ class ImageClassifier(Task):
 def _verdict(name, result):
     """Return the title of an image: the class that was predicted, and its own if that is known."""
     predicted = f"{result['class']} {result['probability']:.0%}"
-    if not name:
-        return predicted
     mark = "\u2713" if name == result["class"] else "\u2717"  # which colours its frame
-    return f"{mark} {name}, predicted {predicted}"
+    return f"{mark} {name}, predicted {predicted}" if name else predicted
 
 
 def _gather(predictions):
