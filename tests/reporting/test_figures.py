@@ -15,7 +15,7 @@ from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement,
 from tpukit import MNIST, cli
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import display, evaluation_figures, figures, findings, language, presenting
-from tpukit.training.panels import RIGHT, WRONG
+from tpukit.reporting.figures import RIGHT, WRONG
 
 
 class Page(HTMLParser):

@@ -2,10 +2,14 @@
 
 import itertools
 import os
-import shutil
 import signal
 
 import torch
+
+
+def filled(value):
+    """A state of one tensor."""
+    return dict(a=torch.full((4,), float(value)))
 
 
 def content(folder):
@@ -46,14 +50,6 @@ def forked(function):
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def put_back(kept, folder, *names):
-    """Make folders as they were before a kill, and remove what was restored from them into `back`."""
-    for name in (*names, "back"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in names:
-        shutil.copytree(kept / name, folder / name)
 
 
 def kill_everywhere(prepare, act, check):

@@ -1,7 +1,6 @@
 """The weights files of a run: what survives damage and a full disk."""
 
 import dataclasses
-import errno
 import os
 import resource
 import signal
@@ -15,25 +14,16 @@ from tpukit.host import files
 from tpukit.runs import hashes, weights
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "unreadable"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_resumed(
-    trained, cpu, damage, capsys, monkeypatch
-):
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_resumed(trained, cpu, damage, capsys):
     task, run = trained
     wanted = exact(run)
     newest, older = (run.path / "checkpoints" / c["file"] for c in run.checkpoints())
-    data, read = bytearray(newest.read_bytes()), files.sha256
-
-    def failing(path):
-        if damage == "unreadable" and path == newest and path.stat().st_ino == inode:
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return read(path)
-
-    monkeypatch.setattr(files, "sha256", failing)
-    data[len(data) // 2] ^= damage == "flipped"
-    newest.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
-    inode = newest.stat().st_ino
-    if damage == "gone":
+    if damage == "cut":
+        os.truncate(newest, newest.stat().st_size // 2)
+    elif damage == "flipped":
+        flip(newest)
+    else:
         newest.unlink()
     train(task, Run.open(run.path, task), runtime=cpu, progress=False)
     out = capsys.readouterr().out
@@ -70,10 +60,6 @@ class RunsCode:
         return os.system, ("true",)
 
 
-def steps_in(run):
-    return [entry["step"] for entry in run.checkpoints()]
-
-
 @pytest.fixture
 def two(tmp_path):
     """A run with checkpoints of the steps 1 and 2."""
@@ -83,16 +69,6 @@ def two(tmp_path):
     for step in (1, 2):
         run.save(dict(a=step), step)
     return run
-
-
-def test_a_damaged_checkpoint_is_not_kept_in_place_of_a_whole_one(two):
-    flip(two.path / "checkpoints/step-00000002.pt")
-    run = Run.open(two.path, MNIST())
-    assert run.restore() == dict(a=1) and steps_in(run) == [1]
-    run.save(dict(a=3), 3)
-    assert steps_in(run) == [3, 1]
-    flip(run.path / "checkpoints/step-00000003.pt")
-    assert run.restore() == dict(a=1)
 
 
 def test_records_and_log_reach_the_disk_before_the_checkpoint_that_counts_on_them(two, monkeypatch):

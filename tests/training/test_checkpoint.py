@@ -82,21 +82,10 @@ def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the
     assert torch.equal(buffer, saved[number]["momentum_buffer"]) and buffer.any()
 
 
-@pytest.mark.parametrize(
-    "changed, datum",
-    [
-        (dict(format=None), "best.safetensors"),
-        (dict(format=0), "best.safetensors"),
-        (dict(train_set={"number of samples": "77"}), "number of samples"),
-    ],
-)
-def test_a_checkpoint_of_another_version_or_dataset_or_without_its_version_is_refused(
-    changed, datum, trained, cpu
-):
+def test_a_checkpoint_of_another_version_is_refused(trained, cpu):
     task, run = trained
-    state = checkpoint(run) | changed
-    run.save({name: value for name, value in state.items() if value is not None}, 99)
-    with refuses(run.path, datum):
+    run.save(checkpoint(run) | dict(format=0), 99)
+    with refuses(run.path, "best.safetensors"):
         train(dataclasses.replace(task, epochs=9), run, runtime=cpu, progress=False)
 
 

@@ -3,15 +3,14 @@
 import torch
 
 from tests.conftest import checkpoint
-from tests.training.conftest import DIGITS
-from tpukit import MNIST, Run, train
+from tests.training.conftest import DIGITS, train_in
+from tpukit import MNIST
+from tpukit.training import ema
 
 
 def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly_as_asked(
     digits, tmp_path, cpu, monkeypatch
 ):
-    from tpukit.training import ema
-
     task = MNIST(dataset_dir=digits, epochs=4, ema_decay=0.6, **DIGITS)  # 25 steps per epoch
     seen = []
     update_average = ema.update_average
@@ -21,8 +20,7 @@ def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly
         update_average(averaged, model, weight)
 
     monkeypatch.setattr(ema, "update_average", noting)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+    run = train_in(tmp_path, task, cpu)
     torch.manual_seed(task.seed)
     mean = task.model().state_dict()
     assert len(seen) == 10

@@ -58,9 +58,8 @@ def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_i
     assert seen == compiled
     wanted = train_in(tmp_path / "wanted", dataclasses.replace(task, compile="auto"), cpu)
     assert exact(found) == exact(wanted) and same(checkpoint(found)["model"], checkpoint(wanted)["model"])
-    said = "step 1 took" in (found.path / "log.txt").read_text()
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    assert (said, kept) == ((True, str(tmp_path / "cache" / "inductor")) if compiled else (False, None))
+    assert kept == (str(tmp_path / "cache" / "inductor") if compiled else None)
 
 
 class Counted(MNIST):

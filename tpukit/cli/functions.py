@@ -67,7 +67,7 @@ def test(
         batch_size: samples of a step, over all cores; by default as in training.
         precision: by default as in training.
     """
-    from tpukit.reporting.findings import scores_table
+    from tpukit.reporting import display, findings
     from tpukit.tasks.trained import find_trained
 
     env = tpukit.detect()
@@ -83,8 +83,8 @@ def test(
             scored.path.mkdir(parents=True, exist_ok=True)
     scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
     if scores and environment.rank() == 0:
-        print(f"\n{scores_table(scores)}")
-        if trained.load_predictions(scored.path / "predictions"):
+        print(f"\n{findings.scores_table(scores)}")
+        if display.load_predictions(trained, scored.path / "predictions"):
             tpukit.show_predictions(scored, trained, count=8)
             print(f"predictions: {scored.path / 'predictions'}")
 

@@ -1,19 +1,21 @@
 """Show a task, a run or a plan, in a notebook or a shell."""
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Notice, Sentences, Table, printable
 from tpukit.reporting import figures, findings
+from tpukit.reporting.figures import RIGHT, WRONG, Panel
 from tpukit.reporting.presenting import present, present_figure
 from tpukit.runs.run import Run
 from tpukit.runs.settings import settings_dict
 from tpukit.tasks.datasets import is_synthetic
-from tpukit.training.panels import RIGHT, WRONG
+from tpukit.tasks.parts import part_of
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
@@ -27,6 +29,57 @@ class Shown(Protocol):
     def table(self) -> Table: ...
 
     def show(self) -> None: ...
+
+
+class Displayed(Protocol):
+    """The part of a task that only pictures of its samples ask for. What a task leaves out is as here."""
+
+    saved_title: str = ""
+    """Title of a picture of saved predictions, which then shows the first ones; without a title, some that
+    are evenly spaced."""
+
+    def panels(self, batch: Mapping[str, Any], prediction: Any = None) -> list[list[Panel]]:
+        """Return what to show of a batch: for each sample a list of (title, array), the array (H, W) or (H,
+        W, 3), or (title, text). A title that begins with ✓ or ✗ gets a green or a red frame.
+
+        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
+        data alone. By default `image`, titled by what has one value a sample: `label`, and the prediction."""
+        if "image" not in batch:
+            name = type(self).__name__
+            raise TpukitError(f"{name} must implement panels() to show its samples: they have no `image`")
+        images = np.asarray(batch["image"])
+        if images.ndim == 4 and images.shape[1] in (1, 3):
+            images = np.moveaxis(images, 1, -1)  # (B, C, H, W) -> (B, H, W, C)
+        images = images[..., 0] if images.shape[3:] == (1,) else images
+        titles = [[] for _ in images]
+        for word, values in {"": batch.get("label"), "predicted ": prediction}.items():
+            for title, value in zip(titles, values if np.ndim(values) == 1 else ()):
+                title.append(f"{word}{value}")
+        titles = [", ".join(title) for title in titles]
+        label, guess = np.asarray(batch.get("label", ())), np.asarray(prediction)
+        if guess.ndim == 1 and guess.dtype.kind in "iu" and label.shape == guess.shape:
+            titles = [f"{RIGHT if ok else WRONG} {title}" for title, ok in zip(titles, label == guess)]
+        return [[panel] for panel in zip(titles, images)]
+
+    def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
+        """Return (sentences about a dataset's samples and labels, the most important first; indices of
+        samples to look at)."""
+        return [f"{len(data)} samples"], []
+
+    def load_predictions(self, folder: Path) -> tuple[Mapping[str, Any], Any] | None:
+        """Return (batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none.
+        `name` in the batch, if there is one, names each sample."""
+        return None
+
+
+def panels_of(task: Task) -> Callable[..., list[list[Panel]]]:
+    """Return `Displayed.panels` of a task."""
+    return part_of(task, Displayed, "panels")
+
+
+def load_predictions(task: Task, folder: Path) -> tuple[Mapping[str, Any], Any] | None:
+    """Return what `Displayed.load_predictions` of a task returns."""
+    return part_of(task, Displayed, "load_predictions")(folder)
 
 
 def show(shown: Run | Task | Shown | str | Path) -> None:
@@ -113,7 +166,7 @@ def show_samples(task: Task, *, count: int = 4) -> None:
         uniforms = np.random.default_rng(task.seed).random((len(indices), data.num_uniforms))
     if notes := getattr(data, "notes", ""):
         print(printable(notes))
-    present_figure(figures.panels_figure(task.panels(data.batch(indices, uniforms)), "Training samples"))
+    present_figure(figures.panels_figure(panels_of(task)(data.batch(indices, uniforms)), "Training samples"))
 
 
 def show_labels(task: Task, *, count: int = 4) -> None:
@@ -126,10 +179,10 @@ def show_labels(task: Task, *, count: int = 4) -> None:
         notices.insert(0, f"This is not your data, but a synthetic set that tpukit made. {yours}")
     if notices:
         present(Notice(notices))
-    sentences, indices = task.check_labels(data)
+    sentences, indices = part_of(task, Displayed, "check_labels")(data)
     present(Sentences([*sentences, _steps_sentence(task, len(data))]))
     if indices:
-        panels = task.panels(data.batch(indices[:count]))
+        panels = panels_of(task)(data.batch(indices[:count]))
         present_figure(figures.panels_figure(panels, "Samples to look at, not augmented"))
 
 
@@ -160,8 +213,8 @@ def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
     saved = None
     # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
     if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
-        saved = task.load_predictions(folder)
-    title = getattr(task, "saved_title", "") if saved else ""
+        saved = load_predictions(task, folder)
+    title = part_of(task, Displayed, "saved_title") if saved else ""
     if saved:
         batch, prediction = saved
         indices = np.arange(len(prediction))[:count] if title else _evenly_spaced(len(prediction), count)
@@ -169,7 +222,7 @@ def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
         prediction = prediction[indices]
     else:
         batch, prediction = predict_test_images(run, task, count)
-    rows, title = task.panels(batch, prediction), title or "Test images"
+    rows, title = panels_of(task)(batch, prediction), title or "Test images"
     if known := [row[0][0] for row in rows if row[0][0].startswith((RIGHT, WRONG))]:
         title += f": {sum(word.startswith(WRONG) for word in known)} of {len(known)} shown are wrong"
     return figures.panels_figure(rows, title, map(str, batch.get("name", ())))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.host.tables import printable
 from tpukit.reporting import findings, language
-from tpukit.training.panels import RIGHT, WRONG
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +20,7 @@ WIDTH = 9.6  # inches, of every figure: a page has one width
 SMALL, MEDIUM, LARGE = 9, 10, 11.5  # points; on a page of 1,000 pixels the smallest has 11 pixels
 MAX_LABEL = 60  # characters
 MAX_NAME = 36  # characters of a file's name below a panel's title
+RIGHT, WRONG = "\u2713", "\u2717"  # begin the title of a panel whose prediction is right, or wrong
 MARKS = {RIGHT: GREEN, WRONG: RED}  # sign at the beginning of a panel's title -> colour of its frame
 Panel = tuple[str, Any]  # a title, and an array (H, W) or (H, W, 3), or a text
 TEXT_LINES, TEXT_WIDTH = 16, 32  # lines of a panel, and characters in one

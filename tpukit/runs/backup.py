@@ -82,13 +82,14 @@ class Backup:
             raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
 
     def update(self, folder: Path, say: Say) -> None:
-        """Copy what changed. A failure is reported once and ends no training: Drive may be full or gone."""
+        """Copy what changed. A failure is reported once and does not end training: Drive may be full or
+        gone."""
         failure = ""
         try:
             self.copy(folder, say)
         except (OSError, TpukitError) as error:
             self.copied.clear()
-            failure = f"failed ({error}); the training continues in {folder}"
+            failure = f"failed ({error}); training continues in {folder}"
         if bool(failure) != self.failed:
             say(f"backup to {self} {failure or 'works again'}")
         self.failed = bool(failure)
@@ -136,7 +137,7 @@ class Backup:
             self._copy_file(folder, name, lambda path: hashes.check(path, digests))
             return True
         except Damaged:
-            say(f"{name} in {folder} is damaged, or its copy is: {self} does not take it")
+            say(f"{name} in {folder} is damaged, or its copy is: it is not copied to {self}")
             return False
 
     def fetch(self, folder: Path, say: Say, after: int = -1) -> None:
@@ -163,7 +164,9 @@ class Backup:
                 say(f"{name} in {self} is damaged: it is left out")
         if after < 0 and hashes.steps(listed) and not hashes.steps(whole):
             count = len(hashes.steps(listed))
-            raise TpukitError(f"none of the {count} checkpoints in {self} is whole: start anew without it")
+            raise TpukitError(
+                f"none of the {count} checkpoints in {self} is whole: start again without this backup"
+            )
         others = {name: digests for name, digests in own.items() if name not in whole}
         hashes.write_list(folder, {**whole, **others})
 

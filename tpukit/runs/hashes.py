@@ -82,7 +82,7 @@ def read_list(folder: Path) -> Listed | None:
 
 
 def write_list(folder: Path, listed: Listed) -> None:
-    """Replace the list, less all but the newest checkpoints. Then remove the checkpoints that it no longer
+    """Replace the list, with only the newest checkpoints. Then remove the checkpoints that it no longer
     has, and what killed processes left."""
     dropped = list(steps(listed))[KEEP:]
     kept = {name: digests for name, digests in listed.items() if name not in dropped}

@@ -8,7 +8,7 @@ checkpoints/             step-N.pt, the newest two, and checkpoints.json, the SH
 best.safetensors         the weights of the best evaluation
 pictures/, predictions/  what `show` drew, and what a test keeps of its predictions
 trace/                   written by `tpukit report --trace`
-progress.json            where the training is now, for a progress bar
+progress.json            the step that the training run is at, for a progress bar
 own/                     a user's own files, and what was predicted for them
 cores/                   what each core of the last launch printed, and its error or stacks if it failed
 .lock                    host and pid of the process that trains here
@@ -65,13 +65,7 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        task: Described,
-        *,
-        backup: str | Path | None = None,
-    ) -> "Run":
+    def open(cls, path: str | Path, task: Described, *, backup: str | Path | None = None) -> "Run":
         """Start a run in the folder `path`, or resume the one that is there. On Kaggle, a run of this name in
         the inputs (an earlier version's output) is copied here first.
 
@@ -163,7 +157,7 @@ class Run:
         return trained or (self.path / hashes.BEST).exists()
 
     def check_results(self) -> None:
-        """Raise TpukitError for results without checkpoints, which a new training would replace."""
+        """Raise TpukitError for results without checkpoints, which a new training run would replace."""
         if hashes.read_list(self.path) is None and self._has_results():
             raise TpukitError(
                 f"{self.path} holds results of training (best.safetensors, records.jsonl), but none of its"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -62,6 +62,24 @@ def as_declared(name: str, value: Any, declared: Any) -> Any:
     if int in kinds and not isinstance(value, int):
         return int(value)  # of papermill, or of NumPy
     return value
+
+
+def require_at_least(task: Described, least: float, *names: str) -> None:
+    """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
+    fine."""
+    _require(task, least, 2**63 - 1, f"it must be {least} or more", names)
+
+
+def require_shares(task: Described, *names: str) -> None:
+    """Raise TpukitError for a setting that is not from 0 to 1. None is fine."""
+    _require(task, 0, 1, "it must be from 0 to 1", names)
+
+
+def _require(task: Described, least: float, most: float, rule: str, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(task, name)
+        if value is not None and not least <= value <= most:
+            raise TpukitError(f"{name}={value!r}: {rule}")
 
 
 def settings_dict(task: Described) -> dict[str, Any]:

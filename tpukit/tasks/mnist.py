@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from tpukit.runs.settings import setting
+from tpukit.runs.settings import require_at_least, setting
 from tpukit.tasks import arrays, mnist_data, pictures
 from tpukit.tasks.mnist_data import Digits, read_split
 from tpukit.training.task import Task
@@ -49,7 +49,7 @@ class MNIST(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "channels")
+        require_at_least(self, 1, "channels")
 
     # What every task must have
 

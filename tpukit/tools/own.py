@@ -18,7 +18,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.reporting import figures, presenting
-from tpukit.reporting.display import predictions_figure
+from tpukit.reporting.display import panels_of, predictions_figure
 from tpukit.reporting.presenting import present_figure
 from tpukit.reporting.widgets import offer_download, show_with_controls
 from tpukit.runs.run import Run
@@ -54,7 +54,7 @@ def save_predictions(
                 entry[key] = float(f"{value:.6g}")  # the digits that a float32 can have right
         if pictures and sample.batch is not None:
             entry["picture"] = f"pictures/{stem}.png"
-            figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
+            figure = figures.panels_figure(panels_of(task)(sample.batch, sample.prediction), sample.name)
             _save(folder / entry["picture"], presenting.as_png(figure))
         listed.append(entry)
     _save(folder / "predictions.json", json.dumps(listed, indent=1).encode())
@@ -160,7 +160,7 @@ def _predict(run, task, paths, title):
     for sample in samples:
         if sample.batch is None:
             raise TpukitError(sample.error)
-        rows += task.panels(sample.batch, sample.prediction)
+        rows += panels_of(task)(sample.batch, sample.prediction)
     return task, samples, figures.panels_figure(rows, title, [sample.name for sample in samples])
 
 

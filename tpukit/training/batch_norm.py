@@ -20,7 +20,7 @@ def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     elif variant == "synced" and runtime.world.size > 1:
         raise TpukitError(
-            "batch_norm='synced' runs on GPUs. On TPU cores parallel='spmd' takes the statistics of the whole"
+            "batch_norm='synced' runs on GPUs. On TPU cores parallel='spmd' uses the statistics of the whole"
             " batch; otherwise choose 'per-core' or 'frozen'"
         )
     return model  # with one process, one graph sees the whole batch as it is

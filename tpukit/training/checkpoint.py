@@ -22,7 +22,7 @@ TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
 
 @dataclasses.dataclass
 class TrainState:
-    """The position of a run. All of it goes into a checkpoint."""
+    """The position of a training run. All of it goes into a checkpoint."""
 
     step: int = 0
     epoch_loss: float = 0.0
@@ -68,7 +68,7 @@ def restore(
 
     Raises TpukitError for a checkpoint of another version, dataset, model or optimizer.
     """
-    # Rank 0 reads for all: where the newest checkpoint is damaged, all go on from the same older one.
+    # Rank 0 reads for all: if the newest checkpoint is damaged, all continue from the same older one.
     read = (run.restore(), run.has_whole_best()) if runtime.world.rank == 0 else None
     saved, has_whole_best = runtime.world.broadcast(read)
     if saved is None:

@@ -24,7 +24,7 @@ from tpukit.training.data import BatchLoader
 from tpukit.training.notes import log_notes
 from tpukit.training.prediction import predict_set
 from tpukit.training.saver import Saver
-from tpukit.training.task import Task
+from tpukit.training.task import Task, check_dataset_dir
 
 
 def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
@@ -37,7 +37,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         best = run.path / "best.safetensors"
         path = task.weights if task.weights and not best.exists() else best
         task = dataclasses.replace(task, weights=path)
-        task.check_dataset_dir()
+        check_dataset_dir(task)
         model = task.model()
         weights.load(model, path)
         data = task.test_set()
@@ -92,8 +92,7 @@ class Scoring:
     loss: float
     predict_s: float
     weights: dict[str, Tensor]
-    scores: concurrent.futures.Future[tuple[dict, float]]
-    """and the seconds that they took"""
+    scores: concurrent.futures.Future[dict]
 
 
 class Evaluator:
@@ -124,7 +123,7 @@ class Evaluator:
                 if self.runtime.world.size == 1:
                     stop.check()
         if is_rank_0:
-            scores = self.executor.submit(_timed_scores, self.task, predicted)
+            scores = self.executor.submit(scores_of, self.task, predicted)
             self.pending = Scoring(step, epoch, loss, time.monotonic() - started, copied(), scores)
 
     def has_scores(self) -> bool:
@@ -138,12 +137,12 @@ class Evaluator:
         if done is None:
             return
         self.pending = None
-        self.scores, scoring_s = done.scores.result()
+        self.scores = done.scores.result()
         score = self.scores[task.score]
         is_best = state.best is None or score > (-math.inf if math.isnan(state.best) else state.best)
         numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
         self.record_epoch(state, done.step, done.epoch, done.loss, dict(numbers))
-        speed = dict(seconds=done.predict_s, scoring_s=scoring_s)
+        speed = dict(seconds=done.predict_s)
         self.run.log("evaluation", done.step, epoch=done.epoch, scores=self.scores, kept=is_best, speed=speed)
         state.evaluations_without_best += 1
         if is_best:
@@ -164,8 +163,3 @@ class Evaluator:
         words = "".join(f", {name} {value:.4g}" for name, value in shown.items())
         self.run.print(f"epoch {epoch + 1}: loss {loss:.4f}{words}")
         state.evaluated = epoch + 1
-
-
-def _timed_scores(task: Task, predicted: list) -> tuple[dict, float]:
-    started = time.monotonic()
-    return scores_of(task, predicted), time.monotonic() - started

@@ -5,6 +5,9 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from torch import nn
 
 from tpukit.devices.runtime import Runtime
 from tpukit.host import known_errors
@@ -16,8 +19,17 @@ from tpukit.training.setup import Trainer
 from tpukit.training.task import Task
 
 
+@runtime_checkable
+class Rated(Protocol):
+    """A task whose speed has other figures than samples per second."""
+
+    def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
+        """Return such figures, by names for the report, from the samples per second over all cores."""
+        ...
+
+
 def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
-    """Train `task` in the run directory `run`, from where it stands, to `task.epochs`. Returns the last
+    """Train `task` in the run directory `run`, from its last checkpoint to `task.epochs`. Returns the last
     scores, on every rank.
 
     runtime: this core's, as `launch` gives it; None: train opens the one device of this process.
@@ -30,7 +42,7 @@ def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: boo
 
 
 def fit(trainer: Trainer, progress: bool) -> dict:
-    """Train from where the run stands to the last epoch. Returns the last scores, on every rank."""
+    """Train from the last checkpoint to the last epoch. Returns the last scores, on every rank."""
     state = trainer.state
     try:
         with trainer.open_bar(progress):
@@ -39,7 +51,8 @@ def fit(trainer: Trainer, progress: bool) -> dict:
                 while state.step < trainer.total:
                     train_epoch(trainer, batches)
                     end_epoch(trainer)
-            trainer.finish_saving()
+            trainer.saver.wait()
+            trainer.run.update_backup()  # an earlier session may have been killed before it did that
     except (KeyboardInterrupt, SystemExit) as reason:
         trainer.save_before_leaving(reason)
         raise
@@ -49,7 +62,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
 
 
 def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
-    """Train from the step at which the run stands to the end of its epoch. batches: of it and later ones."""
+    """Train from the next step to the end of its epoch. batches: of this epoch and later ones."""
     state = trainer.state
     epoch, first = divmod(state.step, trainer.steps_per_epoch)
     trainer.model.train()
@@ -59,7 +72,7 @@ def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
         syncs = trainer.ends_epoch() or state.step % trainer.task.log_every == 0
         save_due = record_interval(trainer, epoch) if syncs else trainer.saver.is_due()
         trainer.write_progress(epoch)
-        # Several ranks have to stop and save at the same step: where they sync.
+        # Several ranks have to stop and save at the same step, which is one at which they sync.
         if syncs or trainer.runtime.world.size == 1:
             trainer.check_stop()
             if save_due and state.step < trainer.total:  # the last step is saved with its scores
@@ -77,8 +90,8 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
     loss = interval.sums["loss"] / interval.sums["steps"]
     # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
     speed: dict = trainer.throughput.measure(trainer.task.batch_size) | dict(memory=interval.memory)
-    if rates := trainer.task.rates(trainer.model, trainer.runtime, speed["images_per_s"]):
-        speed["rates"] = rates
+    if isinstance(trainer.task, Rated):
+        speed["rates"] = trainer.task.rates(trainer.model, trainer.runtime, speed["images_per_s"])
     norm = interval.sums["grad_norm"]
     trainer.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=norm, lr=trainer.lr(), speed=speed)
     trainer.throughput.restart()

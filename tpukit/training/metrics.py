@@ -20,7 +20,7 @@ MIN_LOSS_SCALE = 2.0**-14
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, grad_norm=0.0)
 """Metrics summed on the device over an interval, with their initial values. bad_step: the first step whose
 loss was not finite, counted from 0 at the start of the interval, -1 for none. grad_norm: the last step's,
-where gradients are clipped; elsewhere `sync` computes the norm of the last gradient."""
+if gradients are clipped; otherwise `sync` computes the norm of the last gradient."""
 
 
 def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
@@ -65,8 +65,8 @@ def sync(
     runtime: Runtime,
     *,
     clipped: bool,
-    stop_signal: int | None = None,
-    save_due: bool = False,
+    stop_signal: int | None,
+    save_due: bool,
 ) -> Interval:
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the
     device and the ranks.

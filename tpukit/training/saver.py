@@ -12,8 +12,8 @@ from tpukit.runs.run import Run
 class Saver:
     """Write checkpoints on a thread, one at a time, each with the best weights that it knows of.
 
-    The training itself only copies its state. What fails, on a full disk for instance, is raised by the next
-    `check`, `wait` or save; nothing is written after it.
+    The training loop only copies its state. What fails, on a full disk for instance, is raised by the next
+    `wait` or save; nothing is written after it.
 
     best: the best weights since the last checkpoint, as the arguments of `Run.save_best`, or None."""
 
@@ -36,13 +36,8 @@ class Saver:
         self.best = None
         self.due_at = time.monotonic() + self.save_every_s
 
-    def check(self) -> None:
-        """Raise what made the last save fail, if it is over."""
-        if self.pending is not None and self.pending.done():
-            self.pending.result()
-
     def wait(self) -> None:
-        """Wait until all is written, and `check`."""
+        """Wait until all is written. Raises what made the last save fail."""
         if self.pending is not None:
             self.pending.result()
 

@@ -1,7 +1,6 @@
-"""`Trainer`: model, optimizer, data and state of one training, ready on the device for the loop."""
+"""`Trainer`: model, optimizer, data and state of a training run, ready on the device for the loop."""
 
 import itertools
-import time
 from collections.abc import Generator
 
 import torch
@@ -20,20 +19,20 @@ from tpukit.training.evaluation import Evaluator
 from tpukit.training.notes import log_compilations, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
-from tpukit.training.task import Task
+from tpukit.training.task import Task, check_dataset_dir
 
 
 class Trainer:
-    """A training with its step, data, evaluator and saver, restored to where its run stands.
+    """A training run with its step, data, evaluator and saver, restored to its last checkpoint.
 
     state: the `checkpoint.TrainState`. total: the step at which it ends. No attribute refers back to the
-    Trainer (no reference cycle), so the model is freed when the training ends."""
+    Trainer (no reference cycle), so the model is freed when the run ends."""
 
     shown_loss = ""
     ranks_stop = False  # whether all ranks know of a signal
 
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
-        task.check_dataset_dir()
+        check_dataset_dir(task)
         check_micro_batches(environment.detect(), task.micro_batches)
         self.task, self.stop = task, stop
         torch.manual_seed(task.seed)
@@ -52,7 +51,7 @@ class Trainer:
         check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
         if task.weights:
             weights.load(model, task.weights)
-        if runtime.world.size > 1:  # ranks would differ where a model does not start from the seed alone
+        if runtime.world.size > 1:  # ranks would differ if the model depends on more than the seed
             model.load_state_dict(runtime.world.broadcast(model.state_dict()))
         self.step = TrainingStep(task, runtime, model)
         self.model, self.optimizer = self.step.model, self.step.optimizer
@@ -69,18 +68,17 @@ class Trainer:
             self.step.optimizer_signature,
         )
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
-        self.first = self.state.step + 1  # the number of the first step of this session
         self.step.sums = metrics.new_sums(runtime, sums)
         self.trial = "" if task.compile == "no" else trial.try_out(runtime)
         self.step.compile(self.loader.compose)
-        runtime.reset_statistics()  # what others compiled in this process before is not part of this training
+        runtime.reset_statistics()  # without what was compiled in this process before
         stays = self.patience_exhausted()
         self.total = self.state.step if stays else max(task.epochs * self.steps_per_epoch, self.state.step)
 
     # Batches and steps
 
     def batches(self, *, endless: bool = False) -> Generator[Batch, None, None]:
-        """Generate the batches from where the run stands to its last epoch, without a pause between two
+        """Generate the batches from the next step to the last epoch, without a pause between two
         epochs. endless: those of a training run without an end, for tools that time or trace `take_step`."""
         task = self.task
         first, start = divmod(self.state.step, self.steps_per_epoch)
@@ -98,8 +96,8 @@ class Trainer:
         return self.loader.batches(itertools.chain.from_iterable(plans))
 
     def take_step(self, batch: Batch, epoch: int) -> None:
-        """Take one step of the training. batch: of `loader`; epoch: from 0."""
-        number, started = self.state.step + 1, time.monotonic()
+        """Take one step. batch: of `loader`; epoch: from 0."""
+        number = self.state.step + 1
         try:
             self.step(batch, epoch, self.lr_factor())
             if self.step.ema:
@@ -108,9 +106,6 @@ class Trainer:
             log_compilations(self.run, self.runtime, number)
         self.state.step = number
         self.runtime.heartbeat(number)
-        if number == self.first and (self.runtime.has_graphs or self.task.compile == "yes"):
-            took_s = time.monotonic() - started
-            self.run.print(f"step {number} took {took_s:.1f} s, with compile={self.task.compile!r}")
 
     def lr_factor(self, steps_back: int = 0) -> float | None:
         """Return the factor of the learning rates in the next step, or in one before; None for 1."""
@@ -126,8 +121,7 @@ class Trainer:
 
     def sync(self) -> metrics.Interval:
         """Return the `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises
-        Diverged, and what made a save fail."""
-        self.saver.check()
+        Diverged."""
         interval = metrics.sync(
             self.step.sums,
             self.model,
@@ -150,12 +144,12 @@ class Trainer:
             self.stop.check()
 
     def patience_exhausted(self) -> bool:
-        """Return True if the evaluations so far end the training. Rank 0 knows."""
+        """Return True if the evaluations so far end the run. Rank 0 knows."""
         patience = self.task.patience
         return patience is not None and self.state.evaluations_without_best >= patience
 
     def stop_early(self, epochs: int) -> None:
-        """End the training here, after this many epochs, if its patience is exhausted: on every rank."""
+        """End the run here, after this many epochs, if its patience is exhausted: on every rank."""
         if not self.runtime.world.broadcast(self.patience_exhausted()):
             return
         self.total = self.state.step
@@ -183,11 +177,6 @@ class Trainer:
             result = f"and saved at step {self.state.step}. Start it again to resume."
         self.run.print(f"{why} {result}")
 
-    def finish_saving(self) -> None:
-        """Wait until all is written, in the backup too."""
-        self.saver.wait()
-        self.run.update_backup()
-
     def predict_test_set(self, epoch: int, loss: float) -> None:
         """Predict the test set with the weights of an epoch, or their average once there is one, and start
         scoring."""
@@ -210,7 +199,7 @@ class Trainer:
         epochs = self.state.step // self.steps_per_epoch
         why = f"already has {epochs} epochs; {self.task.epochs} were requested"
         if self.patience_exhausted():
-            why = f"stopped early after epoch {epochs}; with a larger patience it goes on"
+            why = f"stopped early after epoch {epochs}; raise patience to continue"
         self.run.print(f"nothing left to do: the run {why}")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}
@@ -254,7 +243,7 @@ class Trainer:
         return self.bar
 
     def write_progress(self, epoch: int) -> None:
-        """Show and record where the training stands, in an epoch counted from 0, and the last loss."""
+        """Show and record the step, the epoch (counted from 0) and the last loss."""
         step, shown = self.state.step, dict(epoch=epoch + 1, loss=self.shown_loss)
         self.bar.total = self.total
         self.bar.set_postfix(shown, refresh=False)

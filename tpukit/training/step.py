@@ -84,7 +84,9 @@ class TrainingStep:
 
     def __init__(self, task: Task, runtime: Runtime, model: nn.Module) -> None:
         self.task, self.runtime = task, runtime
-        self.model = place_model(task, runtime, model)
+        model = batch_norm.apply(model, task.batch_norm, runtime)
+        layers.freeze(model, task.freeze, task.head)
+        self.model = runtime.to_device(model)
         self.ema = WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None
         self.optimizer = task.optimizer(self.model)  # on XLA, placing made new parameters
         if task.freeze:
@@ -121,11 +123,3 @@ class TrainingStep:
     def __call__(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> None:
         """Take a step, and add its metrics to `sums`."""
         self.sums = self.compiled(*self.arguments(batch, epoch, lr_factor))
-
-
-def place_model(task: Task, runtime: Runtime, model: nn.Module) -> nn.Module:
-    """Move a model of the task from the CPU to the device, with the batch norms and frozen parts of a
-    training."""
-    model = batch_norm.apply(model, task.batch_norm, runtime)
-    layers.freeze(model, task.freeze, task.head)
-    return runtime.to_device(model)

@@ -11,10 +11,10 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import Run
-from tpukit.runs.settings import as_declared, setting
+from tpukit.runs.settings import as_declared, require_at_least, require_shares, setting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
     from tpukit.launching.job import Plan
     from tpukit.training.data import Batch
-
-    Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +31,10 @@ class Task:
     A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
     Fields declared with `setting(free=True)` may change when a run is resumed.
 
-    What is asked of a task elsewhere is described there: `tools.own_files.OwnFiles` to predict a user's own
-    files, `tools.export.Exportable` to export, `tasks.datasets.Findable` to find a dataset by name."""
+    Other modules describe what only they ask of a task: `reporting.display.Displayed` to show samples, labels
+    and predictions, `training.loop.Rated` to record other speeds, `tools.own_files.OwnFiles` to predict a
+    user's own files, `tools.export.Exportable` to export, `tasks.datasets.Findable` to find a dataset by
+    name."""
 
     name: ClassVar[str]
     """Its name on the command line."""
@@ -158,7 +158,7 @@ class Task:
     eight times the memory; else the host."""
 
     def __post_init__(self) -> None:
-        """Raise TpukitError for a setting that no training can have. A whole float becomes an int."""
+        """Raise TpukitError for a setting that no training run can have. A whole float becomes an int."""
         # A class of the user's may have annotations that only its own module understands.
         known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
         declared = get_type_hints(known)
@@ -167,37 +167,15 @@ class Task:
             object.__setattr__(self, field.name, value)
         ones = ("batch_size", "log_every", "eval_every", "micro_batches", "patience")
         zeros = ("epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
-        self.require_at_least(1, *ones)
-        self.require_at_least(0, *zeros)
-        self.require_shares("final_lr", "ema_decay")
-
-    def require_at_least(self, least: float, *names: str) -> None:
-        """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
-        fine."""
-        self._require(least, 2**63 - 1, f"it must be {least} or more", names)
-
-    def require_shares(self, *names: str) -> None:
-        """Raise TpukitError for a setting that is not from 0 to 1. None is fine."""
-        self._require(0, 1, "it must be from 0 to 1", names)
-
-    def _require(self, least: float, most: float, rule: str, names: Iterable[str]) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise TpukitError(f"{name}={value!r}: {rule}")
+        require_at_least(self, 1, *ones)
+        require_at_least(self, 0, *zeros)
+        require_shares(self, "final_lr", "ema_decay")
 
     # What it may override
 
     def test_set(self) -> Any:
         """Return the test set alone, for which the training set need not be there."""
         return self.datasets()[1]
-
-    def check_dataset_dir(self) -> None:
-        """Raise TpukitError if a dataset is needed and none was given."""
-        if self.dataset and self.dataset_dir is None:
-            raise TpukitError(
-                f"{type(self).__name__} needs a dataset_dir: find_dataset({self.dataset!r}) finds one"
-            )
 
     def data_signature(self, data: Any) -> dict[str, str]:
         """Return what must be the same in the data when a run is resumed, whatever folder the data is in: a
@@ -212,9 +190,9 @@ class Task:
         training set."""
         return {}
 
-    def example(self, count: int) -> Arrays:
-        """Make a batch to try the model with, dict of arrays; by default the first samples of the training
-        set. A task that makes one up can be planned and tried without data."""
+    def example(self, count: int) -> dict[str, np.ndarray]:
+        """Make a batch of arrays to try the model with; by default the first samples of the training set.
+        A task that makes one up can be planned and tried without data."""
         if self.dataset_dir is None:
             raise self._missing("example")
         data, _ = self.datasets()
@@ -234,37 +212,9 @@ class Task:
         several steps overrides it."""
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
 
-    def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """Return more figures of the speed, by names for the report, from the samples a second over all
-        cores."""
-        return {}
-
-    def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, Any]]]:
-        """Return what to show of a batch: for each sample a list of (title, array), the array (H, W) or (H,
-        W, 3), or (title, text).
-
-        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
-        data alone. A title that begins with ✓ or ✗ gets a green or a red frame. By default `image`, titled by
-        what has one value a sample: `label`, and the prediction."""
-        from tpukit.training.panels import default_panels
-
-        if "image" not in batch:
-            raise self._missing("panels")
-        return default_panels(batch, prediction)
-
-    def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
-        """Return (sentences about a dataset's samples and labels, the most important first; indices of
-        samples to look at)."""
-        return [f"{len(data)} samples"], []
-
     def save_predictions(self, folder: Path, predictions: list, data: Any) -> None:
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data:
         the test set."""
-
-    def load_predictions(self, folder: Path) -> tuple[Batch, Tensor] | None:
-        """Return (batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none.
-        `name` in the batch, if there is one, names each sample. A picture shows some, evenly spaced; of a
-        task with a `saved_title` the first, under that title."""
 
     def launch_plan(self, *others: Any) -> Plan | None:
         """Return what `launch(function, task, run)` has to know of the call; None without a run."""
@@ -276,3 +226,11 @@ class Task:
         """Return flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one
         core's. See `open_runtime`."""
         return ""
+
+
+def check_dataset_dir(task: Task) -> None:
+    """Raise TpukitError if a task needs a dataset and was given none."""
+    if task.dataset and task.dataset_dir is None:
+        raise TpukitError(
+            f"{type(task).__name__} needs a dataset_dir: find_dataset({task.dataset!r}) finds one"
+        )

@@ -19,13 +19,12 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.runs.settings import setting
+from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.tasks import archives, arrays, pictures
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import ImageSet, find_copies, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.tasks.splits import SPLITS
-from tpukit.training.panels import marked
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
@@ -103,9 +102,9 @@ class ImageClassifier(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_at_least(1, "image_size")
-        self.require_at_least(0, "weight_decay")
-        self.require_shares("flip", "crop", "colour", "label_smoothing", "test_share")
+        require_at_least(self, 1, "image_size")
+        require_at_least(self, 0, "weight_decay")
+        require_shares(self, "flip", "crop", "colour", "label_smoothing", "test_share")
         if zero := [name for name in ("crop", "test_share") if getattr(self, name) == 0]:
             raise TpukitError(f"{zero[0]}=0: it must be more than 0")
         self._choose_batch_and_epochs()
@@ -369,7 +368,8 @@ class ImageClassifier(Task):
 def _verdict(name, result):
     """Return the title of an image: the class that was predicted, and its own if that is known."""
     predicted = f"{result['class']} {result['probability']:.0%}"
-    return marked(f"{name}, predicted {predicted}", name == result["class"]) if name else predicted
+    mark = "\u2713" if name == result["class"] else "\u2717"  # which colours its frame
+    return f"{mark} {name}, predicted {predicted}" if name else predicted
 
 
 def _gather(predictions):

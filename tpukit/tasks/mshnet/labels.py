@@ -87,7 +87,7 @@ def find_leaks(train: InfraredSet, test: InfraredSet) -> list[str]:
 
 
 def check(data: InfraredSet) -> tuple[list[str], list[int]]:
-    """(sentences, indices) as of `Task.check_labels`."""
+    """(sentences, indices) as of `reporting.display.Displayed.check_labels`."""
     areas, largest = [], data.targets[:, 3]
     for mask in data.masks:
         areas += [area for area, _ in regions(mask >= 128)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
-from tpukit.runs.settings import setting
+from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.tasks.splits import SPLITS
 from tpukit.tasks.text import conversations, data, hub, reading
 from tpukit.training.task import Task
@@ -108,9 +108,9 @@ class LanguageModel(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "lora_rank", "sequence_length", "new_tokens")
-        self.require_at_least(0, "weight_decay", "lora_alpha", "samples", "temperature")
-        self.require_shares("test_share")
+        require_at_least(self, 1, "lora_rank", "sequence_length", "new_tokens")
+        require_at_least(self, 0, "weight_decay", "lora_alpha", "samples", "temperature")
+        require_shares(self, "test_share")
         if isinstance(self.batch_size, Default) and self.dataset_dir is not None:
             if Path(self.dataset_dir).exists():
                 object.__setattr__(self, "batch_size", self._fitting_batch())
