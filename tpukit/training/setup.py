@@ -1,6 +1,7 @@
 """`Trainer`: model, optimizer, data and state of a training run, ready on the device for the loop."""
 
 import itertools
+import time
 from collections.abc import Generator
 
 import torch
@@ -68,6 +69,7 @@ class Trainer:
             self.step.optimizer_signature,
         )
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
+        self.first = self.state.step + 1  # the number of the first step of this session
         self.step.sums = metrics.new_sums(runtime, sums)
         self.trial = "" if task.compile == "no" else trial.try_out(runtime)
         self.step.compile(self.loader.compose)
@@ -97,7 +99,7 @@ class Trainer:
 
     def take_step(self, batch: Batch, epoch: int) -> None:
         """Take one step. batch: of `loader`; epoch: from 0."""
-        number = self.state.step + 1
+        number, started = self.state.step + 1, time.monotonic()
         try:
             self.step(batch, epoch, self.lr_factor())
             if self.step.ema:
@@ -106,6 +108,9 @@ class Trainer:
             log_compilations(self.run, self.runtime, number)
         self.state.step = number
         self.runtime.heartbeat(number)
+        if number == self.first and (self.runtime.has_graphs or self.task.compile == "yes"):
+            took_s = time.monotonic() - started
+            self.run.print(f"step {number} took {took_s:.1f} s, with compile={self.task.compile!r}")
 
     def lr_factor(self, steps_back: int = 0) -> float | None:
         """Return the factor of the learning rates in the next step, or in one before; None for 1."""
