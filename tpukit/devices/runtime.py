@@ -283,12 +283,6 @@ class Runtime:
                 if not is_somewhere[number]:
                     parameters[number].grad = None
 
-    def clip_gradients(self, optimizer: Optimizer, max_norm: float | None) -> Tensor | None:
-        """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device."""
-        if max_norm is None:
-            return None
-        return nn.utils.clip_grad_norm_(parameters_with_gradient(optimizer), max_norm)
-
     def optimizer_step(self, optimizer: Optimizer, lr_factor: float | Tensor | None = None) -> None:
         """Update the weights, unless in fp16 a gradient overflowed. lr_factor: number or scalar tensor on the
         device that multiplies the learning rates in this step; None for 1.
@@ -326,12 +320,6 @@ class Runtime:
 
     def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         scaler.step(optimizer)
-
-    def gradient_norm(self, model: nn.Module) -> Tensor:
-        """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the
-        step: only the last one before a metric sync is used."""
-        gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
-        return nn.utils.get_total_norm(gradients).to(self.device).reshape(1)
 
     def sync(self) -> None:
         """Wait for all work that was queued on the device."""
