@@ -211,23 +211,6 @@ class Runtime:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(files.cache_folder() / "inductor"))
         return torch.compile(function)
 
-    @contextlib.contextmanager
-    def broadcast_buffers(self, model: nn.Module):
-        """Context manager: every rank's model has rank 0's buffers (the running statistics of batch norm):
-        those are saved."""
-        modules = [module for module in model.modules() if module._buffers]
-        own = [dict(module._buffers) for module in modules]
-        if self.world.size > 1:
-            rank_0s = self.world.broadcast(self.to_cpu(own))
-            # Exchanged, not overwritten: XLA would compile the next training step once more.
-            for module, buffers in zip(modules, rank_0s):
-                module._buffers.update(self.put({n: v for n, v in buffers.items() if v is not None}))
-        try:
-            yield
-        finally:
-            for module, buffers in zip(modules, own):
-                module._buffers.update(buffers)
-
     def inference(self, function: Callable) -> Callable:
         """`compile` for a function that needs no gradient, in this runtime's precision."""
 

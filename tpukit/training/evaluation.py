@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,7 +119,7 @@ class Evaluator:
         if self.loader.resident is not None:  # else the host would hold several of the batches that it makes
             batch_size = self.runtime.evaluation_batch(batch_size)
         batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=batch_size)
-        with self.runtime.broadcast_buffers(model), contextlib.closing(batches):
+        with buffers_of_rank_0(model, self.runtime), contextlib.closing(batches):
             for pairs in batches:
                 predicted += pairs
                 if self.runtime.world.size == 1:
@@ -164,6 +165,24 @@ class Evaluator:
         words = "".join(f", {name} {value:.4g}" for name, value in shown.items())
         self.run.print(f"epoch {epoch + 1}: loss {loss:.4f}{words}")
         state.evaluated = epoch + 1
+
+
+@contextlib.contextmanager
+def buffers_of_rank_0(model: nn.Module, runtime: Runtime) -> Iterator[None]:
+    """Context manager: every rank's model has rank 0's buffers (the running statistics of batch norm), which
+    are those that are saved."""
+    modules = [module for module in model.modules() if module._buffers]
+    own = [dict(module._buffers) for module in modules]
+    if runtime.world.size > 1:
+        rank_0s = runtime.world.broadcast(runtime.to_cpu(own))
+        # Exchanged, not overwritten: XLA would compile the next training step once more.
+        for module, buffers in zip(modules, rank_0s):
+            module._buffers.update(runtime.put({n: v for n, v in buffers.items() if v is not None}))
+    try:
+        yield
+    finally:
+        for module, buffers in zip(modules, own):
+            module._buffers.update(buffers)
 
 
 def _timed_scores(task: Task, predicted: list) -> tuple[dict, float]:
