@@ -73,7 +73,8 @@ class Runtime:
     watchdog: Watchdog | None = None
     mesh: Any = None  # of the devices of SPMD
     last_signatures: dict[str, dict] = {}  # by compiled function: what it was last called with
-    # Of random numbers: name -> (function that returns its state, function that takes it).
+    # Of random numbers: name -> (function that returns its state, function that sets it). A state is a tensor
+    # on the CPU or a number.
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "cpu": (torch.get_rng_state, torch.set_rng_state)
     }
@@ -317,16 +318,6 @@ class Runtime:
         dropout differs."""
         mixed = np.random.SeedSequence((*np.atleast_1d(number).tolist(), self.world.rank)).generate_state(1)
         torch.manual_seed(int(mixed[0]))
-
-    def random_state(self) -> dict[str, Any]:
-        """Return the generators' state, as a dict of CPU tensors and integers."""
-        return {name: get() for name, (get, _) in self.generators.items()}
-
-    def set_random_state(self, state: dict[str, Any]) -> None:
-        """Restore what `random_state` returned; the state of another kind of device is ignored."""
-        for name, (_, put) in self.generators.items():
-            if name in state:
-                put(state[name])
 
     # Watchdog, and what the device reports
 

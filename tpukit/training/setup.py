@@ -62,7 +62,8 @@ class Trainer:
         self.saver = Saver(self.run, task.save_every_s)
         self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data, self.saver)
         self.throughput = metrics.Throughput(runtime)
-        runtime.seed(task.seed)
+        self.trial = "" if task.compile == "no" else trial.try_out(runtime)
+        runtime.seed(task.seed)  # after the trial, which draws random numbers
         self.origin = checkpoint.Origin(
             checkpoint.data_signature(task, self.data),
             checkpoint.data_signature(task, self.test_data),
@@ -71,7 +72,6 @@ class Trainer:
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
         self.first = self.state.step + 1  # the number of the first step of this session
         self.step.sums = metrics.new_sums(runtime, sums)
-        self.trial = "" if task.compile == "no" else trial.try_out(runtime)
         self.step.compile(self.loader.compose)
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         stays = self.patience_exhausted()
