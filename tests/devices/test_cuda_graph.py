@@ -50,7 +50,7 @@ def test_captured_steps_equal_eager_ones_bit_for_bit_and_another_shape_ends_the_
     assert len(emulated.graphs) == 1 and emulated.launches == (ragged_at or STEPS) - cuda_graph.WARM_UP
     wanted_losses, wanted_state, _ = outcome(gpu, optimizer, False, dropout, STEPS, ragged_at)
     assert losses == wanted_losses and all(map(torch.equal, state, wanted_state))
-    captured, *refused = gpu.pop_compile_events()
+    captured, *refused = gpu.compile_events
     assert captured["programs"] == 1 and len(refused) == (ragged_at is not None)
     why = "image went from (8, 1, 28, 28) to (6, 1, 28, 28): the last batch is ragged"
     assert all(event["programs"] == 0 and why in event["why"][0] for event in refused)
@@ -63,7 +63,7 @@ def test_a_step_that_takes_more_than_half_of_the_memory_is_not_captured(
     monkeypatch.setattr(EmulatedRuntime, "memory", lambda self: [(peak * 2**30, 80 * 2**30)])
     gpu = EmulatedRuntime()
     outcome(gpu, adagrad, True, steps=STEPS)
-    (event,) = gpu.pop_compile_events()
+    (event,) = gpu.compile_events
     assert emulated.launches == launches and (event["why"] == []) == (launches > 0)
 
 
@@ -96,7 +96,7 @@ def test_a_step_that_a_replay_would_not_repeat_is_not_captured_and_the_record_sa
     compiled = gpu.compile(step, mutates=(model, made))
     for _ in range(STEPS):
         compiled(torch.ones(3, 2))
-    (event,) = gpu.pop_compile_events()
+    (event,) = gpu.compile_events
     assert event["programs"] == 0 and reason in event["why"][0]
     # A setting shows before the capture, which changes nothing.
     assert emulated.launches == 0 and len(calls) == STEPS + (what != "a new setting")
@@ -171,7 +171,7 @@ def test_in_fp16_a_capture_that_fails_within_the_update_leaves_a_scaler_that_goe
 
     gpu = EmulatedRuntime("fp16")
     ours, _, _ = outcome(gpu, optimizer, True, steps=STEPS)
-    (event,) = gpu.pop_compile_events()
+    (event,) = gpu.compile_events
     assert "not permitted" in event["why"][0] and len(calls) == STEPS + 1
     assert ours == outcome(EmulatedRuntime("fp16"), adagrad, False, steps=STEPS)[0]
 

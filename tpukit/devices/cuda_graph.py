@@ -84,12 +84,16 @@ class CapturedStep:
             if reason := self.runtime.world.broadcast(next(filter(None, reasons), "")):
                 self._refuse(reason)
                 return self.function(*arguments)
-            self.runtime.record_compilation(self.name, 1, time.monotonic() - started, [])
+            self._note(1, time.monotonic() - started, [])
         return self._replay(tensors)
+
+    def _note(self, graphs, seconds, why):
+        event = dict(what=self.name, programs=graphs, seconds=seconds, why=why, refused=False)
+        self.runtime.compile_events.append(event)
 
     def _refuse(self, reason):
         self.may_capture = False
-        self.runtime.record_compilation(self.name, 0, 0.0, [reason])
+        self._note(0, 0.0, [reason])
         self.graph = self.result = None
         torch.cuda.empty_cache()  # of the graph's memory, and of the capture's stream
         torch.cuda.reset_peak_memory_stats()  # which may hold what cuDNN tried out

@@ -61,6 +61,9 @@ class Runtime:
     run's log about how the placed model is computed, or "".
     trusts_graphs: whether training steps may be captured, replayed or compiled as a whole; False where a
     trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
+    compile_events: dicts of what (the name of a function given to `compile`), programs (graphs compiled; on
+    a GPU captured, 0 if it cannot be), seconds, why (sentences, see `recompiles`; none the first time),
+    refused (whether it raised UnexpectedRecompilation). Whoever records them empties the list.
     step: of the last `heartbeat`. watchdog: gets each heartbeat, or None."""
 
     compiles = False
@@ -327,30 +330,10 @@ class Runtime:
         if self.watchdog:
             self.watchdog.heartbeat(step)
 
-    def record_compilation(
-        self, name: str, graphs: int, seconds: float, why: list[str], *, refused: bool = False
-    ) -> None:
-        """Add an event to `compile_events`, about a function of this name that was given to `compile`.
-
-        graphs: how many were compiled; on a GPU captured, 0 where it cannot be. seconds: the time that took.
-        why: sentences, see `recompiles`; none the first time. refused: whether it raised
-        UnexpectedRecompilation."""
-        event = dict(what=name, programs=graphs, seconds=seconds, why=why, refused=refused)
-        self.compile_events.append(event)
-
-    def pop_compile_events(self) -> list[dict]:
-        """Return the events since the last call."""
-        taken, self.compile_events = self.compile_events, []
-        return taken
-
     def reset_statistics(self) -> None:
         """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of
         memory."""
         self.compile_events = []
-
-    def compilations(self) -> tuple[int, float]:
-        """Return the number of graphs that this process compiled, and the seconds that took."""
-        return 0, 0.0
 
     def counters(self) -> dict[str, Any]:
         """Return the accelerator's own counters; empty if there are none. See `XLARuntime.counters`."""

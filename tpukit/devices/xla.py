@@ -241,9 +241,6 @@ class XLARuntime(Runtime):
         self._fallbacks_before = xla_counters.counters()["fallbacks"]
         self.last_signatures = {}
 
-    def compilations(self) -> tuple[int, float]:
-        return xla_counters.timed("CompileTime")
-
     def counters(self) -> dict[str, Any]:
         """See `xla_counters.counters`; but the fallbacks are those since `reset_statistics`."""
         counted = xla_counters.counters()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tpukit.devices import recompiles, xla_private
+from tpukit.devices import recompiles, xla_counters, xla_private
 from tpukit.devices.optimizers import HostNumbers, state_tensors
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.runtime import Runtime
@@ -31,6 +31,11 @@ from tpukit.devices.runtime import Runtime
 GUARDED_CALLS = 3
 CHECK_AFTER = 64  # calls; then after twice as many as before
 MAX_COMPARED = 4096  # elements of a constant that is compared by its values
+
+
+def compilations() -> tuple[int, float]:
+    """Return the number of graphs that this process compiled, and the seconds that took."""
+    return xla_counters.timed("CompileTime")
 
 
 class CompiledFunction:
@@ -63,7 +68,7 @@ class CompiledFunction:
         signature = recompiles.signature(self.parameter_names, arguments, self.mutates) | self.bound
         last = self.runtime.last_signatures.get(self.name, signature)
         self.runtime.last_signatures[self.name] = signature
-        graphs_before, seconds_before = self.runtime.compilations()
+        graphs_before, seconds_before = compilations()
         is_refused = False
         self.calls += 1
         try:
@@ -73,18 +78,19 @@ class CompiledFunction:
             error.causes = tuple(recompiles.differences(last, signature))
             raise
         finally:
-            graphs, seconds = self.runtime.compilations()
+            graphs, seconds = compilations()
             if graphs > graphs_before or is_refused:
-                self.runtime.record_compilation(
-                    self.name,
-                    graphs - graphs_before,
-                    seconds - seconds_before,
-                    recompiles.differences(last, signature),
+                event = dict(
+                    what=self.name,
+                    programs=graphs - graphs_before,
+                    seconds=seconds - seconds_before,
+                    why=recompiles.differences(last, signature),
                     refused=is_refused,
                 )
+                self.runtime.compile_events.append(event)
 
     def _call(self, arguments, signature):
-        before, _ = self.runtime.compilations()
+        before, _ = compilations()
         # An all-reduce on the host cuts the step into two graphs, which cannot be counted.
         is_one_graph = not self.runtime.reduces_on_the_host
         # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for
@@ -94,7 +100,7 @@ class CompiledFunction:
         else:
             result = self.function(*arguments)
             torch_xla.sync()
-        compiled = self.runtime.compilations()[0] - before
+        compiled = compilations()[0] - before
         # The first call has one graph, even if this process had compiled it before, or also compiled what was
         # pending.
         self.graphs = self.graphs + compiled if self.graphs else 1

@@ -130,7 +130,7 @@ def replays(env: Environment) -> Found:
             torch.cuda.set_sync_debug_mode("default")
         runtime.sync()
         peaks += [peak for peak, _ in runtime.memory()]
-    graphs, refused = graphs_of(runtime.pop_compile_events())
+    graphs, refused = graphs_of(runtime.compile_events)
     lost = peaks[1] - peaks[0] if peaks else 0
     text = f"{2 * STEPS} steps, graphs: {graphs}; the last {STEPS} took {lost / 2**20:.1f} MiB more{refused}"
     return graphs == int(runtime.has_graphs) and lost <= LOST_BYTES, text
