@@ -11,7 +11,6 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -338,14 +337,6 @@ class Runtime:
     def counters(self) -> dict[str, Any]:
         """Return the accelerator's own counters; empty if there are none. See `XLARuntime.counters`."""
         return {}
-
-    def traced(self, folder: Path) -> contextlib.AbstractContextManager:
-        """Context manager: profile the device and this process, for TensorBoard, in `folder`."""
-        from torch.profiler import profile, tensorboard_trace_handler
-
-        if self.device.type != "cuda":  # else it prints an error of the driver where there is no GPU
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-        return profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True)
 
     def memory(self) -> list[tuple[int, int]]:
         """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""

@@ -1,18 +1,15 @@
 """The runtime of XLA devices: a TPU chip, the CPU XLA device, or by SPMD all devices of a host in one
 graph."""
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
@@ -245,14 +242,6 @@ class XLARuntime(Runtime):
         """See `xla_counters.counters`; but the fallbacks are those since `reset_statistics`."""
         counted = xla_counters.counters()
         return counted | dict(fallbacks=dict(counted["fallbacks"] - self._fallbacks_before))
-
-    @contextlib.contextmanager
-    def traced(self, folder: Path):
-        xp.start_trace(str(folder))
-        try:
-            yield
-        finally:
-            xp.stop_trace()
 
     def written_by_step(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         """Return the tensors that a traced step writes: changed parameters, buffers, optimizer state, and
