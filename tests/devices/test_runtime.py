@@ -13,7 +13,6 @@ from tests.conftest import refuses
 from tpukit import detect
 from tpukit.devices import open_runtime
 from tpukit.devices.cuda import CUDARuntime
-from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.tools.child import run_python
 
@@ -206,28 +205,6 @@ def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set():
     ran = run_python("-c", FP32, json.dumps(settings), timeout_s=120)
     found = list(map(json.loads, ran.stdout.splitlines()))
     assert found == len(settings) * [[False, False, "highest", *["ieee"] * 4 * has_newer]], ran.stderr
-
-
-@pytest.mark.parametrize(
-    "batch_size, peak, step, ranks, wanted",
-    [
-        (4, 0.5, 1, 1, 64),
-        (5, 0.5, 1, 1, 60),  # whole batches
-        (4, 2, 1, 1, 20),  # half of 20 GiB holds what 5 batches take
-        (4, 11, 1, 1, 4),
-        (128, 0.5, 1, 1, 128),
-        (4, 0.5, 0, 1, 4),  # before the first step
-        (4, 0.5, 1, 2, 4),
-    ],
-)
-def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(
-    batch_size, peak, step, ranks, wanted, monkeypatch, cpu
-):
-    gpu(monkeypatch)
-    monkeypatch.setattr(CUDARuntime, "memory", lambda self: [(peak * 2**30, 20 * 2**30)])
-    runtime = CUDARuntime("cuda", world=World(0, ranks))
-    runtime.step = cpu.step = step
-    assert runtime.evaluation_batch(batch_size) == wanted and cpu.evaluation_batch(batch_size) == batch_size
 
 
 @pytest.mark.parametrize("installed, value", [(["torch_tpu"], "1"), ([], None)])

@@ -1,6 +1,7 @@
 """Scores of weights: all samples once, in the order of one device, recorded in one order."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from tests.conftest import scores_of
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, Run, TpukitError, train
-from tpukit.devices.runtime import Runtime
+from tpukit.devices.distributed import World
 from tpukit.runs import weights
+from tpukit.training import evaluation
 
 
 def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
@@ -58,6 +60,26 @@ def test_scores_that_are_never_a_number_end_a_training_with_patience(digits, cpu
     assert len(run.records("evaluation")) == 3
 
 
+@pytest.mark.parametrize(
+    "batch_size, peak, ranks, wanted",
+    [
+        (4, 0.5, 1, 64),
+        (5, 0.5, 1, 60),  # whole batches
+        (4, 2, 1, 20),  # half of 20 GiB holds what 5 batches take
+        (4, 11, 1, 4),
+        (128, 0.5, 1, 128),
+        (4, 0.5, 2, 4),
+    ],
+)
+def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(
+    batch_size, peak, ranks, wanted, cpu
+):
+    memory = [(peak * 2**30, 20 * 2**30)]
+    gpu = SimpleNamespace(device=torch.device("cuda"), world=World(0, ranks), memory=lambda: memory)
+    assert evaluation.evaluation_batch(batch_size, gpu) == wanted
+    assert evaluation.evaluation_batch(batch_size, cpu) == batch_size
+
+
 @pytest.mark.parametrize("data_on, wanted", [("device", [3, 3]), ("host", [1, 1, 1, 1])])
 def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_scores(
     data_on, wanted, infrared, cpu, tmp_path, monkeypatch
@@ -72,6 +94,6 @@ def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_sco
     task = Noted(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1, epochs=1, data_on=data_on)
     plain = train(task, Run.open(tmp_path / "plain", task), runtime=cpu, progress=False)
     sizes.clear()
-    monkeypatch.setattr(Runtime, "evaluation_batch", lambda self, batch_size: 3 * batch_size)
+    monkeypatch.setattr(evaluation, "evaluation_batch", lambda batch_size, runtime: 3 * batch_size)
     assert train(task, Run.open(tmp_path / "large", task), runtime=cpu, progress=False) == plain
     assert sizes == wanted

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
@@ -22,7 +22,6 @@ from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
-EVALUATION_BATCH = 64
 # Not SGD, whose fused step fails where a gradient comes later.
 _HAS_FUSED_STEP = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -43,7 +42,6 @@ class CUDARuntime(Runtime):
     torch has one, and counts its steps on the device."""
 
     has_graphs = True
-    peak_before = 0  # bytes: of what ran before the statistics of torch were last reset
     generators = {**Runtime.generators, "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)}
 
     def __init__(self, accelerator: str = "cuda", precision: str = "auto", world: World | None = None):
@@ -92,25 +90,8 @@ class CUDARuntime(Runtime):
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         if mutates is None or not self.trusts_graphs:
-            return self._searches_not_counted(function)
+            return function
         return cuda_graph.CapturedStep(function, name or function.__name__, mutates, self)
-
-    def _searches_not_counted(self, function):
-        """Return the function; it resets the peak of memory after its first call with new shapes, in which
-        cuDNN's search can take gigabytes."""
-        seen = set()
-
-        def call(*arguments):
-            shapes = tuple(leaf.shape for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-            if shapes in seen:
-                return function(*arguments)
-            seen.add(shapes)
-            [(self.peak_before, _)] = self.memory()
-            result = function(*arguments)
-            torch.cuda.reset_peak_memory_stats()
-            return result
-
-        return call
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         count_steps_on_device(optimizer)
@@ -150,21 +131,11 @@ class CUDARuntime(Runtime):
 
     def reset_statistics(self) -> None:
         super().reset_statistics()
-        self.peak_before = 0
         torch.cuda.reset_peak_memory_stats()
 
     def memory(self) -> list[tuple[int, int]]:
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return [(max(self.peak_before, torch.cuda.max_memory_allocated()), total)]
-
-    def evaluation_batch(self, batch_size: int) -> int:
-        """On one GPU up to EVALUATION_BATCH, as a few take the host longer than the GPU. They fit, as one
-        predicted takes no more memory than one trained."""
-        if self.world.size > 1 or self.step == 0:  # without a step the memory that one takes is unknown
-            return batch_size
-        [(peak, total)] = self.memory()
-        fitting = int(total / cuda_graph.MEMORY_SHARE / peak)
-        return batch_size * max(min(EVALUATION_BATCH // batch_size, fitting), 1)
+        return [(torch.cuda.max_memory_allocated(), total)]
 
 
 def _multiply_in_fp32() -> None:

@@ -52,6 +52,7 @@ class CapturedStep:
     may_capture = True
     signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
     warm_ups = 0  # calls so far
+    memory: list[tuple[int, int]] = []  # of the last one: an evaluation may come before the capture
     # Once captured: the graph, what it returns, and what it does not change
     graph: torch.cuda.CUDAGraph | None = None
     result: Tensor | None = None
@@ -96,10 +97,9 @@ class CapturedStep:
         self._note(0, 0.0, [reason])
         self.graph = self.result = None
         torch.cuda.empty_cache()  # of the graph's memory, and of the capture's stream
-        torch.cuda.reset_peak_memory_stats()  # which may hold what cuDNN tried out
 
     def _warm_up(self, arguments):
-        """Run the step on the stream of the capture."""
+        """Run the step on the stream of the capture. After the last time, `memory` is what a step takes."""
         if self.warm_ups == WARM_UP:
             torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
         current = torch.cuda.current_stream()
@@ -107,11 +107,12 @@ class CapturedStep:
         with torch.cuda.stream(self.stream):
             result = self.function(*arguments)
         current.wait_stream(self.stream)
+        self.memory = self.runtime.memory()
         return result
 
     def _capture(self, arguments, tensors):
         """Record the step as `graph`, which runs nothing. Return why that cannot be, or ""."""
-        for peak, total in self.runtime.memory():
+        for peak, total in self.memory:
             if peak > total / MEMORY_SHARE:
                 return f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep"
         self.inputs = [tensor.clone() for tensor in tensors]

@@ -342,10 +342,6 @@ class Runtime:
         """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""
         return []
 
-    def evaluation_batch(self, batch_size: int) -> int:
-        """Return how many samples to predict at once in a training run of batches of `batch_size`."""
-        return batch_size
-
     def memory_size(self) -> float:
         """Return the bytes of memory of one device; of the host if that cannot be read or is the device."""
         memory = self.memory()
