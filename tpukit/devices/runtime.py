@@ -104,14 +104,11 @@ class Runtime:
 
     def __str__(self) -> str:
         several = f"{self.cores} x " if self.cores > 1 else ""
-        return f"{several}{self.accelerator} ({self.device_name()}), {self.precision}"
-
-    def device_name(self) -> str:
-        return "host processor"
+        return f"{several}{self.accelerator} ({self.device_names()[0]}), {self.precision}"
 
     def device_names(self) -> list[str]:
-        """One line for every device that this process uses."""
-        return [self.device_name()]
+        """Return the name of every device that this process uses."""
+        return ["host processor"]
 
     # Moving
 

@@ -72,11 +72,8 @@ class XLARuntime(Runtime):
     def _best_precision(self) -> str:
         return "bf16" if self.accelerator == "tpu" else "fp32"
 
-    def device_name(self) -> str:
-        return xla_counters.device_name()
-
     def device_names(self) -> list[str]:
-        return torch_xla.real_devices() if self.mesh is not None else super().device_names()
+        return torch_xla.real_devices() if self.mesh is not None else [xla_counters.device_name()]
 
     # Moving
 
