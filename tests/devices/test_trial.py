@@ -17,7 +17,6 @@ from tpukit.devices import cuda_graph, trial
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 
-BOUNDS = trial.MAX_ERROR
 LAST = trial.STEPS - cuda_graph.WARM_UP  # replay on a GPU
 
 
@@ -56,33 +55,32 @@ def like_tpu(xla, monkeypatch):
 # The two measures
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_captured_steps_of_a_sound_gpu_have_no_error_worth_a_word(precision, emulated):
     runtime = EmulatedRuntime(precision)
-    assert trial.step_error(runtime) <= BOUNDS[precision]
+    assert trial.step_error(runtime) <= trial.MAX_ERROR
     assert emulated.launches == LAST
-    assert not runtime.compile_events and not runtime._last_inputs
     scales = [one.scaler and one.scaler.state_dict() for one in (runtime, EmulatedRuntime(precision))]
     assert scales[0] == scales[1]
 
 
 def test_neither_have_replayed_ones_or_a_cpus(xla, replays, cpu):
-    assert trial.step_error(xla) <= BOUNDS["fp32"]
+    assert trial.step_error(xla) <= 1e-3
     assert len(replays) == trial.STEPS
     assert trial.step_error(cpu) == 0
 
 
-def test_a_step_that_gives_nan_has_an_infinite_error(cpu, monkeypatch):
-    given = iter([[torch.tensor([math.nan, 1])], [torch.ones(2)]])
+def test_steps_that_give_nan_are_wrong(monkeypatch, emulated):
+    given = iter([[torch.ones(2), torch.tensor([math.nan, 1])], [torch.ones(2), torch.ones(2)]])
     monkeypatch.setattr(trial, "_take_steps", lambda *_, **__: next(given))
-    assert trial.step_error(cpu) == math.inf
+    assert "off by nan" in trial.try_out(EmulatedRuntime())
 
 
 @pytest.mark.parametrize("rank", [0, 10])  # of the second one's batches gradients are large
 def test_on_no_rank_a_sound_gpu_in_fp16_is_taken_for_a_wrong_one_because_its_gradients_overflow(rank, cpu):
     runtime = Runtime("cpu", "fp16")
     runtime.world.rank = rank
-    assert trial.step_error(runtime) <= BOUNDS["fp32"]
+    assert trial.step_error(runtime) <= 1e-3
 
 
 def lose_one_replay(monkeypatch, number):
@@ -96,10 +94,10 @@ def lose_one_replay(monkeypatch, number):
     monkeypatch.setattr(Graph, "replay", lossy)
 
 
-@pytest.mark.parametrize("number, precision", [(1, "fp32"), (3, "bf16"), (LAST, "bf16"), (LAST, "fp16")])
+@pytest.mark.parametrize("number, precision", [(1, "bf16"), (LAST, "fp16")])
 def test_one_replay_that_does_nothing_is_an_error_beyond_rounding(number, precision, emulated, monkeypatch):
     lose_one_replay(monkeypatch, number)
-    assert trial.step_error(EmulatedRuntime(precision)) > 2 * BOUNDS[precision]
+    assert trial.step_error(EmulatedRuntime(precision)) > 2 * trial.MAX_ERROR
 
 
 def test_replays_of_the_first_batch_and_learning_rate_alone_are_an_error_too(emulated, monkeypatch):
@@ -155,7 +153,7 @@ def test_a_training_is_the_same_with_a_trial_and_without(digits, tmp_path, like_
     assert len(replays) == trial.STEPS + 2 * 25
     check_same(tried, plain)
     compiled = [(r["what"], r["programs"]) for r in tried.records("compile")]
-    assert ("step", 1) in compiled and "trial" not in dict(compiled)
+    assert compiled.count(("step", 1)) == 1
 
 
 def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_path, emulated, monkeypatch):
@@ -163,7 +161,7 @@ def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_pa
     runtime = EmulatedRuntime()
     run = trained(tmp_path / "run", digits, runtime)
     assert not runtime.trusts_graphs and len(emulated.graphs) == 1
-    assert "training steps are not captured, replayed or compiled as a whole, which is slower" in log_of(run)
+    assert "each operation of a training step runs on its own, which is slower" in log_of(run)
     assert "what they gave was off by" in log_of(run)
     check_same(run, trained(tmp_path / "eager", digits, Runtime("cpu")))
 
@@ -203,9 +201,8 @@ def test_nothing_is_tried_on_a_cpu_and_each_hardware_by_itself(cpu, xla, like_tp
         ("v6e-1", "2.8"),
         ("v6e-1", "2.9"),
     ):
-        found = dataclasses.replace(v5e, device_name=device_name)
+        found = dataclasses.replace(v5e, device_name=device_name, versions=dict(torch=version))
         monkeypatch.setattr(environment, "detect", lambda found=found: found)
-        monkeypatch.setattr(environment, "version_of", lambda name, version=version: version)
         trial.try_out(like_tpu)
     assert len(tries) == 3
 
@@ -229,5 +226,5 @@ tell(json.dumps(told))
 def test_two_cores_of_which_one_steps_wrong_both_do_without(tmp_path):
     for [line] in told_by_ranks(RANK, 2, tmp_path):
         rank = json.loads(line)
-        assert rank["sound"] <= BOUNDS["fp32"] and not rank["trusts"]
+        assert rank["sound"] <= 1e-3 and not rank["trusts"]
         assert "off by 100.0%" in rank["failed"]
