@@ -161,7 +161,7 @@ def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_pa
     runtime = EmulatedRuntime()
     run = trained(tmp_path / "run", digits, runtime)
     assert not runtime.trusts_graphs and len(emulated.graphs) == 1
-    assert "each operation of a training step runs on its own, which is slower" in log_of(run)
+    assert "training steps do not run as one captured graph, which is slower" in log_of(run)
     assert "what they gave was off by" in log_of(run)
     check_same(run, trained(tmp_path / "eager", digits, Runtime("cpu")))
 

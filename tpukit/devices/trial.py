@@ -42,7 +42,7 @@ def try_out(runtime: Runtime) -> str:
         return ""
     runtime.trusts_graphs = False
     why = f"in a trial on this hardware {why}; please report it (`tpukit doctor --hardware`)"
-    return f"each operation of a training step runs on its own, which is slower, because {why}"
+    return f"training steps do not run as one captured graph, which is slower, because {why}"
 
 
 def step_error(runtime: Runtime) -> float:
