@@ -51,7 +51,7 @@ class CapturedStep:
 
     may_capture = True
     signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
-    warm_ups = 0  # calls so far
+    warm_ups = 0  # calls so far, without those that overflowed
     memory: list[tuple[int, int]] = []  # of the last one: an evaluation may come before the capture
     # Once captured: the graph, what it returns, and what it does not change
     graph: torch.cuda.CUDAGraph | None = None
@@ -76,7 +76,6 @@ class CapturedStep:
             return self.function(*arguments)
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if self.warm_ups < WARM_UP:
-            self.warm_ups += 1
             return self._warm_up(arguments)
         if self.graph is None:
             started = time.monotonic()
@@ -100,14 +99,19 @@ class CapturedStep:
 
     def _warm_up(self, arguments):
         """Run the step on the stream of the capture. After the last time, `memory` is what a step takes."""
-        if self.warm_ups == WARM_UP:
-            torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
+        torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
+        scaler = self.runtime.scaler
+        scale = scaler.get_scale() if scaler else 1.0
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             result = self.function(*arguments)
         current.wait_stream(self.stream)
         self.memory = self.runtime.memory()
+        # A step that overflowed (which halves the scale) has not made the optimizer's state: a captured one
+        # would make it anew in every replay.
+        if scaler is None or scaler.get_scale() >= scale:
+            self.warm_ups += 1
         return result
 
     def _capture(self, arguments, tensors):
