@@ -99,8 +99,7 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
         torch.optim.Adam(weights): dict(fused=True, capturable=True),
         # whose fused step fails where a gradient comes later
         torch.optim.SGD(weights, 0.1): dict(fused=None),
-        torch.optim.AdamW(weights, foreach=True): dict(fused=None, foreach=True, capturable=True),
-        torch.optim.Adam(weights, differentiable=True): dict(fused=None),  # which torch's fused step refuses
+        torch.optim.AdamW(weights, fused=False): dict(fused=False, capturable=True),
         torch.optim.Adagrad(weights): dict(fused=None),  # torch has its fused kernel for CPUs only
         torch.optim.RMSprop(weights): dict(capturable=True),
     }

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,9 +47,6 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
 def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_is_asked_for(
     choice, compiled, digits, tmp_path, cpu, monkeypatch
 ):
-    monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     seen, whole = [], functools.partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", lambda function: seen.append(function.__name__) or whole(function))
     task = MNIST(dataset_dir=digits, epochs=1, compile=choice, **dict(SMALL, channels=4))
@@ -58,9 +54,7 @@ def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_i
     assert seen == compiled
     wanted = train_in(tmp_path / "wanted", dataclasses.replace(task, compile="auto"), cpu)
     assert exact(found) == exact(wanted) and same(checkpoint(found)["model"], checkpoint(wanted)["model"])
-    said = "step 1 took" in (found.path / "log.txt").read_text()
-    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    assert (said, kept) == ((True, str(tmp_path / "cache" / "inductor")) if compiled else (False, None))
+    assert ("step 1 took" in (found.path / "log.txt").read_text()) == bool(compiled)
 
 
 class Counted(MNIST):

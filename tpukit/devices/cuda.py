@@ -22,9 +22,6 @@ from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
-# Not SGD, whose fused step fails where a gradient comes later.
-_HAS_FUSED_STEP = (torch.optim.Adam, torch.optim.AdamW)
-
 
 def check_cuda() -> None:
     """Raise TpukitError where torch cannot use this machine's GPU."""
@@ -95,13 +92,13 @@ class CUDARuntime(Runtime):
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         count_steps_on_device(optimizer)
-        has_fused_step = type(optimizer) in _HAS_FUSED_STEP
-        for group in optimizer.param_groups:
-            chosen = group.get("foreach") or group.get("differentiable")  # a fused step is neither
-            if has_fused_step and group["fused"] is None and not chosen:
-                group["fused"] = True
-        if has_fused_step and all(group["fused"] for group in optimizer.param_groups):
-            vars(optimizer)["_step_supports_amp_scaling"] = True  # as torch's constructors say of a fused one
+        # Not SGD, whose fused step fails if a gradient comes later.
+        if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            for group in optimizer.param_groups:
+                if group["fused"] is None:
+                    group["fused"] = True
+            if all(group["fused"] for group in optimizer.param_groups):  # as torch's constructors do then
+                vars(optimizer)["_step_supports_amp_scaling"] = True
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
         return True
 

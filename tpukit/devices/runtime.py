@@ -74,7 +74,6 @@ class Runtime:
     step = 0
     watchdog: Watchdog | None = None
     mesh: Any = None  # of the devices of SPMD
-    last_signatures: dict[str, dict] = {}  # by compiled function: what it was last called with
     # Of random numbers: name -> (function that returns its state, function that sets it). A state is a tensor
     # on the CPU or a number.
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -200,16 +199,8 @@ class Runtime:
         return True
 
     def torch_compile(self, function: Callable, choice: str) -> Callable:
-        """Return the function, by `Task.compile` compiled by torch.compile. Inductor keeps its code in the
-        cache folder, so that a later session starts in seconds."""
-        if choice != "yes":
-            return function
-        with contextlib.suppress(OSError):  # without the folder Inductor has one of its own
-            from tpukit.host import files
-
-            files.make_private(files.cache_folder())
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(files.cache_folder() / "inductor"))
-        return torch.compile(function)
+        """Return the function, compiled by torch.compile if `Task.compile` says so."""
+        return torch.compile(function) if choice == "yes" else function
 
     def inference(self, function: Callable) -> Callable:
         """`compile` for a function that needs no gradient, in this runtime's precision."""

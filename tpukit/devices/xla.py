@@ -233,20 +233,11 @@ class XLARuntime(Runtime):
     def reset_statistics(self) -> None:
         super().reset_statistics()
         self._fallbacks_before = xla_counters.counters()["fallbacks"]
-        self.last_signatures = {}
 
     def counters(self) -> dict[str, Any]:
         """See `xla_counters.counters`; but the fallbacks are those since `reset_statistics`."""
         counted = xla_counters.counters()
         return counted | dict(fallbacks=dict(counted["fallbacks"] - self._fallbacks_before))
-
-    def written_by_step(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-        """Return the tensors that a traced step writes: changed parameters, buffers, optimizer state, and
-        gradients."""
-        kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
-        state = [value for value in kept if value.device.type == "xla"]
-        changed = [value for value, is_pending in zip(state, xla_private.are_pending(state)) if is_pending]
-        return changed + [p.grad for p in model.parameters() if p.grad is not None]
 
     def memory(self) -> list[tuple[int, int]]:
         return xla_counters.memory()
@@ -254,8 +245,8 @@ class XLARuntime(Runtime):
     def memory_size(self) -> float:
         if self.accelerator != "tpu" or self.memory():
             return super().memory_size()
-        chips = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")), V5E  # which has the least
-        return next(chip.hbm_bytes for chip in chips if chip and chip.hbm_bytes)
+        chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")) or V5E  # which has the least
+        return chip.hbm_bytes
 
 
 def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:

@@ -46,6 +46,7 @@ class CompiledFunction:
 
     calls = 0
     graphs = 0  # compiled so far, without those that were captured
+    signature: dict[str, Any] | None = None  # of the last call, see `recompiles`
 
     def __init__(
         self,
@@ -58,16 +59,10 @@ class CompiledFunction:
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
         self.mutates = mutates
         self.parameter_names = tuple(inspect.signature(function).parameters)
-        # The keywords of a partial: another number makes another partial, of the same name.
-        keywords = getattr(inspect.unwrap(function), "keywords", {})
-        self.bound = {name: value for name, value in keywords.items() if not isinstance(value, Tensor)}
-        if not self.bound:
-            runtime.last_signatures.pop(name, None)  # of another function with this name
 
     def __call__(self, *arguments) -> Any:
-        signature = recompiles.signature(self.parameter_names, arguments, self.mutates) | self.bound
-        last = self.runtime.last_signatures.get(self.name, signature)
-        self.runtime.last_signatures[self.name] = signature
+        signature = recompiles.signature(self.parameter_names, arguments, self.mutates)
+        last, self.signature = self.signature or signature, signature
         graphs_before, seconds_before = compilations()
         is_refused = False
         self.calls += 1
