@@ -50,7 +50,7 @@ class EmulatedGpu:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(cuda_graph, "_capture_stream", Stream)
         monkeypatch.setattr(cuda_graph, "_end_capture", lambda *_: None)
-        monkeypatch.setattr(cuda, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
+        monkeypatch.setattr(cuda, "_is_on_gpu", lambda value: not self.is_on_host([value]))
 
     def _note_counters(self, optimizer, arguments, settings):
         for group in optimizer.param_groups:

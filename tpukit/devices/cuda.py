@@ -17,6 +17,7 @@ from tpukit.devices.optimizers import (
     count_steps_on_device,
     flattened,
     parameters_with_gradient,
+    state_tensors,
 )
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.environment import supports
@@ -112,16 +113,12 @@ class CUDARuntime(Runtime):
             scaler.step(optimizer)
             return
         [overflows] = scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
-        written = _tensors_of_step(optimizer)
-        before = flattened(written.values())
+        written = _tensors_of_step(optimizer)  # all that there will be: the warm-ups made the state
+        before = flattened(written)
         optimizer.step()
-        written |= _tensors_of_step(optimizer)  # in the same order; state that this step has made comes last
-        for dtype, after in flattened(written.values()).items():
-            old = before.get(dtype, after[:0])
-            if len(old) < len(after):
-                old = torch.cat([old, after.new_zeros(len(after) - len(old))])
-            torch.where(overflows.bool(), old, after, out=after)
-            copy_flattened([value for value in written.values() if value.dtype == dtype], after)
+        for dtype, after in flattened(written).items():
+            torch.where(overflows.bool(), before[dtype], after, out=after)
+            copy_flattened([value for value in written if value.dtype == dtype], after)
 
     def sync(self) -> None:
         torch.cuda.synchronize()
@@ -149,15 +146,10 @@ def _multiply_in_fp32() -> None:
                 getattr(cudnn, operation).fp32_precision = "ieee"
 
 
-def _tensors_of_step(optimizer: Optimizer) -> dict[tuple, Tensor]:
-    """Return what a step may change on the device: (parameter, name) -> tensor, with name None for the
-    parameter itself."""
-    tensors: dict[tuple, Tensor] = {}
-    for parameter in parameters_with_gradient(optimizer):
-        state = {None: parameter} | optimizer.state[parameter]
-        tensors |= {(parameter, name): value for name, value in state.items() if _is_beside(value, parameter)}
-    return tensors
+def _tensors_of_step(optimizer: Optimizer) -> list[Tensor]:
+    """Return what a step may change on the device: the parameters and their state."""
+    return [*parameters_with_gradient(optimizer), *filter(_is_on_gpu, state_tensors(optimizer))]
 
 
-def _is_beside(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.device == parameter.device  # counters may be on the host
+def _is_on_gpu(value: Tensor) -> bool:
+    return value.is_cuda  # counters may be on the host
