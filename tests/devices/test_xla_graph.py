@@ -1,7 +1,5 @@
 """A step that is captured once and replayed gives what a traced one gives."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -37,12 +35,11 @@ class Counting(torch.optim.SGD):
     [
         (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 2),
         (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 2),  # counts its steps on the host
-        (lambda p: torch.optim.RMSprop(p, 1e-4, eps=1e-3), False, 2),
         (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 2),  # counts them on the device
         (lambda p: torch.optim.SGD(p, 0.001), True, 1 + 8),
         (Counting, False, 1 + 8),
     ],
-    ids=["SGD", "Adagrad", "RMSprop", "AdamW", "dropout", "in Python"],
+    ids=["SGD", "Adagrad", "AdamW", "dropout", "in Python"],
 )
 def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
     xla.reset_statistics()
@@ -191,16 +188,13 @@ def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_eac
     assert captured_at(0) == captured_at(7) == [1, 1, 4, 8, 16, 32]
 
 
-def test_a_core_of_several_refuses_a_step_that_changes(core, monkeypatch):
-    monkeypatch.setattr(xla_graph, "CHECK_AFTER", 4)
-
+def test_a_step_whose_two_traces_differ_is_refused_at_its_first_call_on_several_cores_too(core):
     def changing(y):
-        return (y if len(traces) < 3 else y.tanh()).square().sum()
+        return (y if len(traces) < 2 else y.tanh()).square().sum()
 
     step, traces, _ = small_step(core, changing)
-    with pytest.raises(UnexpectedRecompilation, match="call 5 of `step`"):
-        for _ in range(9):
-            step(ones(core))
+    with pytest.raises(UnexpectedRecompilation, match="call 1 of `step`"):
+        step(ones(core))
 
 
 class Normed(MNIST):
@@ -224,20 +218,3 @@ def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_
     assert len(kept["xla"]) == 2 and kept["xla"]["1.running_var"].max() > 0.01
     for name in kept["cpu"]:
         torch.testing.assert_close(kept["xla"][name], kept["cpu"][name], atol=1e-3, rtol=1e-3)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut(MNIST):
-    """Trains on fewer samples from the second trace on."""
-
-    def loss(self, model, batch, epoch):
-        self.calls.append(1)
-        kept = 8 if len(self.calls) == 1 else 6
-        return super().loss(model, {name: value[:kept] for name, value in batch.items()}, epoch)
-
-
-def test_shapes_that_change_within_the_step_are_an_error(digits, tmp_path, xla):
-    task = Cut(dataset_dir=digits, epochs=1, batch_size=8)
-    object.__setattr__(task, "calls", [])
-    with pytest.raises(UnexpectedRecompilation, match="call 1 of `step`"):
-        train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
