@@ -8,20 +8,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import SMALL, checkpoint, exact, same
 from tests.devices.conftest import outcome, take_step
-from tests.devices.emulated_gpu import EmulatedGpu, EmulatedRuntime
+from tests.devices.emulated_gpu import EmulatedRuntime
 from tests.tasks.mshnet.small import Narrow
-from tpukit import MNIST, Run, train
+from tests.training.conftest import train_in
+from tpukit import MNIST
 from tpukit.devices import cuda_graph, trial
 
 STEPS = 12
 
 
-@pytest.fixture
-def emulated(monkeypatch):
+@pytest.fixture(autouse=True)
+def without_a_trial(monkeypatch):
     monkeypatch.setattr(trial, "step_error", lambda runtime: 0.0)
-    gpu = EmulatedGpu(monkeypatch)
-    yield gpu
-    gpu.hook.remove()
 
 
 # One step function
@@ -105,12 +103,6 @@ def test_a_step_that_a_replay_would_not_repeat_is_not_captured_and_the_record_sa
 # Whole trainings
 
 
-def trained(task, folder, runtime):
-    run = Run.open(folder, task)
-    train(task, run, runtime=runtime, progress=False)
-    return run
-
-
 @pytest.mark.slow
 def test_a_captured_training_equals_an_eager_one_over_both_phases_and_resumes_in_between(
     infrared, tmp_path, emulated
@@ -119,12 +111,12 @@ def test_a_captured_training_equals_an_eager_one_over_both_phases_and_resumes_in
     recipe = dict(batch_size=2, base_size=32, crop_size=32, num_workers=1, log_every=3, eval_every=2)
     recipe |= dict(ema_decay=0.9, clip_norm=0.1, warmup_epochs=2.5, micro_batches=2)
     task = Narrow(dataset_dir=infrared, epochs=4, warm_epoch=1, freeze=("conv_init",), **recipe)
-    eager = trained(dataclasses.replace(task, compile="no"), tmp_path / "eager", gpu)
+    eager = train_in(tmp_path / "eager", dataclasses.replace(task, compile="no"), gpu)
     assert not emulated.launches
-    captured = trained(task, tmp_path / "captured", gpu)
+    captured = train_in(tmp_path / "captured", task, gpu)
     assert len(emulated.graphs) == 1 and emulated.launches == 32 - cuda_graph.WARM_UP  # for both phases
     for epochs in (2, 4):
-        parted = trained(dataclasses.replace(task, epochs=epochs), tmp_path / "parted", gpu)
+        parted = train_in(tmp_path / "parted", dataclasses.replace(task, epochs=epochs), gpu)
     theirs = checkpoint(eager)
     for mine in (checkpoint(captured), checkpoint(parted)):
         assert same(mine["model"], theirs["model"]) and same(mine["averaged"], theirs["averaged"])
@@ -143,9 +135,9 @@ class WithAdam(MNIST):
 def test_a_run_moves_from_a_cpu_to_a_gpu_and_back_with_its_optimizer(digits, tmp_path, cpu, emulated):
     gpu = EmulatedRuntime()
     task = WithAdam(dataset_dir=digits, epochs=3, **SMALL)
-    wanted = checkpoint(trained(task, tmp_path / "straight", cpu))
+    wanted = checkpoint(train_in(tmp_path / "straight", task, cpu))
     for epochs, runtime in ((1, cpu), (2, gpu), (3, cpu)):
-        state = checkpoint(trained(dataclasses.replace(task, epochs=epochs), tmp_path / "moved", runtime))
+        state = checkpoint(train_in(tmp_path / "moved", dataclasses.replace(task, epochs=epochs), runtime))
         assert {float(one["step"]) for one in state["optimizer"]["state"].values()} == {25.0 * epochs}
         assert bool(state["optimizer"]["param_groups"][0]["fused"]) == (runtime is gpu)
     assert emulated.launches == 25 - cuda_graph.WARM_UP

@@ -11,8 +11,9 @@ import torch
 
 from tests.conftest import SMALL, checkpoint, exact, same
 from tests.devices.conftest import told_by_ranks
-from tests.devices.emulated_gpu import EmulatedGpu, EmulatedRuntime, Graph
-from tpukit import MNIST, Run, train
+from tests.devices.emulated_gpu import EmulatedRuntime, Graph
+from tests.training.conftest import train_in
+from tpukit import MNIST
 from tpukit.devices import cuda_graph, trial
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
@@ -23,13 +24,6 @@ LAST = trial.STEPS - cuda_graph.WARM_UP  # replay on a GPU
 @pytest.fixture(autouse=True)
 def no_trial_before(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    gpu = EmulatedGpu(monkeypatch)
-    yield gpu
-    gpu.hook.remove()
 
 
 @pytest.fixture
@@ -126,10 +120,7 @@ def lose_one_update(monkeypatch):
 
 
 def trained(folder, digits, runtime, **more):
-    task = MNIST(dataset_dir=digits, epochs=1, **SMALL, **more)
-    run = Run.open(folder, task)
-    train(task, run, runtime=runtime, progress=False)
-    return run
+    return train_in(folder, MNIST(dataset_dir=digits, epochs=1, **SMALL, **more), runtime)
 
 
 def log_of(run):
@@ -195,12 +186,8 @@ def test_nothing_is_tried_on_a_cpu_and_each_hardware_by_itself(cpu, xla, like_tp
     monkeypatch.setattr(trial, "step_error", lambda runtime: tries.append(1) or 0.0)
     assert trial.try_out(cpu) == trial.try_out(xla) == "" and not tries
     v5e = environment.detect()
-    for device_name, version in (
-        ("v5litepod-8", "2.9"),
-        ("v6e-1", "2.9"),
-        ("v6e-1", "2.8"),
-        ("v6e-1", "2.9"),
-    ):
+    machines = [("v5litepod-8", "2.9"), ("v6e-1", "2.9"), ("v6e-1", "2.8"), ("v6e-1", "2.9")]
+    for device_name, version in machines:
         found = dataclasses.replace(v5e, device_name=device_name, versions=dict(torch=version))
         monkeypatch.setattr(environment, "detect", lambda found=found: found)
         trial.try_out(like_tpu)
