@@ -153,7 +153,7 @@ def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_pa
     run = trained(tmp_path / "run", digits, runtime)
     assert not runtime.trusts_graphs and len(emulated.graphs) == 1
     assert "training steps do not run as one captured graph, which is slower" in log_of(run)
-    assert "what they gave was off by" in log_of(run)
+    assert "the results were off by" in log_of(run)
     check_same(run, trained(tmp_path / "eager", digits, Runtime("cpu")))
 
 
@@ -162,7 +162,7 @@ def test_an_xla_device_whose_replays_lose_one_traces_each_step(
 ):
     lose_one_update(monkeypatch)
     run = trained(tmp_path / "run", digits, like_tpu)
-    assert len(replays) == trial.STEPS and "what they gave was off" in log_of(run)
+    assert len(replays) == trial.STEPS and "the results were off" in log_of(run)
     assert run.records("train")[-1]["loss"] < run.records("train")[0]["loss"]
 
 

@@ -25,7 +25,7 @@ from tpukit.host.errors import TpukitError
 
 
 def check_cuda() -> None:
-    """Raise TpukitError where torch cannot use this machine's GPU."""
+    """Raise TpukitError if torch cannot use this machine's GPU."""
     if not torch.cuda.is_available():
         raise TpukitError(
             f"this machine has a GPU, but torch {torch.__version__} cannot use it: "
@@ -36,7 +36,7 @@ def check_cuda() -> None:
 class CUDARuntime(Runtime):
     """One GPU of this process: torch's current one.
 
-    Steps are captured as CUDA graphs (`cuda_graph`). An optimizer updates all weights by one kernel where
+    Steps are captured as CUDA graphs (`cuda_graph`). An optimizer updates all weights by one kernel if
     torch has one, and counts its steps on the device."""
 
     has_graphs = True
@@ -104,7 +104,7 @@ class CUDARuntime(Runtime):
         return True
 
     def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the weights, but leave everything on the device as it is where a gradient overflowed.
+        """Update the weights, but leave everything on the device as it is if a gradient overflowed.
 
         torch's scaler reads on the host whether one did, unless the optimizer's kernel can skip by itself: a
         step that is captured cannot wait for that."""
@@ -136,7 +136,7 @@ def _multiply_in_fp32() -> None:
     """Make fp32 mean fp32: by default convolutions on newer GPUs round their inputs to 10 bits (TF32)."""
     cudnn = torch.backends.cudnn
     with warnings.catch_warnings():
-        # From 2.9 on torch has another interface beside this one, and reads of the older fail where the two
+        # From 2.9 on torch has another interface next to this one, and reads of the older fail if the two
         # differ. So both are set, and the older first: it leaves the newer to what is set for all of torch.
         warnings.simplefilter("ignore")
         torch.set_float32_matmul_precision("highest")

@@ -8,8 +8,8 @@ their tensors, so that later steps copy their arguments to where the captured on
     the next call    capture: the operations are recorded and none runs; then the first replay
     later calls      replay: copy the arguments, launch, copy the result
 
-All of these are steps of the training: a warm-up changes what a step changes, and a capture changes nothing
-on the GPU, so there is nothing to undo. Where a step cannot be captured, all later ones run normally."""
+All of these are steps of the training run: a warm-up changes what a step changes, and a capture changes
+nothing on the GPU, so there is nothing to undo. If a step cannot be captured, all later ones run normally."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ def _capture_stream():
 
 
 class CapturedStep:
-    """`function` as a CUDA graph, where it can be captured.
+    """`function` as a CUDA graph, if it can be captured.
 
     function: takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters and
     buffers of the model and the state of the optimizer, in place, and the gradients. It sets the gradients to

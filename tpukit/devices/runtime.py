@@ -58,7 +58,7 @@ class Runtime:
     as on XLA. has_graphs: whether they become these or captured ones. has_fp16: whether a user may ask for
     it. cores: the number of devices that share a global batch, over all processes. notes: sentences for the
     run's log about how the placed model is computed, or "".
-    trusts_graphs: whether training steps may be captured, replayed or compiled as a whole; False where a
+    trusts_graphs: whether training steps may be captured, replayed or compiled as a whole; False if a
     trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
     compile_events: dicts of what (the name of a function given to `compile`), programs (graphs compiled; on
     a GPU captured, 0 if it cannot be), seconds, why (sentences, see `recompiles`; none the first time),
@@ -194,7 +194,7 @@ class Runtime:
         return function
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
-        """Make the optimizer's state before the first step where that matters. Returns whether it exists
+        """Make the optimizer's state before the first step if that matters. Returns whether it exists
         now."""
         return True
 
@@ -232,7 +232,7 @@ class Runtime:
         return batch
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Turn each rank's gradients into their mean over all ranks, as one vector of each type, where a
+        """Turn each rank's gradients into their mean over all ranks, as one vector of each type, in which a
         missing one counts as zero; in fp16 an overflow of one rank becomes one of all. A parameter without a
         gradient on any rank stays without, as on one core: to tell, the host waits for the device, so such a
         step cannot be captured."""
@@ -327,7 +327,7 @@ class Runtime:
         return {}
 
     def memory(self) -> list[tuple[int, int]]:
-        """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""
+        """Return [(peak bytes, total bytes)] of each device of this process, or [] if that cannot be read."""
         return []
 
     def memory_size(self) -> float:
@@ -338,8 +338,8 @@ class Runtime:
 
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the
-    system, where the next step waits while the system zeroes every page again. Does nothing where the
-    environment configures malloc, or where malloc is not glibc's."""
+    system, which zeroes every page again while the next step waits. Does nothing if the environment
+    configures malloc, or if malloc is not glibc's."""
     is_configured = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     libc = ctypes.CDLL(None)
     if (

@@ -32,7 +32,7 @@ class TorchTPURuntime(Runtime):
     }
 
     def _open_device(self) -> torch.device:
-        # Else a TPU rounds fp32 factors to bfloat16, in a bf16 training too.
+        # Else a TPU rounds fp32 factors to bfloat16, in a bf16 training run too.
         torch.set_float32_matmul_precision("highest")
         return open_device()
 
@@ -70,7 +70,7 @@ def random_generator() -> torch.Generator:
 
 
 def open_device() -> torch.device:
-    """Return the TPU of this process. Raises TpukitError where torch_tpu finds none."""
+    """Return the TPU of this process. Raises TpukitError if torch_tpu finds none."""
     import torch_tpu  # noqa: F401  registers the device, if there is one
 
     accelerator = torch.accelerator.current_accelerator()

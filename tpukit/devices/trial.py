@@ -31,7 +31,7 @@ def try_out(runtime: Runtime) -> str:
         return ""
     try:
         error = step_error(runtime)
-        why = "" if error <= MAX_ERROR else f"what they gave was off by {error:.1%}"
+        why = "" if error <= MAX_ERROR else f"the results were off by {error:.1%}"
     except Exception as failure:  # torch, torch_xla and their compilers raise many types
         why = first_line(failure)
     why = runtime.world.broadcast(next(filter(None, runtime.world.gather(why)), ""))

@@ -64,8 +64,8 @@ class XLARuntime(Runtime):
                 )
             self.mesh = xs.Mesh(np.arange(count), (count,), ("data",))
         if self.accelerator == "tpu":
-            # Otherwise a TPU rounds fp32 factors to bfloat16, also those that a bf16 training keeps in fp32,
-            # as pixels that it augments.
+            # Otherwise a TPU rounds fp32 factors to bfloat16, even those that a bf16 training run keeps in
+            # fp32, such as pixels that it augments.
             xla_private.set_matmul_precision("highest")
         return torch_xla.device()
 
@@ -108,7 +108,7 @@ class XLARuntime(Runtime):
     def _put(self, tensor: Tensor) -> Tensor:
         if tensor.dim():
             return tensor.to(self.device)
-        # From a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere
+        # From a tensor without dimensions `.to` makes a constant of the graph if it is 0 or 1; elsewhere
         # it shares the data of equal numbers in the graph.
         sent: Any = xm.send_cpu_data_to_device([tensor], self.device)
         return sent[0]

@@ -90,7 +90,7 @@ def device_name() -> str:
 
 
 def memory() -> list[tuple[int, int]]:
-    """Return [(peak bytes, total bytes)] of this process's device, or [] where torch_xla does not tell."""
+    """Return [(peak bytes, total bytes)] of this process's device, or [] if torch_xla does not tell."""
     try:
         info = xm.get_memory_info(torch_xla.device())
     except RuntimeError:  # neither the CPU XLA device nor the one device of SPMD implements it

@@ -118,12 +118,12 @@ class Graph(NamedTuple):
 
 
 class ReplayedStep(CompiledFunction):
-    """A training step as a captured graph that is replayed, where that gives the same result.
+    """A training step as a captured graph that is replayed, if that gives the same result.
 
     Its function takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters
     and buffers of the model and the state of the optimizer.
 
-    may_replay: False where a replay would be wrong on some rank, so that all trace every step: it draws
+    may_replay: False if a replay would be wrong on some rank, so that all trace every step: it draws
     random numbers on the device, replaces numbers of the optimizer's state on the host, has other constants
     in each trace, or under SPMD shards the state in another way than it found it."""
 
@@ -164,7 +164,7 @@ class ReplayedStep(CompiledFunction):
         return [sharding or "{replicated}" for sharding in xla_private.shardings(tensors)]
 
     def _first_call(self, arguments, tensors):
-        """Capture the step and run its graph, or trace it as it is where it cannot be replayed."""
+        """Capture the step and run its graph, or trace it as it is if it cannot be replayed."""
         seed = xm.get_rng_state()
         try:
             graph, outputs = self._capture(arguments, tensors)
@@ -199,7 +199,7 @@ class ReplayedStep(CompiledFunction):
         return result
 
     def _check(self, arguments, tensors):
-        """Capture the step again; raise UnexpectedRecompilation where it has become another graph."""
+        """Capture the step again; raise UnexpectedRecompilation if it has become another graph."""
         assert self.graph is not None
         try:
             again, _ = self._capture(arguments, tensors)
