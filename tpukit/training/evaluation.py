@@ -124,16 +124,20 @@ class Evaluator:
         self.pending: Scoring | None = None
         self.scores: dict | None = None  # the last ones
 
-    def evaluate(self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal) -> None:
+    def evaluate(
+        self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal, *, has_trained: bool
+    ) -> None:
         """Predict the test set with the weights of an epoch, and start scoring the predictions. A process on
-        its own stops between two batches if a signal came; several ranks stop together, afterwards."""
+        its own stops between two batches if a signal came; several ranks stop together, afterwards.
+
+        has_trained: whether this session has taken a step, which shows how much memory one takes."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
         copied = self.runtime.to_cpu_async(model.state_dict() if is_rank_0 else {})
-        if self.batch_size is None:  # decided once: later, the peak of memory is an evaluation's
-            self.batch_size = self.task.batch_size
-            if self.loader.resident is not None:  # else the host would hold several of the batches it makes
-                self.batch_size = evaluation_batch(self.task.batch_size, self.runtime)
-        size, predicted = self.batch_size, []
+        # Decided once: later, the peak of memory is an evaluation's. What is not resident the host makes, and
+        # it would hold several such batches.
+        if self.batch_size is None and has_trained and self.loader.resident is not None:
+            self.batch_size = evaluation_batch(self.task.batch_size, self.runtime)
+        size, predicted = self.batch_size or self.task.batch_size, []
         batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=size)
         with buffers_of_rank_0(model, self.runtime), contextlib.closing(batches):
             for pairs in batches:

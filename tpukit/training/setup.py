@@ -194,7 +194,9 @@ class Trainer:
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
-        self.evaluator.evaluate(model, self.state.step, epoch, loss, self.stop)
+        step = self.state.step
+        has_trained = step >= self.first
+        self.evaluator.evaluate(model, step, epoch, loss, self.stop, has_trained=has_trained)
         log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
 
