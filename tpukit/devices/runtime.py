@@ -55,10 +55,10 @@ class Runtime:
     """One device of this process.
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs,
-    as on XLA. has_graphs: whether they become these or captured ones. has_fp16: whether a user may ask for
-    it. cores: the number of devices that share a global batch, over all processes. notes: sentences for the
-    run's log about how the placed model is computed, or "".
-    trusts_graphs: whether training steps may be captured, replayed or compiled as a whole; False if a
+    as on XLA. has_graphs: whether they become these or captured ones. cores: the number of devices that share
+    a global batch, over all processes. notes: sentences for the run's log about how the placed model is
+    computed, or "".
+    trusts_graphs: whether training steps may be captured and replayed, or their loss compiled; False if a
     trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
     compile_events: dicts of what (the name of a function given to `compile`), programs (graphs compiled; on
     a GPU captured, 0 if it cannot be), seconds, why (sentences, see `recompiles`; none the first time),
@@ -67,7 +67,6 @@ class Runtime:
 
     compiles = False
     has_graphs = False
-    has_fp16 = True
     notes = ""
     trusts_graphs = True
     reduces_on_the_host = False
@@ -81,7 +80,7 @@ class Runtime:
     }
 
     def __init__(self, accelerator: str = "cpu", precision: str = "auto", world: World | None = None):
-        if precision == "fp16" and not self.has_fp16:
+        if precision == "fp16" and self.compiles:
             raise TpukitError(
                 "precision='fp16': TPUs train in bf16, which needs no loss scaling; use 'bf16' or 'auto'"
             )

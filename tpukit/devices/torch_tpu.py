@@ -24,7 +24,6 @@ class TorchTPURuntime(Runtime):
     operations. Ranks average their gradients as one vector, over the chips' own links."""
 
     compiles = has_graphs = True
-    has_fp16 = False
     # `torch.tpu.get_rng_state` refuses from torch 2.13 on.
     generators = {
         **Runtime.generators,

@@ -34,7 +34,6 @@ class XLARuntime(Runtime):
     device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
 
     compiles = has_graphs = True
-    has_fp16 = False
     generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
 
