@@ -49,11 +49,10 @@ def test_a_gpu_that_torch_was_built_for_measures_its_algorithms_and_another_is_r
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The environment variables with which each runtime of a TPU or XLA device was opened."""
+    """The environment variables with which each runtime of an XLA device was opened."""
     pytest.importorskip("torch_xla")
     seen = []
-    for name in ("xla.XLARuntime", "torch_tpu.TorchTPURuntime"):
-        monkeypatch.setattr(f"tpukit.devices.{name}", lambda *_: seen.append(dict(os.environ)))
+    monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(dict(os.environ)))
     return seen
 
 

@@ -72,7 +72,7 @@ class XLARuntime(Runtime):
         return "bf16" if self.accelerator == "tpu" else "fp32"
 
     def device_names(self) -> list[str]:
-        return torch_xla.real_devices() if self.mesh is not None else [xla_counters.device_name()]
+        return [xla_counters.device_name()] * (self.spmd_cores or 1)
 
     # Moving
 
