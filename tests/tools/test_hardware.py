@@ -68,6 +68,8 @@ class Forgetful(Runtime):
     """Loses every third step."""
 
     def compile(self, function, **settings):
+        if not self.trusts_graphs:
+            return function
         calls = iter(range(1000))
         return lambda *arguments: torch.zeros(1) if next(calls) % 3 == 2 else function(*arguments)
 
