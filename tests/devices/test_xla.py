@@ -12,7 +12,6 @@ pytest.importorskip("torch_xla")
 
 import torch_xla.core.xla_model as xm
 
-from tests.conftest import refuses
 from tests.devices.conftest import take_step
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, train
@@ -64,11 +63,6 @@ def test_a_sync_waits_until_all_is_computed_and_compiles_nothing_of_its_own(xla)
         xm.wait_device_ops()
         waited_s = time.perf_counter() - synced
     assert waited_s < 0.1 * (synced - began) and compilations() == before
-
-
-def test_xla_refuses_fp16_and_says_what_to_use():
-    with refuses("use 'bf16' or 'auto'"):
-        XLARuntime("xla", "fp16")
 
 
 def test_a_run_moves_between_devices_and_trains_in_bf16(digits, tmp_path, xla, cpu):
