@@ -116,7 +116,7 @@ class Ours:
         self.first_s, _ = self.seconds()
         for _ in range(4):  # these are watched or captured, and slower
             self.seconds()
-        for event in self.runtime.pop_compile_events():
+        for event in self.runtime.compile_events:
             if not event["programs"]:
                 sys.exit(f"the step is not captured, because {event['why'][0]}")
 

@@ -1,10 +1,19 @@
-"""A training step by hand, a training of a small model by such steps, and programs that run as several
-ranks."""
+"""An emulated GPU, a training step by hand, a training of a small model by such steps, and programs that run
+as several ranks."""
 
+import pytest
 import torch
 
+from tests.devices.emulated_gpu import EmulatedGpu
 from tpukit import MNIST
 from tpukit.tools.child import run_python
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    gpu = EmulatedGpu(monkeypatch)
+    yield gpu
+    gpu.hook.remove()
 
 
 def take_step(runtime, loss, optimizer):

@@ -23,7 +23,6 @@ class EmulatedRuntime(Runtime):
     compile, has_graphs = CUDARuntime.compile, True
     init_optimizer_state = CUDARuntime.init_optimizer_state
     _step_unless_overflow = CUDARuntime._step_unless_overflow
-    _searches_not_counted = staticmethod(lambda function: function)
 
     def __init__(self, precision="fp32"):
         super().__init__("cuda", precision)
@@ -51,7 +50,7 @@ class EmulatedGpu:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(cuda_graph, "_capture_stream", Stream)
         monkeypatch.setattr(cuda_graph, "_end_capture", lambda *_: None)
-        monkeypatch.setattr(cuda, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
+        monkeypatch.setattr(cuda, "_is_on_gpu", lambda value: not self.is_on_host([value]))
 
     def _note_counters(self, optimizer, arguments, settings):
         for group in optimizer.param_groups:

@@ -62,7 +62,7 @@ def test_a_training_gives_the_records_and_weights_of_the_cpu_and_a_resumed_one_t
 def test_a_chip_computes_in_bf16_reports_its_memory_takes_what_is_put_and_refuses_fp16_and_spmd(mock):
     runtime = TorchTPURuntime("tpu")
     assert runtime.precision == "bf16" and runtime.memory_size() == 16 * 2**30 and runtime.memory() == []
-    with refuses("fp16", "bf16"):
+    with refuses("fp16", "use 'bf16' or 'auto'"):
         TorchTPURuntime("tpu", "fp16")
     with refuses("spmd", "processes"):
         open_runtime(torch_tpu_mock.machine(8), spmd_cores=8)

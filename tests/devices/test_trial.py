@@ -8,29 +8,23 @@ import math
 
 import pytest
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import SMALL, checkpoint, exact, same
 from tests.devices.conftest import told_by_ranks
-from tests.devices.emulated_gpu import EmulatedGpu, EmulatedRuntime, Graph
-from tpukit import MNIST, Run, train
+from tests.devices.emulated_gpu import EmulatedRuntime, Graph
+from tests.training.conftest import train_in
+from tpukit import MNIST
 from tpukit.devices import cuda_graph, trial
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 
-BOUNDS = trial.MAX_ERROR
 LAST = trial.STEPS - cuda_graph.WARM_UP  # replay on a GPU
 
 
 @pytest.fixture(autouse=True)
 def no_trial_before(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    gpu = EmulatedGpu(monkeypatch)
-    yield gpu
-    gpu.hook.remove()
 
 
 @pytest.fixture
@@ -56,37 +50,39 @@ def like_tpu(xla, monkeypatch):
 # The two measures
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_captured_steps_of_a_sound_gpu_have_no_error_worth_a_word(precision, emulated):
     runtime = EmulatedRuntime(precision)
-    assert trial.step_error(runtime) <= BOUNDS[precision]
+    assert trial.step_error(runtime) <= trial.MAX_ERROR
     assert emulated.launches == LAST
-    assert not runtime.compile_events and not runtime._last_inputs
     scales = [one.scaler and one.scaler.state_dict() for one in (runtime, EmulatedRuntime(precision))]
     assert scales[0] == scales[1]
 
 
-def test_neither_have_replayed_ones_or_a_cpus_and_no_number_drawn_later_is_another(xla, replays, cpu):
-    assert trial.step_error(xla) <= BOUNDS["fp32"]
+def test_neither_have_replayed_ones_or_a_cpus(xla, replays, cpu):
+    assert trial.step_error(xla) <= 1e-3
     assert len(replays) == trial.STEPS
-    torch.manual_seed(3)
-    wanted = torch.rand(4)
-    torch.manual_seed(3)
     assert trial.step_error(cpu) == 0
-    assert torch.equal(torch.rand(4), wanted)
 
 
-def test_a_step_that_gives_nan_has_an_infinite_error(cpu, monkeypatch):
-    given = iter([[torch.tensor([math.nan, 1])], [torch.ones(2)]])
+def test_steps_that_give_nan_are_wrong(monkeypatch, emulated):
+    given = iter([[torch.ones(2), torch.tensor([math.nan, 1])], [torch.ones(2), torch.ones(2)]])
     monkeypatch.setattr(trial, "_take_steps", lambda *_, **__: next(given))
-    assert trial.step_error(cpu) == math.inf
+    assert "off by nan" in trial.try_out(EmulatedRuntime())
 
 
-@pytest.mark.parametrize("rank", [0, 10])  # of the second one's batches gradients are large
-def test_on_no_rank_a_sound_gpu_in_fp16_is_taken_for_a_wrong_one_because_its_gradients_overflow(rank, cpu):
+def test_in_fp16_no_gradient_overflows_so_that_no_step_is_skipped(monkeypatch):
+    scalers = []
+
+    def kept(device, init_scale):
+        scalers.append(GradScaler(device, init_scale))
+        return scalers[-1]
+
+    monkeypatch.setattr(trial, "GradScaler", kept)
     runtime = Runtime("cpu", "fp16")
-    runtime.world.rank = rank
-    assert trial.step_error(runtime) <= BOUNDS["fp32"]
+    runtime.world.rank = 10  # whose gradients overflow with torch's scale
+    trial.step_error(runtime)
+    assert [scaler.get_scale() for scaler in scalers] == [1024.0, 1024.0]
 
 
 def lose_one_replay(monkeypatch, number):
@@ -100,10 +96,10 @@ def lose_one_replay(monkeypatch, number):
     monkeypatch.setattr(Graph, "replay", lossy)
 
 
-@pytest.mark.parametrize("number, precision", [(1, "fp32"), (3, "bf16"), (LAST, "bf16"), (LAST, "fp16")])
+@pytest.mark.parametrize("number, precision", [(1, "bf16"), (LAST, "fp16")])
 def test_one_replay_that_does_nothing_is_an_error_beyond_rounding(number, precision, emulated, monkeypatch):
     lose_one_replay(monkeypatch, number)
-    assert trial.step_error(EmulatedRuntime(precision)) > 2 * BOUNDS[precision]
+    assert not trial.step_error(EmulatedRuntime(precision)) <= 2 * trial.MAX_ERROR
 
 
 def test_replays_of_the_first_batch_and_learning_rate_alone_are_an_error_too(emulated, monkeypatch):
@@ -132,10 +128,7 @@ def lose_one_update(monkeypatch):
 
 
 def trained(folder, digits, runtime, **more):
-    task = MNIST(dataset_dir=digits, epochs=1, **SMALL, **more)
-    run = Run.open(folder, task)
-    train(task, run, runtime=runtime, progress=False)
-    return run
+    return train_in(folder, MNIST(dataset_dir=digits, epochs=1, **SMALL, **more), runtime)
 
 
 def log_of(run):
@@ -145,6 +138,8 @@ def log_of(run):
 def check_same(run, other):
     assert exact(run) == exact(other)
     assert same(checkpoint(run)["model"], checkpoint(other)["model"])
+    mine, others = (checkpoint(one)["random"][0] for one in (run, other))
+    assert torch.equal(mine.pop("cpu"), others.pop("cpu")) and mine == others
     states = (checkpoint(one)["optimizer"]["state"].values() for one in (run, other))
     assert all(map(same, *states))
 
@@ -157,7 +152,7 @@ def test_a_training_is_the_same_with_a_trial_and_without(digits, tmp_path, like_
     assert len(replays) == trial.STEPS + 2 * 25
     check_same(tried, plain)
     compiled = [(r["what"], r["programs"]) for r in tried.records("compile")]
-    assert ("step", 1) in compiled and "trial" not in dict(compiled)
+    assert compiled.count(("step", 1)) == 1
 
 
 def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_path, emulated, monkeypatch):
@@ -165,8 +160,8 @@ def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_pa
     runtime = EmulatedRuntime()
     run = trained(tmp_path / "run", digits, runtime)
     assert not runtime.trusts_graphs and len(emulated.graphs) == 1
-    assert "training steps are not captured, replayed or compiled as a whole, which is slower" in log_of(run)
-    assert "what they gave was off by" in log_of(run)
+    assert "training steps do not run as one captured graph, which is slower" in log_of(run)
+    assert "the results were off by" in log_of(run)
     check_same(run, trained(tmp_path / "eager", digits, Runtime("cpu")))
 
 
@@ -175,7 +170,7 @@ def test_an_xla_device_whose_replays_lose_one_traces_each_step(
 ):
     lose_one_update(monkeypatch)
     run = trained(tmp_path / "run", digits, like_tpu)
-    assert len(replays) == trial.STEPS and "what they gave was off" in log_of(run)
+    assert len(replays) == trial.STEPS and "the results were off" in log_of(run)
     assert run.records("train")[-1]["loss"] < run.records("train")[0]["loss"]
 
 
@@ -199,15 +194,10 @@ def test_nothing_is_tried_on_a_cpu_and_each_hardware_by_itself(cpu, xla, like_tp
     monkeypatch.setattr(trial, "step_error", lambda runtime: tries.append(1) or 0.0)
     assert trial.try_out(cpu) == trial.try_out(xla) == "" and not tries
     v5e = environment.detect()
-    for device_name, version in (
-        ("v5litepod-8", "2.9"),
-        ("v6e-1", "2.9"),
-        ("v6e-1", "2.8"),
-        ("v6e-1", "2.9"),
-    ):
-        found = dataclasses.replace(v5e, device_name=device_name)
+    machines = [("v5litepod-8", "2.9"), ("v6e-1", "2.9"), ("v6e-1", "2.8"), ("v6e-1", "2.9")]
+    for device_name, version in machines:
+        found = dataclasses.replace(v5e, device_name=device_name, versions=dict(torch=version))
         monkeypatch.setattr(environment, "detect", lambda found=found: found)
-        monkeypatch.setattr(environment, "version_of", lambda name, version=version: version)
         trial.try_out(like_tpu)
     assert len(tries) == 3
 
@@ -231,5 +221,5 @@ tell(json.dumps(told))
 def test_two_cores_of_which_one_steps_wrong_both_do_without(tmp_path):
     for [line] in told_by_ranks(RANK, 2, tmp_path):
         rank = json.loads(line)
-        assert rank["sound"] <= BOUNDS["fp32"] and not rank["trusts"]
+        assert rank["sound"] <= 1e-3 and not rank["trusts"]
         assert "off by 100.0%" in rank["failed"]

@@ -12,19 +12,19 @@ pytest.importorskip("torch_xla")
 
 import torch_xla.core.xla_model as xm
 
-from tests.conftest import refuses
 from tests.devices.conftest import take_step
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, train
 from tpukit.devices import xla_private
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla import XLARuntime
+from tpukit.devices.xla_graph import compilations
 from tpukit.reporting import findings, run_report
 
 
 @pytest.mark.parametrize(
     "accelerator, precision, wanted",
-    [("tpu", "fp32", ["highest"]), ("tpu", "auto", ["highest"]), ("xla", "fp32", [])],
+    [("tpu", "auto", ["highest"]), ("xla", "fp32", [])],
 )
 def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(
     accelerator, precision, wanted, monkeypatch, xla
@@ -54,7 +54,7 @@ def test_a_sync_waits_until_all_is_computed_and_compiles_nothing_of_its_own(xla)
     x = xla.put({"x": torch.full((1500, 1500), 1 / 1500)})["x"]  # whose powers are itself
     xla.sync()
     for _ in range(2):  # the first time it compiles
-        y, before = x, xla.compilations()[0]
+        y, before = x, compilations()
         for _ in range(5):
             y = y @ x
         began = time.perf_counter()
@@ -62,12 +62,7 @@ def test_a_sync_waits_until_all_is_computed_and_compiles_nothing_of_its_own(xla)
         synced = time.perf_counter()
         xm.wait_device_ops()
         waited_s = time.perf_counter() - synced
-    assert waited_s < 0.1 * (synced - began) and xla.compilations()[0] == before
-
-
-def test_xla_refuses_fp16_and_says_what_to_use():
-    with refuses("use 'bf16' or 'auto'"):
-        XLARuntime("xla", "fp16")
+    assert waited_s < 0.1 * (synced - began) and compilations() == before
 
 
 def test_a_run_moves_between_devices_and_trains_in_bf16(digits, tmp_path, xla, cpu):
@@ -106,10 +101,8 @@ def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_no
     "make",
     [
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-        lambda p: torch.optim.Adam(p, lr=0.01),
         lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
         lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
         lambda p: torch.optim.Adadelta(p),
         lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
     ],
@@ -223,21 +216,6 @@ def test_a_second_graph_that_the_optimizer_needs_is_not_reported_as_unexpected(
     assert [r["step"] for r in run.records("compile") if r["what"] == "step"] == [1, 2]
     words = " ".join(run_report.describe(run.records()))
     assert "at step 1" in words and "and at step 2" in words and "again" not in words
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peeking(MNIST):
-    """Reads the loss back in the middle of the step."""
-
-    def loss(self, model, batch, epoch):
-        loss = super().loss(model, batch, epoch)
-        return loss * 2 if loss.item() > 100 else loss
-
-
-def test_a_value_read_back_in_the_step_is_an_error_that_says_so(digits, tmp_path, xla):
-    task = Peeking(dataset_dir=digits, epochs=1, batch_size=8)
-    with refuses(".item()"):
-        train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """A step that is captured once and replayed gives what a traced one gives."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -37,17 +35,16 @@ class Counting(torch.optim.SGD):
     [
         (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 2),
         (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 2),  # counts its steps on the host
-        (lambda p: torch.optim.RMSprop(p, 1e-4, eps=1e-3), False, 2),
         (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 2),  # counts them on the device
         (lambda p: torch.optim.SGD(p, 0.001), True, 1 + 8),
         (Counting, False, 1 + 8),
     ],
-    ids=["SGD", "Adagrad", "RMSprop", "AdamW", "dropout", "in Python"],
+    ids=["SGD", "Adagrad", "AdamW", "dropout", "in Python"],
 )
 def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
     xla.reset_statistics()
     losses, state, calls = outcome(xla, optimizer, True, dropout)
-    assert sum(event["programs"] for event in xla.pop_compile_events()) <= 1  # 0 if compiled here before
+    assert sum(event["programs"] for event in xla.compile_events) <= 1  # 0 if compiled here before
     wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, False, dropout)
     # The two are different graphs, and on some processors round differently: by 3e-8 in a gradient, where it
     # was seen. These optimizers divide by eps=1e-3 or more, and so make little of it: noise of 2e-7 of the
@@ -121,12 +118,12 @@ def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_we
     else:
         for _ in range(4):
             step(batches[0])
-    weights, compilations = xla.to_cpu(model.state_dict()), xla.compilations()[0]
+    weights, compilations = xla.to_cpu(model.state_dict()), xla_graph.compilations()
     is_late = True
     is_refused = how.startswith("another")
     with pytest.raises(UnexpectedRecompilation if is_refused else RuntimeError):
         step(batches[how == "another shape"])
-    assert xla.compilations()[0] == compilations
+    assert xla_graph.compilations() == compilations
     assert same(xla.to_cpu(model.state_dict()), weights)
 
 
@@ -191,16 +188,13 @@ def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_eac
     assert captured_at(0) == captured_at(7) == [1, 1, 4, 8, 16, 32]
 
 
-def test_a_core_of_several_refuses_a_step_that_changes(core, monkeypatch):
-    monkeypatch.setattr(xla_graph, "CHECK_AFTER", 4)
-
+def test_a_step_whose_two_traces_differ_is_refused_at_its_first_call_on_several_cores_too(core):
     def changing(y):
-        return (y if len(traces) < 3 else y.tanh()).square().sum()
+        return (y if len(traces) < 2 else y.tanh()).square().sum()
 
     step, traces, _ = small_step(core, changing)
-    with pytest.raises(UnexpectedRecompilation, match="call 5 of `step`"):
-        for _ in range(9):
-            step(ones(core))
+    with pytest.raises(UnexpectedRecompilation, match="call 1 of `step`"):
+        step(ones(core))
 
 
 class Normed(MNIST):
@@ -224,20 +218,3 @@ def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_
     assert len(kept["xla"]) == 2 and kept["xla"]["1.running_var"].max() > 0.01
     for name in kept["cpu"]:
         torch.testing.assert_close(kept["xla"][name], kept["cpu"][name], atol=1e-3, rtol=1e-3)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut(MNIST):
-    """Trains on fewer samples from the second trace on."""
-
-    def loss(self, model, batch, epoch):
-        self.calls.append(1)
-        kept = 8 if len(self.calls) == 1 else 6
-        return super().loss(model, {name: value[:kept] for name, value in batch.items()}, epoch)
-
-
-def test_shapes_that_change_within_the_step_are_an_error(digits, tmp_path, xla):
-    task = Cut(dataset_dir=digits, epochs=1, batch_size=8)
-    object.__setattr__(task, "calls", [])
-    with pytest.raises(UnexpectedRecompilation, match="call 1 of `step`"):
-        train(task, Run.open(tmp_path, task), runtime=xla, progress=False)

@@ -70,6 +70,8 @@ class Forgetful(Runtime):
     """Loses every third step."""
 
     def compile(self, function, **settings):
+        if not self.trusts_graphs:
+            return function
         calls = iter(range(1000))
         return lambda *arguments: torch.zeros(1) if next(calls) % 3 == 2 else function(*arguments)
 
@@ -81,7 +83,7 @@ class OfTwoGraphs(Runtime):
 
     def compile(self, function, **settings):
         for _ in range(2):
-            self.record_compilation("step", 1, 0.1, [])
+            self.compile_events.append(dict(what="step", programs=1))
         return function
 
 

@@ -1,6 +1,9 @@
 """Scores of weights: all samples once, in the order of one device, recorded in one order."""
 
+import dataclasses
 import math
+import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +12,10 @@ import torch
 from tests.conftest import scores_of
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
-from tpukit import MNIST, Run, TpukitError, train
-from tpukit.devices.runtime import Runtime
+from tpukit import MNIST, TpukitError
+from tpukit.devices.distributed import World
 from tpukit.runs import weights
+from tpukit.training import evaluation
 
 
 def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
@@ -58,20 +62,66 @@ def test_scores_that_are_never_a_number_end_a_training_with_patience(digits, cpu
     assert len(run.records("evaluation")) == 3
 
 
+@pytest.mark.parametrize(
+    "batch_size, peak, ranks, wanted",
+    [
+        (4, 0.5, 1, 64),
+        (5, 0.5, 1, 60),  # whole batches
+        (4, 2, 1, 20),  # half of 20 GiB holds what 5 batches take
+        (4, 11, 1, 4),
+        (128, 0.5, 1, 128),
+        (4, 0.5, 2, 4),
+    ],
+)
+def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(
+    batch_size, peak, ranks, wanted, cpu
+):
+    memory = [(peak * 2**30, 20 * 2**30)]
+    gpu = SimpleNamespace(device=torch.device("cuda"), world=World(0, ranks), memory=lambda: memory)
+    assert evaluation.evaluation_batch(batch_size, gpu) == wanted
+    assert evaluation.evaluation_batch(batch_size, cpu) == batch_size
+
+
+class Noted(Narrow):
+    """Notes how many samples it predicts at once, and is interrupted when it predicts this often."""
+
+    def predict(self, model, batch, epoch=None):
+        sizes.append(len(batch["image"]))
+        if len(sizes) == interrupted_at:
+            signal.raise_signal(signal.SIGINT)
+        return super().predict(model, batch, epoch)
+
+
+sizes, interrupted_at = [], 0
+
+
+@pytest.fixture
+def noted(infrared, monkeypatch):
+    """A task whose evaluations have four samples, three times as many at once as in training if that fits."""
+    sizes.clear()
+    monkeypatch.setattr(evaluation, "evaluation_batch", lambda batch_size, runtime: 3 * batch_size)
+    return Noted(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1, epochs=1)
+
+
 @pytest.mark.parametrize("data_on, wanted", [("device", [3, 3]), ("host", [1, 1, 1, 1])])
 def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_scores(
-    data_on, wanted, infrared, cpu, tmp_path, monkeypatch
+    data_on, wanted, noted, cpu, tmp_path, monkeypatch
 ):
-    sizes = []
-
-    class Noted(Narrow):
-        def predict(self, model, batch, epoch=None):
-            sizes.append(len(batch["image"]))
-            return super().predict(model, batch, epoch)
-
-    task = Noted(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1, epochs=1, data_on=data_on)
-    plain = train(task, Run.open(tmp_path / "plain", task), runtime=cpu, progress=False)
-    sizes.clear()
-    monkeypatch.setattr(Runtime, "evaluation_batch", lambda self, batch_size: 3 * batch_size)
-    assert train(task, Run.open(tmp_path / "large", task), runtime=cpu, progress=False) == plain
+    task = dataclasses.replace(noted, data_on=data_on)
+    large = train_in(tmp_path / "large", task, cpu).records("evaluation")[0]["scores"]
     assert sizes == wanted
+    monkeypatch.undo()
+    assert train_in(tmp_path / "plain", task, cpu).records("evaluation")[0]["scores"] == large
+
+
+def test_a_session_that_has_not_trained_yet_predicts_as_many_as_it_trains_on(
+    noted, cpu, tmp_path, monkeypatch
+):
+    task = dataclasses.replace(noted, epochs=2, data_on="device")
+    monkeypatch.setattr(f"{__name__}.interrupted_at", 2)
+    with pytest.raises(KeyboardInterrupt):
+        train_in(tmp_path, task, cpu)
+    monkeypatch.setattr(f"{__name__}.interrupted_at", 0)
+    sizes.clear()
+    train_in(tmp_path, task, cpu)
+    assert sizes == [1, 1, 1, 1, 3, 3]

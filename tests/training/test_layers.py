@@ -11,7 +11,7 @@ from tests.tasks.cdeit.small import TINY
 from tests.training.conftest import train_in
 from tpukit import CDEIT, MNIST, MSHNet, Run
 from tpukit.host.signals import StopSignal
-from tpukit.training import layers
+from tpukit.training import layers, metrics
 from tpukit.training.setup import Trainer
 
 
@@ -141,7 +141,7 @@ def test_the_norm_of_the_gradient_is_that_of_the_parts_that_train(digits, tmp_pa
     trainer.take_step(batch, 0)
     assert [n for n, p in trainer.model.named_parameters() if p.grad is not None] == HEAD
     wanted = float(torch.nn.utils.get_total_norm(head))
-    assert float(cpu.gradient_norm(trainer.model)) == pytest.approx(wanted, rel=1e-5)
+    assert float(metrics.gradient_norm(trainer.model)) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_name_freezes_its_own_part_and_backbone_all_but_the_head():

@@ -17,7 +17,7 @@ from tests.training.conftest import train_in
 from tpukit import MNIST, LanguageModel, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
-from tpukit.training.step import add_gradients
+from tpukit.training.step import add_gradients, clip_gradients
 
 
 def test_the_loss_is_computed_in_float32_under_autocast(infrared):
@@ -36,7 +36,7 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
         optimizer = torch.optim.SGD([weight], lr=1.0)
         direction = torch.tensor([0.6, 0.0, 0.8, 0.0])
         cpu.backward((weight * direction * size).sum(), optimizer)
-        norm = cpu.clip_gradients(optimizer, 1.0)
+        norm = clip_gradients(optimizer, 1.0)
         cpu.optimizer_step(optimizer)
         assert float(norm) == pytest.approx(size) and torch.allclose(weight, -wanted * direction)
 
@@ -60,6 +60,7 @@ def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_i
     assert exact(found) == exact(wanted) and same(checkpoint(found)["model"], checkpoint(wanted)["model"])
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     assert kept == (str(tmp_path / "cache" / "inductor") if compiled else None)
+    assert ("step 1 took" in (found.path / "log.txt").read_text()) == bool(compiled)
 
 
 class Counted(MNIST):

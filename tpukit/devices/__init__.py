@@ -74,14 +74,14 @@ def is_open(env: Environment) -> bool:
 
 
 def check_micro_batches(env: Environment, count: int) -> None:
-    """Raise TpukitError where gradients that are accumulated in one graph may be wrong."""
+    """Raise TpukitError if gradients that are accumulated in one graph may be wrong."""
     from tpukit.devices.chips import V6E, find_chip
 
     by_torch_xla = env.accelerator == "tpu" and not env.uses_torch_tpu
     if count > 1 and by_torch_xla and find_chip(env.device_name) is V6E:
         raise TpukitError(
             f"micro_batches={count} on a {V6E.name}: torch_xla 2.8 was reported to compute wrong gradients"
-            " there where a step accumulates them, and nobody has checked this step on that chip. Use"
+            " there if a step accumulates them, and nobody has checked this step on that chip. Use"
             " micro_batches=1 with a smaller batch_size, or a v5e"
         )
 
@@ -92,7 +92,7 @@ def add_libtpu_args(libtpu_args: str) -> None:
     if release(version_of("libtpu") or "", 3) not in LIBTPU_RELEASES:
         return
     given, wanted = os.environ.get("LIBTPU_INIT_ARGS", "").split(), libtpu_args.split()
-    if not tpu_chips():  # a container hides the bus; torch_xla gives this flag where it sees chips there
+    if not tpu_chips():  # a container hides the bus; torch_xla gives this flag if it sees chips there
         wanted.append(NO_LAUNCH_BARRIER)
     names = {flag.partition("=")[0] for flag in given}
     given += [flag for flag in wanted if flag.partition("=")[0] not in names]

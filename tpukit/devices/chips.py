@@ -12,7 +12,7 @@ LANES = 128  # numbers that a TPU core works on side by side
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One generation of TPU. Memory and rates are 0 where nothing in tpukit needs them.
+    """One generation of TPU.
 
     Sources: Google Cloud's documentation ("TPU versions" with the page of each version, "TPU architecture",
     and "TPU software versions", read in November 2026); of hbm_bytes libtpu's compiler, whose refusal of a
@@ -20,9 +20,9 @@ class Chip:
 
     name: str
     cloud_type: str  # how the accelerator types of Google Cloud begin: v5litepod-8
-    hbm_bytes: float = 0  # what a compiled graph may use of the memory of one chip
-    flops: float = 0  # bf16 FLOP/s of one chip
-    bandwidth: float = 0  # HBM bytes per second of one chip
+    hbm_bytes: float  # what a compiled graph may use of the memory of one chip
+    flops: float  # bf16 FLOP/s of one chip
+    bandwidth: float  # HBM bytes per second of one chip
 
     @property
     def short_name(self) -> str:
@@ -31,18 +31,11 @@ class Chip:
 
 V5E = Chip(name="TPU v5e", cloud_type="v5litepod", hbm_bytes=15.75 * GIB, flops=197e12, bandwidth=819e9)
 V6E = Chip(name="TPU v6e", cloud_type="v6e", hbm_bytes=31.25 * GIB, flops=918e12, bandwidth=1640e9)
-CHIPS = (
-    V5E,
-    V6E,
-    Chip(name="TPU v5p", cloud_type="v5p"),
-    Chip(name="TPU v4", cloud_type="v4"),
-    Chip(name="TPU v3", cloud_type="v3"),
-    Chip(name="TPU v2", cloud_type="v2"),
-)
+CHIPS = (V5E, V6E)
 
 
 def find_chip(accelerator_type: str) -> Chip | None:
     """Return the Chip of an accelerator type, which some hosts call v5litepod-8 and others v5e-8; None for
-    an unknown one."""
+    one that is not in the table."""
     generation = accelerator_type.partition("-")[0]
     return next((chip for chip in CHIPS if generation in (chip.cloud_type, chip.short_name)), None)

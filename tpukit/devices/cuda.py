@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
@@ -17,18 +17,15 @@ from tpukit.devices.optimizers import (
     count_steps_on_device,
     flattened,
     parameters_with_gradient,
+    state_tensors,
 )
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
-EVALUATION_BATCH = 64
-# Not SGD, whose fused step fails where a gradient comes later.
-_HAS_FUSED_STEP = (torch.optim.Adam, torch.optim.AdamW)
-
 
 def check_cuda() -> None:
-    """Raise TpukitError where torch cannot use this machine's GPU."""
+    """Raise TpukitError if torch cannot use this machine's GPU."""
     if not torch.cuda.is_available():
         raise TpukitError(
             f"this machine has a GPU, but torch {torch.__version__} cannot use it: "
@@ -39,11 +36,10 @@ def check_cuda() -> None:
 class CUDARuntime(Runtime):
     """One GPU of this process: torch's current one.
 
-    Steps are captured as CUDA graphs (`cuda_graph`). An optimizer updates all weights by one kernel where
+    Steps are captured as CUDA graphs (`cuda_graph`). An optimizer updates all weights by one kernel if
     torch has one, and counts its steps on the device."""
 
     has_graphs = True
-    peak_before = 0  # bytes: of what ran before the statistics of torch were last reset
     generators = {**Runtime.generators, "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)}
 
     def __init__(self, accelerator: str = "cuda", precision: str = "auto", world: World | None = None):
@@ -67,8 +63,8 @@ class CUDARuntime(Runtime):
         # An emulated bf16 (T4, V100) is slower than fp16.
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name()
+    def device_names(self) -> list[str]:
+        return [torch.cuda.get_device_name()]
 
     def _computes_faster_channels_last(self, model: nn.Module) -> bool:
         # Tensor cores take channels last, and would transpose all else.
@@ -92,40 +88,23 @@ class CUDARuntime(Runtime):
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         if mutates is None or not self.trusts_graphs:
-            return self._searches_not_counted(function)
+            return function
         return cuda_graph.CapturedStep(function, name or function.__name__, mutates, self)
-
-    def _searches_not_counted(self, function):
-        """Return the function; it resets the peak of memory after its first call with new shapes, in which
-        cuDNN's search can take gigabytes."""
-        seen = set()
-
-        def call(*arguments):
-            shapes = tuple(leaf.shape for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-            if shapes in seen:
-                return function(*arguments)
-            seen.add(shapes)
-            [(self.peak_before, _)] = self.memory()
-            result = function(*arguments)
-            torch.cuda.reset_peak_memory_stats()
-            return result
-
-        return call
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         count_steps_on_device(optimizer)
-        has_fused_step = type(optimizer) in _HAS_FUSED_STEP
-        for group in optimizer.param_groups:
-            chosen = group.get("foreach") or group.get("differentiable")  # a fused step is neither
-            if has_fused_step and group["fused"] is None and not chosen:
-                group["fused"] = True
-        if has_fused_step and all(group["fused"] for group in optimizer.param_groups):
-            vars(optimizer)["_step_supports_amp_scaling"] = True  # as torch's constructors say of a fused one
+        # Not SGD, whose fused step fails if a gradient comes later.
+        if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            for group in optimizer.param_groups:
+                if group["fused"] is None:
+                    group["fused"] = True
+            if all(group["fused"] for group in optimizer.param_groups):  # as torch's constructors do then
+                vars(optimizer)["_step_supports_amp_scaling"] = True
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
         return True
 
     def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the weights, but leave everything on the device as it is where a gradient overflowed.
+        """Update the weights, but leave everything on the device as it is if a gradient overflowed.
 
         torch's scaler reads on the host whether one did, unless the optimizer's kernel can skip by itself: a
         step that is captured cannot wait for that."""
@@ -134,44 +113,30 @@ class CUDARuntime(Runtime):
             scaler.step(optimizer)
             return
         [overflows] = scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
-        written = _tensors_of_step(optimizer)
-        before = flattened(written.values())
+        written = _tensors_of_step(optimizer)  # all that there will be: the warm-ups made the state
+        before = flattened(written)
         optimizer.step()
-        written |= _tensors_of_step(optimizer)  # in the same order; state that this step has made comes last
-        for dtype, after in flattened(written.values()).items():
-            old = before.get(dtype, after[:0])
-            if len(old) < len(after):
-                old = torch.cat([old, after.new_zeros(len(after) - len(old))])
-            torch.where(overflows.bool(), old, after, out=after)
-            copy_flattened([value for value in written.values() if value.dtype == dtype], after)
+        for dtype, after in flattened(written).items():
+            torch.where(overflows.bool(), before[dtype], after, out=after)
+            copy_flattened([value for value in written if value.dtype == dtype], after)
 
     def sync(self) -> None:
         torch.cuda.synchronize()
 
     def reset_statistics(self) -> None:
         super().reset_statistics()
-        self.peak_before = 0
         torch.cuda.reset_peak_memory_stats()
 
     def memory(self) -> list[tuple[int, int]]:
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return [(max(self.peak_before, torch.cuda.max_memory_allocated()), total)]
-
-    def evaluation_batch(self, batch_size: int) -> int:
-        """On one GPU up to EVALUATION_BATCH, as a few take the host longer than the GPU. They fit, as one
-        predicted takes no more memory than one trained."""
-        if self.world.size > 1 or self.step == 0:  # without a step the memory that one takes is unknown
-            return batch_size
-        [(peak, total)] = self.memory()
-        fitting = int(total / cuda_graph.MEMORY_SHARE / peak)
-        return batch_size * max(min(EVALUATION_BATCH // batch_size, fitting), 1)
+        return [(torch.cuda.max_memory_allocated(), total)]
 
 
 def _multiply_in_fp32() -> None:
     """Make fp32 mean fp32: by default convolutions on newer GPUs round their inputs to 10 bits (TF32)."""
     cudnn = torch.backends.cudnn
     with warnings.catch_warnings():
-        # From 2.9 on torch has another interface beside this one, and reads of the older fail where the two
+        # From 2.9 on torch has another interface next to this one, and reads of the older fail if the two
         # differ. So both are set, and the older first: it leaves the newer to what is set for all of torch.
         warnings.simplefilter("ignore")
         torch.set_float32_matmul_precision("highest")
@@ -181,15 +146,10 @@ def _multiply_in_fp32() -> None:
                 getattr(cudnn, operation).fp32_precision = "ieee"
 
 
-def _tensors_of_step(optimizer: Optimizer) -> dict[tuple, Tensor]:
-    """Return what a step may change on the device: (parameter, name) -> tensor, with name None for the
-    parameter itself."""
-    tensors: dict[tuple, Tensor] = {}
-    for parameter in parameters_with_gradient(optimizer):
-        state = {None: parameter} | optimizer.state[parameter]
-        tensors |= {(parameter, name): value for name, value in state.items() if _is_beside(value, parameter)}
-    return tensors
+def _tensors_of_step(optimizer: Optimizer) -> list[Tensor]:
+    """Return what a step may change on the device: the parameters and their state."""
+    return [*parameters_with_gradient(optimizer), *filter(_is_on_gpu, state_tensors(optimizer))]
 
 
-def _is_beside(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.device == parameter.device  # counters may be on the host
+def _is_on_gpu(value: Tensor) -> bool:
+    return value.is_cuda  # counters may be on the host

@@ -8,8 +8,8 @@ their tensors, so that later steps copy their arguments to where the captured on
     the next call    capture: the operations are recorded and none runs; then the first replay
     later calls      replay: copy the arguments, launch, copy the result
 
-All of these are steps of the training: a warm-up changes what a step changes, and a capture changes nothing
-on the GPU, so there is nothing to undo. Where a step cannot be captured, all later ones run normally."""
+All of these are steps of the training run: a warm-up changes what a step changes, and a capture changes
+nothing on the GPU, so there is nothing to undo. If a step cannot be captured, all later ones run normally."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ def _capture_stream():
 
 
 class CapturedStep:
-    """`function` as a CUDA graph, where it can be captured.
+    """`function` as a CUDA graph, if it can be captured.
 
     function: takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters and
     buffers of the model and the state of the optimizer, in place, and the gradients. It sets the gradients to
@@ -51,7 +51,8 @@ class CapturedStep:
 
     may_capture = True
     signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
-    warm_ups = 0  # calls so far
+    warm_ups = 0  # calls so far, without those that overflowed
+    memory: list[tuple[int, int]] = []  # of the last one: an evaluation may come before the capture
     # Once captured: the graph, what it returns, and what it does not change
     graph: torch.cuda.CUDAGraph | None = None
     result: Tensor | None = None
@@ -75,7 +76,6 @@ class CapturedStep:
             return self.function(*arguments)
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if self.warm_ups < WARM_UP:
-            self.warm_ups += 1
             return self._warm_up(arguments)
         if self.graph is None:
             started = time.monotonic()
@@ -84,30 +84,39 @@ class CapturedStep:
             if reason := self.runtime.world.broadcast(next(filter(None, reasons), "")):
                 self._refuse(reason)
                 return self.function(*arguments)
-            self.runtime.record_compilation(self.name, 1, time.monotonic() - started, [])
+            self._note(1, time.monotonic() - started, [])
         return self._replay(tensors)
+
+    def _note(self, graphs, seconds, why):
+        event = dict(what=self.name, programs=graphs, seconds=seconds, why=why, refused=False)
+        self.runtime.compile_events.append(event)
 
     def _refuse(self, reason):
         self.may_capture = False
-        self.runtime.record_compilation(self.name, 0, 0.0, [reason])
+        self._note(0, 0.0, [reason])
         self.graph = self.result = None
         torch.cuda.empty_cache()  # of the graph's memory, and of the capture's stream
-        torch.cuda.reset_peak_memory_stats()  # which may hold what cuDNN tried out
 
     def _warm_up(self, arguments):
-        """Run the step on the stream of the capture."""
-        if self.warm_ups == WARM_UP:
-            torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
+        """Run the step on the stream of the capture. After the last time, `memory` is what a step takes."""
+        torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
+        scaler = self.runtime.scaler
+        scale = scaler.get_scale() if scaler else 1.0
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             result = self.function(*arguments)
         current.wait_stream(self.stream)
+        self.memory = self.runtime.memory()
+        # A step that overflowed (which halves the scale) has not made the optimizer's state: a captured one
+        # would make it anew in every replay.
+        if scaler is None or scaler.get_scale() >= scale:
+            self.warm_ups += 1
         return result
 
     def _capture(self, arguments, tensors):
         """Record the step as `graph`, which runs nothing. Return why that cannot be, or ""."""
-        for peak, total in self.runtime.memory():
+        for peak, total in self.memory:
             if peak > total / MEMORY_SHARE:
                 return f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep"
         self.inputs = [tensor.clone() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Collectives over the processes of one training, through host memory (torch.distributed's gloo).
+"""Collectives over the processes of one training run, through host memory (torch.distributed's gloo).
 
 Gradients alone cross the accelerator's own links: GPUs' by NCCL in `all_reduce`, and TPUs' in
 `xla.XLARuntime`."""
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class World:
-    """This process among the `size` processes of a training. The default is a world of one.
+    """This process among the `size` processes of a training run. The default is a world of one.
 
     rank: 0 to size - 1; rank 0 records, saves and prints.
     Every method is collective: all ranks call it, in the same order.

@@ -32,8 +32,8 @@ class Stored(NamedTuple):
 def rows_shape(array: np.ndarray) -> tuple[int, ...]:
     """Return the shape in which a numpy array (N, ...) is stored: (N * parts, elements of a part / 128, 128).
 
-    It is the array's own where such rows would be half empty, and where a TPU holds a number as two. Samples
-    of less than 1 KiB make sets that fast memory mostly holds whole, without padding them further."""
+    It is the array's own if such rows would be half empty, or if a TPU holds a number as two. Samples of
+    less than 1 KiB make sets that fast memory mostly holds whole, without padding them further."""
     size, itemsize = math.prod(array.shape[1:]), array.dtype.itemsize
     if size <= TILE // 2 or size * itemsize < 1024 or itemsize > 4:
         return array.shape

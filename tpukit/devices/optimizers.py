@@ -26,7 +26,7 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """The tensors of an optimizer's state, wherever they lie."""
+    """Return the tensors of an optimizer's state, wherever they lie."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, Tensor)]
 
@@ -43,7 +43,7 @@ def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Opti
 
 
 def count_steps_on_device(optimizer: Optimizer) -> None:
-    """Let an optimizer keep its step counters on the device where torch can (`capturable`). On the host they
+    """Let an optimizer keep its step counters on the device if torch can (`capturable`). On the host they
     would be constants of a graph."""
     for group in optimizer.param_groups:
         if "capturable" in group:

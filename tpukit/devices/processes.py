@@ -12,12 +12,12 @@ import torch
 from tpukit.host.environment import ONE_HOST, Environment
 from tpukit.host.errors import TpukitError
 
-# Both name the same bounds; torch_xla takes the second where the first is not set.
+# Both name the same bounds; torch_xla reads the second if the first is not set.
 BOUNDS = {
     "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
 }
-# What an earlier training on one chip, or a guide, leaves behind. torch_xla keeps what it finds, and all
+# What an earlier training run on one chip, or a guide, leaves behind. torch_xla keeps what it finds, and all
 # processes would open the same chip.
 LEFTOVER_VARIABLES = (
     *BOUNDS,
@@ -35,7 +35,7 @@ def clear_variables(processes: int) -> None:
     """Remove from the environment what would send the processes of this host to the wrong chips and peers."""
     for name in LEFTOVER_VARIABLES + (ONE_PROCESS_VARIABLES if processes > 1 else ()):
         value = os.environ.pop(name, None)
-        asks_google = not os.environ.get("TPU_SKIP_MDS_QUERY")  # torch_xla, where a name is not set
+        asks_google = not os.environ.get("TPU_SKIP_MDS_QUERY")  # torch_xla, if a name is not set
         if value and name in BOUNDS and not asks_google:
             os.environ.setdefault(BOUNDS[name], value)
 
@@ -75,7 +75,7 @@ def open_chip(index: int, processes: int) -> tuple[int, int]:
 
 
 def rank_of_opened_chip() -> tuple[int, int]:
-    """(rank, world size) of a process that has opened its chip."""
+    """Return (rank, world size) of a process that has opened its chip."""
     import torch_xla.distributed.xla_backend  # noqa: F401  registers xla:// for `init_process_group`
     import torch_xla.runtime as xr
 

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from tpukit.devices.optimizers import (
     parameters_of,
     parameters_with_gradient,
 )
+from tpukit.host import files
 from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
@@ -56,30 +56,32 @@ class Runtime:
     """One device of this process.
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs,
-    as on XLA. has_graphs: whether they become these or captured ones. has_fp16: whether a user may ask for
-    it. cores: the number of devices that share a global batch, over all processes. notes: sentences for the
-    run's log about how the placed model is computed, or "".
-    trusts_graphs: whether training steps may be captured, replayed or compiled as a whole; False where a
+    as on XLA. has_graphs: whether they become these or captured ones. cores: the number of devices that share
+    a global batch, over all processes. notes: sentences for the run's log about how the placed model is
+    computed, or "".
+    trusts_graphs: whether training steps may be captured and replayed, or their loss compiled; False if a
     trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
+    compile_events: dicts of what (the name of a function given to `compile`), programs (graphs compiled; on
+    a GPU captured, 0 if it cannot be), seconds, why (sentences, see `recompiles`; none the first time),
+    refused (whether it raised UnexpectedRecompilation). Whoever records them empties the list.
     step: of the last `heartbeat`. watchdog: gets each heartbeat, or None."""
 
     compiles = False
     has_graphs = False
-    has_fp16 = True
     notes = ""
     trusts_graphs = True
     reduces_on_the_host = False
     step = 0
     watchdog: Watchdog | None = None
     mesh: Any = None  # of the devices of SPMD
-    last_signatures: dict[str, dict] = {}  # by compiled function: what it was last called with
-    # Of random numbers: name -> (function that returns its state, function that takes it).
+    # Of random numbers: name -> (function that returns its state, function that sets it). A state is a tensor
+    # on the CPU or a number.
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "cpu": (torch.get_rng_state, torch.set_rng_state)
     }
 
     def __init__(self, accelerator: str = "cpu", precision: str = "auto", world: World | None = None):
-        if precision == "fp16" and not self.has_fp16:
+        if precision == "fp16" and self.compiles:
             raise TpukitError(
                 "precision='fp16': TPUs train in bf16, which needs no loss scaling; use 'bf16' or 'auto'"
             )
@@ -101,14 +103,11 @@ class Runtime:
 
     def __str__(self) -> str:
         several = f"{self.cores} x " if self.cores > 1 else ""
-        return f"{several}{self.accelerator} ({self.device_name()}), {self.precision}"
-
-    def device_name(self) -> str:
-        return "host processor"
+        return f"{several}{self.accelerator} ({self.device_names()[0]}), {self.precision}"
 
     def device_names(self) -> list[str]:
-        """One line for every device that this process uses."""
-        return [self.device_name()]
+        """Return the name of every device that this process uses."""
+        return ["host processor"]
 
     # Moving
 
@@ -195,38 +194,19 @@ class Runtime:
         return function
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
-        """Make the optimizer's state before the first step where that matters. Returns whether it exists
+        """Make the optimizer's state before the first step if that matters. Returns whether it exists
         now."""
         return True
 
     def torch_compile(self, function: Callable, choice: str) -> Callable:
-        """Return the function, by `Task.compile` compiled by torch.compile. Inductor keeps its code in the
-        cache folder, so that a later session starts in seconds."""
+        """Return the function, compiled by torch.compile if `Task.compile` says so. Inductor keeps its code
+        in the cache folder, so that a later session starts in seconds."""
         if choice != "yes":
             return function
         with contextlib.suppress(OSError):  # without the folder Inductor has one of its own
-            from tpukit.host import files
-
             files.make_private(files.cache_folder())
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(files.cache_folder() / "inductor"))
         return torch.compile(function)
-
-    @contextlib.contextmanager
-    def broadcast_buffers(self, model: nn.Module):
-        """Context manager: every rank's model has rank 0's buffers (the running statistics of batch norm):
-        those are saved."""
-        modules = [module for module in model.modules() if module._buffers]
-        own = [dict(module._buffers) for module in modules]
-        if self.world.size > 1:
-            rank_0s = self.world.broadcast(self.to_cpu(own))
-            # Exchanged, not overwritten: XLA would compile the next training step once more.
-            for module, buffers in zip(modules, rank_0s):
-                module._buffers.update(self.put({n: v for n, v in buffers.items() if v is not None}))
-        try:
-            yield
-        finally:
-            for module, buffers in zip(modules, own):
-                module._buffers.update(buffers)
 
     def inference(self, function: Callable) -> Callable:
         """`compile` for a function that needs no gradient, in this runtime's precision."""
@@ -258,7 +238,7 @@ class Runtime:
         return batch
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Turn each rank's gradients into their mean over all ranks, as one vector of each type, where a
+        """Turn each rank's gradients into their mean over all ranks, as one vector of each type, in which a
         missing one counts as zero; in fp16 an overflow of one rank becomes one of all. A parameter without a
         gradient on any rank stays without, as on one core: to tell, the host waits for the device, so such a
         step cannot be captured."""
@@ -282,12 +262,6 @@ class Runtime:
             for number in missing:
                 if not is_somewhere[number]:
                     parameters[number].grad = None
-
-    def clip_gradients(self, optimizer: Optimizer, max_norm: float | None) -> Tensor | None:
-        """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device."""
-        if max_norm is None:
-            return None
-        return nn.utils.clip_grad_norm_(parameters_with_gradient(optimizer), max_norm)
 
     def optimizer_step(self, optimizer: Optimizer, lr_factor: float | Tensor | None = None) -> None:
         """Update the weights, unless in fp16 a gradient overflowed. lr_factor: number or scalar tensor on the
@@ -327,12 +301,6 @@ class Runtime:
     def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         scaler.step(optimizer)
 
-    def gradient_norm(self, model: nn.Module) -> Tensor:
-        """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the
-        step: only the last one before a metric sync is used."""
-        gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
-        return nn.utils.get_total_norm(gradients).to(self.device).reshape(1)
-
     def sync(self) -> None:
         """Wait for all work that was queued on the device."""
 
@@ -347,16 +315,6 @@ class Runtime:
         mixed = np.random.SeedSequence((*np.atleast_1d(number).tolist(), self.world.rank)).generate_state(1)
         torch.manual_seed(int(mixed[0]))
 
-    def random_state(self) -> dict[str, Any]:
-        """Return the generators' state, as a dict of CPU tensors and integers."""
-        return {name: get() for name, (get, _) in self.generators.items()}
-
-    def set_random_state(self, state: dict[str, Any]) -> None:
-        """Restore what `random_state` returned; the state of another kind of device is ignored."""
-        for name, (_, put) in self.generators.items():
-            if name in state:
-                put(state[name])
-
     # Watchdog, and what the device reports
 
     def heartbeat(self, step: int) -> None:
@@ -365,50 +323,18 @@ class Runtime:
         if self.watchdog:
             self.watchdog.heartbeat(step)
 
-    def record_compilation(
-        self, name: str, graphs: int, seconds: float, why: list[str], *, refused: bool = False
-    ) -> None:
-        """Add an event to `compile_events`, about a function of this name that was given to `compile`.
-
-        graphs: how many were compiled; on a GPU captured, 0 where it cannot be. seconds: the time that took.
-        why: sentences, see `recompiles`; none the first time. refused: whether it raised
-        UnexpectedRecompilation."""
-        event = dict(what=name, programs=graphs, seconds=seconds, why=why, refused=refused)
-        self.compile_events.append(event)
-
-    def pop_compile_events(self) -> list[dict]:
-        """Return the events since the last call."""
-        taken, self.compile_events = self.compile_events, []
-        return taken
-
     def reset_statistics(self) -> None:
         """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of
         memory."""
         self.compile_events = []
 
-    def compilations(self) -> tuple[int, float]:
-        """Return the number of graphs that this process compiled, and the seconds that took."""
-        return 0, 0.0
-
     def counters(self) -> dict[str, Any]:
         """Return the accelerator's own counters; empty if there are none. See `XLARuntime.counters`."""
         return {}
 
-    def traced(self, folder: Path) -> contextlib.AbstractContextManager:
-        """Context manager: profile the device and this process, for TensorBoard, in `folder`."""
-        from torch.profiler import profile, tensorboard_trace_handler
-
-        if self.device.type != "cuda":  # else it prints an error of the driver where there is no GPU
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-        return profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True)
-
     def memory(self) -> list[tuple[int, int]]:
-        """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""
+        """Return [(peak bytes, total bytes)] of each device of this process, or [] if that cannot be read."""
         return []
-
-    def evaluation_batch(self, batch_size: int) -> int:
-        """Return how many samples to predict at once in a training run of batches of `batch_size`."""
-        return batch_size
 
     def memory_size(self) -> float:
         """Return the bytes of memory of one device; of the host if that cannot be read or is the device."""
@@ -418,8 +344,8 @@ class Runtime:
 
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the
-    system, where the next step waits while the system zeroes every page again. Does nothing where the
-    environment configures malloc, or where malloc is not glibc's."""
+    system, which zeroes every page again while the next step waits. Does nothing if the environment
+    configures malloc, or if malloc is not glibc's."""
     is_configured = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     libc = ctypes.CDLL(None)
     if (

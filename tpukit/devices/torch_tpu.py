@@ -24,7 +24,6 @@ class TorchTPURuntime(Runtime):
     operations. Ranks average their gradients as one vector, over the chips' own links."""
 
     compiles = has_graphs = True
-    has_fp16 = False
     # `torch.tpu.get_rng_state` refuses from torch 2.13 on.
     generators = {
         **Runtime.generators,
@@ -32,15 +31,15 @@ class TorchTPURuntime(Runtime):
     }
 
     def _open_device(self) -> torch.device:
-        # Else a TPU rounds fp32 factors to bfloat16, in a bf16 training too.
+        # Else a TPU rounds fp32 factors to bfloat16, in a bf16 training run too.
         torch.set_float32_matmul_precision("highest")
         return open_device()
 
     def _best_precision(self) -> str:
         return "bf16"
 
-    def device_name(self) -> str:
-        return torch.tpu.get_device_name() + " through torch_tpu"
+    def device_names(self) -> list[str]:
+        return [torch.tpu.get_device_name() + " through torch_tpu"]
 
     def to_device(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)  # whose compiler chooses its own layouts
@@ -70,7 +69,7 @@ def random_generator() -> torch.Generator:
 
 
 def open_device() -> torch.device:
-    """Return the TPU of this process. Raises TpukitError where torch_tpu finds none."""
+    """Return the TPU of this process. Raises TpukitError if torch_tpu finds none."""
     import torch_tpu  # noqa: F401  registers the device, if there is one
 
     accelerator = torch.accelerator.current_accelerator()

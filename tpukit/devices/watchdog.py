@@ -1,4 +1,4 @@
-"""`Watchdog`: a process that hangs says where, and can be ended."""
+"""`Watchdog`: a process that hangs reports where, and can be ended."""
 
 import faulthandler
 import os

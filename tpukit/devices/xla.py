@@ -1,18 +1,15 @@
 """The runtime of XLA devices: a TPU chip, the CPU XLA device, or by SPMD all devices of a host in one
 graph."""
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
@@ -37,7 +34,6 @@ class XLARuntime(Runtime):
     device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
 
     compiles = has_graphs = True
-    has_fp16 = False
     generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
 
@@ -67,19 +63,16 @@ class XLARuntime(Runtime):
                 )
             self.mesh = xs.Mesh(np.arange(count), (count,), ("data",))
         if self.accelerator == "tpu":
-            # Otherwise a TPU rounds fp32 factors to bfloat16, also those that a bf16 training keeps in fp32,
-            # as pixels that it augments.
+            # Otherwise a TPU rounds fp32 factors to bfloat16, even those that a bf16 training run keeps in
+            # fp32, such as pixels that it augments.
             xla_private.set_matmul_precision("highest")
         return torch_xla.device()
 
     def _best_precision(self) -> str:
         return "bf16" if self.accelerator == "tpu" else "fp32"
 
-    def device_name(self) -> str:
-        return xla_counters.device_name()
-
     def device_names(self) -> list[str]:
-        return torch_xla.real_devices() if self.mesh is not None else super().device_names()
+        return [xla_counters.device_name()] * (self.spmd_cores or 1)
 
     # Moving
 
@@ -114,7 +107,7 @@ class XLARuntime(Runtime):
     def _put(self, tensor: Tensor) -> Tensor:
         if tensor.dim():
             return tensor.to(self.device)
-        # From a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere
+        # From a tensor without dimensions `.to` makes a constant of the graph if it is 0 or 1; elsewhere
         # it shares the data of equal numbers in the graph.
         sent: Any = xm.send_cpu_data_to_device([tensor], self.device)
         return sent[0]
@@ -239,31 +232,11 @@ class XLARuntime(Runtime):
     def reset_statistics(self) -> None:
         super().reset_statistics()
         self._fallbacks_before = xla_counters.counters()["fallbacks"]
-        self.last_signatures = {}
-
-    def compilations(self) -> tuple[int, float]:
-        return xla_counters.timed("CompileTime")
 
     def counters(self) -> dict[str, Any]:
         """See `xla_counters.counters`; but the fallbacks are those since `reset_statistics`."""
         counted = xla_counters.counters()
         return counted | dict(fallbacks=dict(counted["fallbacks"] - self._fallbacks_before))
-
-    @contextlib.contextmanager
-    def traced(self, folder: Path):
-        xp.start_trace(str(folder))
-        try:
-            yield
-        finally:
-            xp.stop_trace()
-
-    def written_by_step(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-        """Return the tensors that a traced step writes: changed parameters, buffers, optimizer state, and
-        gradients."""
-        kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
-        state = [value for value in kept if value.device.type == "xla"]
-        changed = [value for value, is_pending in zip(state, xla_private.are_pending(state)) if is_pending]
-        return changed + [p.grad for p in model.parameters() if p.grad is not None]
 
     def memory(self) -> list[tuple[int, int]]:
         return xla_counters.memory()
@@ -271,8 +244,8 @@ class XLARuntime(Runtime):
     def memory_size(self) -> float:
         if self.accelerator != "tpu" or self.memory():
             return super().memory_size()
-        chips = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")), V5E  # which has the least
-        return next(chip.hbm_bytes for chip in chips if chip and chip.hbm_bytes)
+        chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")) or V5E  # which has the least
+        return chip.hbm_bytes
 
 
 def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:

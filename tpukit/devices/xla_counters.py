@@ -6,6 +6,7 @@ from typing import Any
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
+import torch_xla.debug.profiler as xp
 
 from tpukit.devices import xla_private
 
@@ -18,6 +19,7 @@ PREFETCHED = 16  # graphs: a loader may have sent a batch that long before its s
 
 is_open = xla_private.is_open
 wait = xm.wait_device_ops  # until the device has run what it was given
+start_trace, stop_trace = xp.start_trace, xp.stop_trace  # for TensorBoard, in the folder that the first gets
 
 
 def counters() -> dict[str, Any]:
@@ -88,7 +90,7 @@ def device_name() -> str:
 
 
 def memory() -> list[tuple[int, int]]:
-    """Return [(peak bytes, total bytes)] of this process's device, or [] where torch_xla does not tell."""
+    """Return [(peak bytes, total bytes)] of this process's device, or [] if torch_xla does not tell."""
     try:
         info = xm.get_memory_info(torch_xla.device())
     except RuntimeError:  # neither the CPU XLA device nor the one device of SPMD implements it

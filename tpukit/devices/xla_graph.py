@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tpukit.devices import recompiles, xla_private
+from tpukit.devices import recompiles, xla_counters, xla_private
 from tpukit.devices.optimizers import HostNumbers, state_tensors
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.runtime import Runtime
@@ -31,6 +31,11 @@ from tpukit.devices.runtime import Runtime
 GUARDED_CALLS = 3
 CHECK_AFTER = 64  # calls; then after twice as many as before
 MAX_COMPARED = 4096  # elements of a constant that is compared by its values
+
+
+def compilations() -> tuple[int, float]:
+    """Return the number of graphs that this process compiled, and the seconds that took."""
+    return xla_counters.timed("CompileTime")
 
 
 class CompiledFunction:
@@ -41,6 +46,7 @@ class CompiledFunction:
 
     calls = 0
     graphs = 0  # compiled so far, without those that were captured
+    signature: dict[str, Any] | None = None  # of the last call, see `recompiles`
 
     def __init__(
         self,
@@ -53,17 +59,11 @@ class CompiledFunction:
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
         self.mutates = mutates
         self.parameter_names = tuple(inspect.signature(function).parameters)
-        # The keywords of a partial: another number makes another partial, of the same name.
-        keywords = getattr(inspect.unwrap(function), "keywords", {})
-        self.bound = {name: value for name, value in keywords.items() if not isinstance(value, Tensor)}
-        if not self.bound:
-            runtime.last_signatures.pop(name, None)  # of another function with this name
 
     def __call__(self, *arguments) -> Any:
-        signature = recompiles.signature(self.parameter_names, arguments, self.mutates) | self.bound
-        last = self.runtime.last_signatures.get(self.name, signature)
-        self.runtime.last_signatures[self.name] = signature
-        graphs_before, seconds_before = self.runtime.compilations()
+        signature = recompiles.signature(self.parameter_names, arguments, self.mutates)
+        last, self.signature = self.signature or signature, signature
+        graphs_before, seconds_before = compilations()
         is_refused = False
         self.calls += 1
         try:
@@ -73,18 +73,19 @@ class CompiledFunction:
             error.causes = tuple(recompiles.differences(last, signature))
             raise
         finally:
-            graphs, seconds = self.runtime.compilations()
+            graphs, seconds = compilations()
             if graphs > graphs_before or is_refused:
-                self.runtime.record_compilation(
-                    self.name,
-                    graphs - graphs_before,
-                    seconds - seconds_before,
-                    recompiles.differences(last, signature),
+                event = dict(
+                    what=self.name,
+                    programs=graphs - graphs_before,
+                    seconds=seconds - seconds_before,
+                    why=recompiles.differences(last, signature),
                     refused=is_refused,
                 )
+                self.runtime.compile_events.append(event)
 
     def _call(self, arguments, signature):
-        before, _ = self.runtime.compilations()
+        before, _ = compilations()
         # An all-reduce on the host cuts the step into two graphs, which cannot be counted.
         is_one_graph = not self.runtime.reduces_on_the_host
         # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for
@@ -94,7 +95,7 @@ class CompiledFunction:
         else:
             result = self.function(*arguments)
             torch_xla.sync()
-        compiled = self.runtime.compilations()[0] - before
+        compiled = compilations()[0] - before
         # The first call has one graph, even if this process had compiled it before, or also compiled what was
         # pending.
         self.graphs = self.graphs + compiled if self.graphs else 1
@@ -117,12 +118,12 @@ class Graph(NamedTuple):
 
 
 class ReplayedStep(CompiledFunction):
-    """A training step as a captured graph that is replayed, where that gives the same result.
+    """A training step as a captured graph that is replayed, if that gives the same result.
 
     Its function takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters
     and buffers of the model and the state of the optimizer.
 
-    may_replay: False where a replay would be wrong on some rank, so that all trace every step: it draws
+    may_replay: False if a replay would be wrong on some rank, so that all trace every step: it draws
     random numbers on the device, replaces numbers of the optimizer's state on the host, has other constants
     in each trace, or under SPMD shards the state in another way than it found it."""
 
@@ -163,7 +164,7 @@ class ReplayedStep(CompiledFunction):
         return [sharding or "{replicated}" for sharding in xla_private.shardings(tensors)]
 
     def _first_call(self, arguments, tensors):
-        """Capture the step and run its graph, or trace it as it is where it cannot be replayed."""
+        """Capture the step and run its graph, or trace it as it is if it cannot be replayed."""
         seed = xm.get_rng_state()
         try:
             graph, outputs = self._capture(arguments, tensors)
@@ -198,7 +199,7 @@ class ReplayedStep(CompiledFunction):
         return result
 
     def _check(self, arguments, tensors):
-        """Capture the step again; raise UnexpectedRecompilation where it has become another graph."""
+        """Capture the step again; raise UnexpectedRecompilation if it has become another graph."""
         assert self.graph is not None
         try:
             again, _ = self._capture(arguments, tensors)

@@ -39,7 +39,7 @@ discard_pending: Callable[[str], None] = _XLAC._clear_pending_irs
 shard: Callable[[Tensor, Any], None] = _XLAC._xla_mark_sharding
 # `shard` within a graph, for what is still to be computed.
 annotate_sharding: Callable[[Tensor, Any], None] = _XLAC._xla_annotate_custom_sharding
-# How each tensor is spread over the devices, as text; "" where nothing is said.
+# How each tensor is spread over the devices, as text; "" if it is not.
 shardings: Callable[[list[Tensor]], list[str]] = _XLAC._get_xla_sharding_specs
 
 # Graphs that were traced

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch.profiler import profile, tensorboard_trace_handler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpukit.devices import cuda_graph
@@ -65,11 +66,29 @@ def _profile(trainer, batches, steps, folder):
     runtime = trainer.runtime
     try:
         _take_steps(trainer, batches, WARM_UP)
-        with runtime.traced(folder) if runtime.world.rank == 0 else contextlib.nullcontext():
+        with _profiler(runtime.device, folder) if runtime.world.rank == 0 else contextlib.nullcontext():
             _take_steps(trainer, batches, steps)
     except (RuntimeError, ValueError) as failure:  # it is not one graph, or the compiler refuses it
         return f"No trace, because the step fails on {runtime}: {fix_for(str(failure)) or failure}"
     return f"The profiler's trace of {steps} steps on {runtime}, for TensorBoard: {folder}"
+
+
+@contextlib.contextmanager
+def _profiler(device, folder):
+    """Context manager: profile the device and this process, for TensorBoard, in `folder`."""
+    if device.type == "xla":
+        from tpukit.devices import xla_counters
+
+        xla_counters.start_trace(str(folder))
+        try:
+            yield
+        finally:
+            xla_counters.stop_trace()
+    else:
+        if device.type != "cuda":  # else it prints an error of the driver if there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):
+            yield
 
 
 def _take_steps(trainer, batches, count):

@@ -50,7 +50,7 @@ def save(
     """Start writing a checkpoint on rank 0, with the random states of all ranks.
 
     parts: `TrainingStep.parts`. sums: of a fresh `metrics.Interval`."""
-    random = runtime.world.gather(runtime.random_state())
+    random = runtime.world.gather({name: state() for name, (state, _) in runtime.generators.items()})
     if runtime.world.rank == 0:
         content = dict(
             format=FORMAT, **origin._asdict(), state=dataclasses.asdict(state), sums=dict(sums), random=random
@@ -92,7 +92,10 @@ def restore(
             f" weights that were kept on the new one; or {TRAIN_ANEW}"
         )
     if len(saved["random"]) == runtime.world.size:
-        runtime.set_random_state(saved["random"][runtime.world.rank])
+        random = saved["random"][runtime.world.rank]
+        for name in random.keys() & runtime.generators.keys():  # not those of another kind of device
+            _, set_state = runtime.generators[name]
+            set_state(random[name])
     else:  # the number of ranks has changed, and there is no state for the new ones
         runtime.seed((task.seed, state.step))
     runtime.sync()

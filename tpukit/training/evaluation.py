@@ -6,11 +6,12 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from tpukit.devices import open_runtime
+from tpukit.devices import cuda_graph, open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment, known_errors
 from tpukit.host.bars import tqdm
@@ -25,6 +26,8 @@ from tpukit.training.notes import log_notes
 from tpukit.training.prediction import predict_set
 from tpukit.training.saver import Saver
 from tpukit.training.task import Task, check_dataset_dir
+
+EVALUATION_BATCH = 64
 
 
 def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
@@ -83,6 +86,17 @@ def scores_of(task: Task, predictions: list) -> dict:
     return plain
 
 
+def evaluation_batch(batch_size: int, runtime: Runtime) -> int:
+    """Return how many samples to predict at once in a training run of batches of `batch_size`. On one GPU up
+    to EVALUATION_BATCH, because a few take the host longer than the GPU. They fit: predicting a sample takes
+    no more memory than training on it."""
+    if runtime.device.type != "cuda" or runtime.world.size > 1:
+        return batch_size
+    [(peak, total)] = runtime.memory()
+    fitting = int(total / cuda_graph.MEMORY_SHARE / peak)
+    return batch_size * max(min(EVALUATION_BATCH // batch_size, fitting), 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scoring:
     """An epoch of a training run whose scores are being computed: on rank 0."""
@@ -105,19 +119,26 @@ class Evaluator:
         self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
+        self.batch_size: int | None = None  # of what it predicts at once, see `evaluate`
         self.pending: Scoring | None = None
         self.scores: dict | None = None  # the last ones
 
-    def evaluate(self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal) -> None:
+    def evaluate(
+        self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal, *, has_trained: bool
+    ) -> None:
         """Predict the test set with the weights of an epoch, and start scoring the predictions. A process on
-        its own stops between two batches if a signal came; several ranks stop together, afterwards."""
+        its own stops between two batches if a signal came; several ranks stop together, afterwards.
+
+        has_trained: whether this session has taken a step, which shows how much memory one takes."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
         copied = self.runtime.to_cpu_async(model.state_dict() if is_rank_0 else {})
-        batch_size, predicted = self.task.batch_size, []
-        if self.loader.resident is not None:  # else the host would hold several of the batches that it makes
-            batch_size = self.runtime.evaluation_batch(batch_size)
-        batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=batch_size)
-        with self.runtime.broadcast_buffers(model), contextlib.closing(batches):
+        # Decided once: later, the peak of memory is an evaluation's. What is not resident the host makes, and
+        # it would hold several such batches.
+        if self.batch_size is None and has_trained and self.loader.resident is not None:
+            self.batch_size = evaluation_batch(self.task.batch_size, self.runtime)
+        size, predicted = self.batch_size or self.task.batch_size, []
+        batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=size)
+        with buffers_of_rank_0(model, self.runtime), contextlib.closing(batches):
             for pairs in batches:
                 predicted += pairs
                 if self.runtime.world.size == 1:
@@ -163,3 +184,21 @@ class Evaluator:
         words = "".join(f", {name} {value:.4g}" for name, value in shown.items())
         self.run.print(f"epoch {epoch + 1}: loss {loss:.4f}{words}")
         state.evaluated = epoch + 1
+
+
+@contextlib.contextmanager
+def buffers_of_rank_0(model: nn.Module, runtime: Runtime) -> Iterator[None]:
+    """Context manager: every rank's model has rank 0's buffers (the running statistics of batch norm), which
+    are those that are saved."""
+    modules = [module for module in model.modules() if module._buffers]
+    own = [dict(module._buffers) for module in modules]
+    if runtime.world.size > 1:
+        rank_0s = runtime.world.broadcast(runtime.to_cpu(own))
+        # Exchanged, not overwritten: XLA would compile the next training step once more.
+        for module, buffers in zip(modules, rank_0s):
+            module._buffers.update(runtime.put({n: v for n, v in buffers.items() if v is not None}))
+    try:
+        yield
+    finally:
+        for module, buffers in zip(modules, own):
+            module._buffers.update(buffers)

@@ -72,7 +72,7 @@ def sync(
     device and the ranks.
 
     clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's."""
-    grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
+    grad_norm = sums[-1:] if clipped else gradient_norm(model).to(sums.device)
     values = runtime.to_cpu(torch.cat([sums[:-1], grad_norm])).tolist()
     mine = dict(zip(SUMS, values), memory=runtime.memory(), stop=stop_signal or 0, save=save_due)
     ranks = runtime.world.all_gather(mine)
@@ -85,6 +85,13 @@ def sync(
         stop_signal=int(max(rank["stop"] for rank in ranks)) or None,
         save_due=bool(ranks[0]["save"]),
     )
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Return the norm of the last step's gradient, (1,); 0 if there was none. Not part of the step: only the
+    last one before a sync is used."""
+    gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(gradients).reshape(1)
 
 
 class Throughput:

@@ -17,7 +17,8 @@ def log_notes(run: Run, *sources: object) -> None:
 
 def log_compilations(run: Run, runtime: Runtime, step: int) -> None:
     """Record what was compiled since the last call, and print what took long."""
-    for event in runtime.pop_compile_events():
+    events, runtime.compile_events = runtime.compile_events, []
+    for event in events:
         run.log("compile", step, **event)
         name, why = event["what"], event["why"]
         if event["refused"]:

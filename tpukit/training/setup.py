@@ -62,7 +62,8 @@ class Trainer:
         self.saver = Saver(self.run, task.save_every_s)
         self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data, self.saver)
         self.throughput = metrics.Throughput(runtime)
-        runtime.seed(task.seed)
+        self.trial = "" if task.compile == "no" else trial.try_out(runtime)
+        runtime.seed(task.seed)  # after the trial, which draws random numbers
         self.origin = checkpoint.Origin(
             checkpoint.data_signature(task, self.data),
             checkpoint.data_signature(task, self.test_data),
@@ -71,7 +72,6 @@ class Trainer:
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
         self.first = self.state.step + 1  # the number of the first step of this session
         self.step.sums = metrics.new_sums(runtime, sums)
-        self.trial = "" if task.compile == "no" else trial.try_out(runtime)
         self.step.compile(self.loader.compose)
         runtime.reset_statistics()  # without what was compiled in this process before
         stays = self.patience_exhausted()
@@ -188,7 +188,9 @@ class Trainer:
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
-        self.evaluator.evaluate(model, self.state.step, epoch, loss, self.stop)
+        step = self.state.step
+        has_trained = step >= self.first
+        self.evaluator.evaluate(model, step, epoch, loss, self.stop, has_trained=has_trained)
         log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
 

@@ -1,7 +1,7 @@
 """One optimizer step, from a batch to the new metric sums; and `TrainingStep`, all that it is made of, on the
 device. On XLA a step is one compiled graph.
 
-Each part is the device's: clipping, the loss scaler and the all-reduce are in `devices/runtime.py` and
+What differs by device is the device's: the loss scaler and the all-reduce are in `devices/runtime.py` and
 `devices/xla.py`. On XLA the function is only traced, once; `devices/xla_graph.py` writes the new weights. On
 a GPU it is captured, by `devices/cuda_graph.py`, and then no longer called. docs/CONTRIBUTING.md shows what
 wraps it on each kind of device."""
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tpukit.devices.optimizers import optimizer_signature
+from tpukit.devices.optimizers import optimizer_signature, parameters_with_gradient
 from tpukit.devices.runtime import Runtime
 from tpukit.training import batch_norm, layers, metrics
 from tpukit.training.data import Batch, identity
@@ -44,9 +44,16 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     value = add_gradients(task, loss, model, optimizer, runtime, batch, epoch)
     runtime.all_reduce_gradients(optimizer)  # SPMD has done so in backward
-    grad_norm = runtime.clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
+    grad_norm = clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
     return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler is not None)
+
+
+def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor | None:
+    """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device."""
+    if max_norm is None:
+        return None
+    return nn.utils.clip_grad_norm_(parameters_with_gradient(optimizer), max_norm)
 
 
 def add_gradients(

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from tpukit.devices import kernel_counts, xla_private
 from tpukit.devices.distributed import World
+from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.xla import XLARuntime
 from tpukit.host.errors import TpukitError
 
@@ -45,12 +46,21 @@ class ExportRuntime(XLARuntime):
                 raise TpukitError(f"not one graph: torch_xla runs {', '.join(fallbacks)} on the host")
             outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
             if mutates:
-                outputs += self.written_by_step(*mutates)
+                outputs += _written_by_step(*mutates)
             artifact = xla_private.stablehlo(outputs, str(self.device), [], True)
             self.graphs.append(dict(stablehlo=artifact, kernels=kernels))
             return result
 
         return export
+
+
+def _written_by_step(model, optimizer):
+    """Return the tensors that a traced step writes: changed parameters, buffers, optimizer state, and
+    gradients."""
+    kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
+    state = [value for value in kept if value.device.type == "xla"]
+    changed = [value for value, is_pending in zip(state, xla_private.are_pending(state)) if is_pending]
+    return changed + [p.grad for p in model.parameters() if p.grad is not None]
 
 
 class _OneOf(World):
