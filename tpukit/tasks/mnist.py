@@ -26,7 +26,6 @@ class MNIST(Task):
 
     name: ClassVar[str] = "mnist"
     dataset: ClassVar[str] = "mnist"
-    dataset_parts: ClassVar[tuple[str, ...]] = ("raw",)
     synthetic_size: ClassVar[int] = 6000
     synthetic_size_accelerator: ClassVar[int] = 12_000
     score: ClassVar[str] = "accuracy"

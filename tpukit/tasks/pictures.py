@@ -127,13 +127,9 @@ def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
 
     From half a percent to 99.5 % of the pixels, and as much again at both ends, as far as there are such
     values: a broken pixel counts for nothing, and a few bright ones keep their place."""
-    count = len(paths)
-    paths = [path for path in paths if path.suffix.lower() in DEEP_ENDINGS and path.is_file()]
-    stats = [(str(path.resolve()), path.stat()) for path in paths]
-    key = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-    if not paths:
-        return None, ""
-    ranges = arrays.mapped("grey-levels", key, lambda: dict(ranges=_measure(paths)))["ranges"]
+    deep = [path for path in paths if path.suffix.lower() in DEEP_ENDINGS and path.is_file()]
+    key = arrays.state_of(deep)
+    ranges = arrays.mapped("grey-levels", key, lambda: dict(ranges=_measure(deep)))["ranges"]
     if not len(ranges):
         return None, ""
     least, lows, highs, most = np.asarray(ranges).T
@@ -142,11 +138,9 @@ def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
     low, high = max(least.min(), low - span), min(most.max(), high + span)
     high = high if high > low else low + 1
     note = (
-        f"{len(ranges)} of {count} images have grey deeper than 8 bits: {low:g} to {high:g}, of the training"
-        f" set, become 0 to {LEVELS - 1}, in predictions, too"
+        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits: {low:g} to {high:g}, of the"
+        f" training set, become 0 to {LEVELS - 1}, in predictions, too"
     )
-    if len(ranges) < count:
-        note += "; the others stay as they are"
     if (used := np.median(highs - lows) / (high - low) * LEVELS) < FEW_LEVELS:
         note += (
             f". Half of them use only {used:.0f} of {LEVELS} levels, because the images differ more from each"
@@ -175,22 +169,18 @@ def _measure(paths):
     return np.array(found).reshape(-1, 4)
 
 
-def parse_levels(text: str | None) -> Levels | None:
-    """Return the levels that are kept with weights as "LOW HIGH"; None for other text."""
+def kept_levels(file: Path | None) -> Levels | None:
+    """Return the levels that a training run kept with its weights; None if there are none."""
+    kept = weights.metadata(file).get("grey_levels", "") if file else ""
     try:
-        low, high = map(float, (text or "").split())
+        low, high = map(float, kept.split())
     except ValueError:
         return None
     return (low, high) if -np.inf < low < high < np.inf else None
 
 
-def kept_levels(file: Path | None) -> Levels | None:
-    """Return the levels that a training kept with its weights; None where the file or they are missing."""
-    return parse_levels(weights.metadata(file).get("grey_levels")) if file else None
-
-
 def format_levels(levels: Levels | None) -> dict[str, str]:
-    """Return what a task keeps of levels with its weights, for `parse_levels`."""
+    """Return what a task keeps of levels with its weights, for `kept_levels`."""
     return dict(grey_levels=f"{levels[0]!r} {levels[1]!r}") if levels else {}
 
 

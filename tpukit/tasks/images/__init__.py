@@ -20,11 +20,12 @@ from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
-from tpukit.tasks import archives, arrays, pictures
+from tpukit.tasks import arrays, pictures
+from tpukit.tasks.datasets import archive_stem
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import ImageSet, find_copies, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
-from tpukit.tasks.splits import SPLITS
+from tpukit.tasks.splits import SPLITS, some
 from tpukit.training.panels import marked
 from tpukit.training.task import Task
 
@@ -112,24 +113,17 @@ class ImageClassifier(Task):
 
     def _choose_batch_and_epochs(self):
         """Set what was left None: for the dataset, or for a large one until it is known."""
-        place = Path(self.dataset_dir) if self.dataset_dir else None
-        if place and (archives.stem(place) or not place.exists()):
-            place = None
-
-        def is_open(value):
-            return value is None or (place and isinstance(value, Chosen))
-
-        batch_size, epochs = self.batch_size, self.epochs
-        if not (is_open(batch_size) or is_open(epochs)):
+        given = (self.batch_size, self.epochs)
+        batch_size, epochs = (None if isinstance(value, Chosen) else value for value in given)
+        if batch_size is not None and epochs is not None:
             return
-        count = BATCH_SIZE * STEPS
-        if place:
+        place, count = self.dataset_dir, BATCH_SIZE * STEPS
+        if place and place.exists() and not archive_stem(place):
             count = len(find_samples(place, self.images_dir, self.test_share).samples["train"])
-        if is_open(batch_size):
+        if batch_size is None:
             sixteenth = 2 ** round(math.log2(count / 16))
             batch_size = Chosen(min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
-        if is_open(epochs):
-            assert batch_size
+        if epochs is None:
             epochs = Chosen(max(EPOCHS, math.ceil(STEPS / max(count // batch_size, 1))))
         object.__setattr__(self, "batch_size", batch_size)  # the class is frozen
         object.__setattr__(self, "epochs", epochs)
@@ -165,8 +159,8 @@ class ImageClassifier(Task):
     def _levels(self, found):
         """(`pictures.Levels` or None, a sentence for the log). By other levels than in training, an image
         would be another for these weights."""
-        if kept := pictures.parse_levels(self._kept_with_weights().get("grey_levels")):
-            return kept, f"grey deeper than 8 bits is scaled as in the training of {self.weights}"
+        if kept := pictures.kept_levels(self.weights):
+            return kept, ""
         return pictures.find_levels([sample.path for sample in found.samples["train"]])
 
     def _find_samples(self):
@@ -212,7 +206,7 @@ class ImageClassifier(Task):
 
     @property
     def export_preprocessing(self) -> str:
-        size, levels = self._size(), pictures.parse_levels(self._kept_with_weights().get("grey_levels"))
+        size, levels = self._size(), pictures.kept_levels(self.weights)
         scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
         return (
             f"turn it upright by its EXIF orientation;{scaled} drop transparency, to RGB; scale the short"
@@ -275,7 +269,7 @@ class ImageClassifier(Task):
 
     def evaluate(self, predictions):
         """dict: accuracy and top5 in [0, 1] (top5 of more than ten classes), images; `confusion`, a row of
-        predicted classes for each true one, where there are at most 30."""
+        predicted classes for each true one, if there are at most 30."""
         logits, labels = _gather(predictions)
         count = logits.shape[1]
         # How many classes are above the true one: all of them, if its logit is not a number.
@@ -388,7 +382,7 @@ def _confusion(logits, labels):
 
 
 def _listed(names):
-    return f"{len(names)} classes ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    return f"{len(names)} classes ({some(names)})"
 
 
 def _write_csv(path, header, rows):
