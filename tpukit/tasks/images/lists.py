@@ -44,26 +44,19 @@ def read_lists(place: Path, images_dir: Path | None) -> tuple[list[Sample], list
         names = ", ".join(path.name for path in lists)
         raise TpukitError(f"{place} has {len(lists)} lists of images ({names}): give one as dataset_dir")
     if not lists:  # as Hugging Face's imagefolder has them
-        folders = {folder: split_of(folder.name) for folder in sorted(place.glob("*/"))}
-        by_split = {
-            path: split
-            for folder, split in folders.items()
-            for path in (find_lists(folder) if split else [])
-            if _lists_images(path)
-        }
-    samples = [
-        each for path, split in by_split.items() for each in _read_list(path, images_dir, split, notices)
-    ]
+        for folder in sorted(place.glob("*/")):
+            if split := split_of(folder.name):
+                by_split |= {path: split for path in find_lists(folder) if _lists_images(path)}
+    samples = []
+    for path, split in by_split.items():
+        samples += _read_list(path, images_dir, split, notices)
     return samples, notices
 
 
 def find_lists(folder: Path) -> list[Path]:
     """Return the files in a folder that may list images."""
-    return [
-        path
-        for path in sorted(folder.glob("*.csv")) + sorted(folder.glob("metadata.jsonl"))
-        if path.is_file()
-    ]
+    paths = [*sorted(folder.glob("*.csv")), folder / "metadata.jsonl"]
+    return [path for path in paths if path.is_file()]
 
 
 def describe_lists(folder: Path) -> str:
@@ -84,12 +77,10 @@ def _open_list(path):
     no JSON in lines."""
     if path.suffix == ".jsonl":
         with explained(f"{path} does not hold a JSON object in each line"):
-            values = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-            names = list(dict.fromkeys(name for row in values for name in row.keys()))
-        missing = dict.fromkeys(names)
-        filled = [missing | row for row in values]
+            rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+            names = list(dict.fromkeys(name for row in rows for name in row.keys()))
         return names, [
-            {name: "" if row[name] is None else str(row[name]) for name in names} for row in filled
+            {name: "" if row.get(name) is None else str(row[name]) for name in names} for row in rows
         ]
     wrong = f"{path} is not a CSV file in UTF-8, so save it as one"
     with open(path, newline="", encoding="utf-8-sig") as file, explained(wrong):
