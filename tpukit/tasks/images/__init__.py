@@ -137,7 +137,7 @@ class ImageClassifier(Task):
         levels, levels_note = self._levels(found)
         classes = _listed(found.classes)
         notes = [classes, levels_note] if is_random else [weights_note, classes, levels_note]
-        draw = functools.partial(augment.draw, self)
+        draw = functools.partial(augment.draw, **self._augmentation)
         data = self._open(found, levels, "train", draw=draw, notes="\n".join(filter(None, notes)))
         test = self._open(found, levels, "val", "test")
         data.notices += found.notices + find_copies(data, test)
@@ -217,7 +217,12 @@ class ImageClassifier(Task):
         rng, size = np.random.default_rng(0), self._size()
         image = rng.integers(0, 256, (count, 3, size, size), np.uint8)
         numbers = rng.random((count, augment.NUM_UNIFORMS))
-        return dict(image=image, label=np.arange(count) % 2, augment=augment.draw(self, numbers))
+        parameters = augment.draw(numbers, **self._augmentation)
+        return dict(image=image, label=np.arange(count) % 2, augment=parameters)
+
+    @property
+    def _augmentation(self):
+        return dict(flip=self.flip, crop=self.crop, colour=self.colour)
 
     # Model
 
@@ -254,7 +259,7 @@ class ImageClassifier(Task):
 
         image = batch["image"]
         if "augment" in batch:
-            image = augment.apply(self, image, batch["augment"])
+            image = augment.apply(image, batch["augment"], **self._augmentation)
         logits = self._logits(model, image)  # (B, K)
         return cross_entropy(logits, batch["label"], label_smoothing=self.label_smoothing)
 
@@ -322,7 +327,8 @@ class ImageClassifier(Task):
 
         images = torch.as_tensor(np.asarray(batch["image"]))
         if "augment" in batch:
-            images = augment.apply(self, images, torch.as_tensor(np.asarray(batch["augment"])))
+            parameters = torch.as_tensor(np.asarray(batch["augment"]))
+            images = augment.apply(images, parameters, **self._augmentation)
         images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
         titles = [""] * len(images)
         if "label" in batch:

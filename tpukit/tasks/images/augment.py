@@ -13,24 +13,24 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tpukit.tasks.images import ImageClassifier
-
 NUM_UNIFORMS = 7  # uniform numbers for each sample
 
 
-def draw(task: ImageClassifier, numbers: np.ndarray) -> np.ndarray:
+def draw(numbers: np.ndarray, *, flip: float, crop: float, colour: float) -> np.ndarray:
     """(B, NUM_UNIFORMS) uniform in [0, 1) -> (B, NUM_UNIFORMS) float32, columns as `apply` unpacks them.
+
+    flip, crop, colour: see `ImageClassifier`.
 
     zoom: side of the part of the image that is kept, as a share, from a uniform area. left, top: where it
     starts. is_flipped: 0 or 1. Then factors of brightness, contrast and saturation, uniform in 1 ± colour."""
-    area, left, top, flip, *colours = np.asarray(numbers, np.float64).T
-    zoom = np.sqrt(task.crop + (1 - task.crop) * area)
-    factors = [1 + task.colour * (2 * number - 1) for number in colours]
-    columns = [zoom, left * (1 - zoom), top * (1 - zoom), flip < task.flip, *factors]
+    area, left, top, mirror, *colours = np.asarray(numbers, np.float64).T
+    zoom = np.sqrt(crop + (1 - crop) * area)
+    factors = [1 + colour * (2 * number - 1) for number in colours]
+    columns = [zoom, left * (1 - zoom), top * (1 - zoom), mirror < flip, *factors]
     return np.stack(columns, 1).astype(np.float32)
 
 
-def apply(task: ImageClassifier, image: Tensor, parameters: Tensor) -> Tensor:
+def apply(image: Tensor, parameters: Tensor, *, flip: float, crop: float, colour: float) -> Tensor:
     """The augmented images, float32 in [0, 255]. image: (B, 3, S, S) uint8. parameters: of `draw`."""
     import torch
 
@@ -38,13 +38,13 @@ def apply(task: ImageClassifier, image: Tensor, parameters: Tensor) -> Tensor:
     zoom, left, top, is_flipped, brightness, contrast, saturation = columns
     image = image.float()  # (B, 3, S, S)
     with torch.autocast(image.device.type, enabled=False):
-        if task.crop < 1:
+        if crop < 1:
             across = _crop_matrix(zoom[:, 0], left[:, 0], image.shape[-1])  # (B, S, S)
             down = _crop_matrix(zoom[:, 0], top[:, 0], image.shape[-1])
             image = down[:, None] @ image @ across[:, None].transpose(2, 3)
-        if task.flip:
+        if flip:
             image = torch.where(is_flipped > 0, image.flip(3), image)
-        if task.colour:
+        if colour:
             image = image * brightness
             image = _blend(image, _grey(image).mean((1, 2, 3), keepdim=True), contrast)
             image = _blend(image, _grey(image), saturation).clamp(0, 255)
