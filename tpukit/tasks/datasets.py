@@ -36,7 +36,7 @@ class Findable(Protocol):
     dataset_parts: ClassVar[tuple[str, ...]] = ()
     """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     needs_own_data: ClassVar[bool] = False
-    """If True, the command line stops where the data are missing, unless a synthetic set is requested."""
+    """If True, the command line stops if the data are missing, unless a synthetic set is requested."""
     fallback: ClassVar[Path | None] = None
     """A folder that may hold the dataset, too."""
 
@@ -64,10 +64,10 @@ def find_dataset(
     demo: bool = True,
     env: Environment | None = None,
 ) -> Path:
-    """Find a dataset's folder and print which one was taken and why; download it or make a synthetic set if
+    """Find a dataset's folder and print which one is used and why; download it or make a synthetic set if
     there is none.
 
-    A given `path` is taken. Without one, in this order: Drive (MyDrive/datasets/NAME); Kaggle inputs;
+    A given `path` is used. Without one, in this order: Drive (MyDrive/datasets/NAME); Kaggle inputs;
     ./datasets/NAME; the folder `fallback`, by default the task's own, if it has one; on Colab a Drive that is
     not mounted yet, for which the user is asked once; a download, if the task has one and its server answers;
     a synthetic set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo`
@@ -115,11 +115,11 @@ def find_dataset(
     return folder
 
 
-def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo: bool = False) -> Task:
+def with_dataset(task: Task, env: Environment, *, demo: bool = False) -> Task:
     """Return the task with the folder of its dataset: the given one, one that is found here, or a synthetic
-    set of `size` samples, for a task that needs the user's own data only with `demo`."""
+    set, for a task that needs the user's own data only with `demo`."""
     demo = demo or not part_of(task, Findable, "needs_own_data")
-    folder = find_dataset(task.dataset, task.dataset_dir, size=size, demo=demo, env=env)
+    folder = find_dataset(task.dataset, task.dataset_dir, demo=demo, env=env)
     return dataclasses.replace(task, dataset_dir=folder)
 
 
@@ -150,7 +150,7 @@ def _say(text):
 
 
 def _places(env, name, fallback):
-    """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at
+    """Yield (path, why) in the order of preference, archives next to folders. The user is asked for Drive at
     the end."""
     on_drive = env.drive / "datasets" if env.drive else None
     if on_drive:
@@ -159,7 +159,7 @@ def _places(env, name, fallback):
         yield from _kaggle_inputs(env.inputs, name)
     yield from _named(Path("datasets"), name, "found in ./datasets")
     fallback = fallback or part_of(_task_of(name), Findable, "fallback")
-    if fallback and Path(fallback).is_dir():
+    if fallback:
         yield Path(fallback), f"found at ./{fallback}"
     if on_drive and drive.ask_for_drive(env):
         yield from _named(on_drive, name, "found on Drive")

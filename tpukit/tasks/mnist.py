@@ -88,7 +88,7 @@ class MNIST(Task):
             images += int(batch["valid"].sum())
         return dict(accuracy=correct / max(images, 1), images=images)
 
-    # What a task may have: checks of a resumed run, data where there is none, pictures, a user's own files
+    # What a task may have: checks of a resumed run, data if there is none, pictures, a user's own files
 
     def data_signature(self, data: Digits) -> dict[str, str]:
         return {"labels": arrays.digest(data.labels.tolist())}

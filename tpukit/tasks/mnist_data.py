@@ -107,8 +107,8 @@ def read_digit(path: Path) -> np.ndarray:
 
 
 def download(folder: Path) -> None:
-    """The four original files, by torchvision, which verifies their checksums. Raises TpukitError where that
-    fails."""
+    """Download the four original files by torchvision, which verifies their checksums. Raises TpukitError if
+    that fails."""
     with explained("torchvision, which knows where it is, cannot be imported"):
         from torchvision.datasets import MNIST
     url = f"{MNIST.mirrors[0]}{MNIST.resources[0][0]}"

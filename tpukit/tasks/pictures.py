@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -18,17 +17,15 @@ from tpukit.tasks import arrays
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-JPEG_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif")
 DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats that can have more than 8 bits of grey
-ENDINGS = (*JPEG_ENDINGS, *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
+ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
 STACK_ENDINGS = (".tif", ".tiff", ".gif", ".webp")  # of formats that can have several pages or frames
-# Of files that belong beside images: they are left out without a word.
+# Of files that belong next to images: they are left out without a word.
 BESIDE = ".txt .csv .json .jsonl .xml .md .html .yaml .yml .db .ini .py".split()
 LEVELS = 256
 FEW_LEVELS = 32
 PERCENTILES = (0, 0.5, 99.5, 100)
 Levels = tuple[float, float]  # values of grey that become 0 and 255
-T = TypeVar("T")
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
 
 
@@ -184,9 +181,9 @@ def format_levels(levels: Levels | None) -> dict[str, str]:
     return dict(grey_levels=f"{levels[0]!r} {levels[1]!r}") if levels else {}
 
 
-def read_images(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    """[read(path)] of files of a user's own; says so of each that has several pages. Raises TpukitError,
-    which names the first that cannot be read."""
+def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> list[np.ndarray]:
+    """Return read(path) of each of a user's own files; print which ones have several pages. Raises
+    TpukitError, which names the first that cannot be read."""
     images = []
     for path in paths:
         try:

@@ -24,7 +24,6 @@ from tpukit.reporting import findings
 from tpukit.reporting.display import predictions_figure
 from tpukit.runs import weights
 from tpukit.tools.child import to_request
-from tpukit.tools.own import show_own
 
 pytest.importorskip("timm")
 RESNET = dict(model_name="test_resnet", pretrained="no")
@@ -102,9 +101,8 @@ def test_the_tables_of_a_test_say_what_was_taken_for_what(finished):
         assert float(row["precision"]) == pytest.approx(counts[name] / max(taken, 1), abs=1e-4)
     batch, logits = task.load_predictions(run.path / "predictions")
     assert len(logits) == 16 and batch["image"].shape == (16, 3, 32, 32)
-    # The mistakes first, each with the name of its file; then what is right.
     wrong_first = sorted(predicted, key=lambda row: row["class"] == row["predicted"])[:16]
-    assert 0 < sum(right) and list(batch["name"]) == [row["file"] for row in wrong_first]
+    assert list(batch["name"]) == [row["file"] for row in wrong_first]
     titles = [panels[0][0] for panels in task.panels(batch, logits)]
     for title, row in zip(titles, wrong_first, strict=True):
         mark = "✓" if row["class"] == row["predicted"] else "✗"
@@ -125,7 +123,7 @@ def test_a_mistake_stands_before_what_is_right_with_a_larger_loss(tmp_path):
     assert list(saved["name"]) == ["wrong.png", "right.png"]
 
 
-def test_a_run_shows_its_confusion_matrix(finished, capsys):
+def test_a_run_shows_its_confusion_matrix(finished):
     task, run, _ = finished
     show(run)
     assert (run.path / "pictures/confusion.png").stat().st_size > 5000
@@ -136,11 +134,10 @@ def test_a_run_shows_its_confusion_matrix(finished, capsys):
 # Weights and classes of a run
 
 
-def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_dataset(finished, shapes, capsys):
+def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_dataset(finished, shapes):
     task, run, _ = finished
-    away = dataclasses.replace(task, dataset_dir=None)
     paths = sorted(shapes.glob("test/ring/*.png"))[:2]
-    found = predict(run, paths, task=away, progress=False)
+    found = predict(run, paths, task=dataclasses.replace(task, dataset_dir=None), progress=False)
     model = task.model().eval()
     weights.load(model, run.path / "best.safetensors")
     batch, _ = task.read_files(paths, None)
@@ -152,9 +149,6 @@ def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_datase
         assert [one["class"], one["next_class"]] == [task.class_names[k] for k in best[:2]]
         found_shares = one["probability"], one["next_probability"]
         assert found_shares == pytest.approx(tuple(shares[best[:2]].tolist()), rel=1e-4)
-    show_own(run, away, paths)
-    rows = list(csv.DictReader(open(run.path / "own/predictions.csv")))
-    assert [row["class"] for row in rows] == [one["class"] for one in found]
 
 
 def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finished, shapes, tmp_path, cpu):

@@ -91,6 +91,8 @@ def test_without_internet_the_log_says_that_weights_are_random_and_yes_is_an_err
     assert path is None and "random weights" in note and "TPUKIT_OFFLINE" in note
     with refuses("vit_small_patch16_224", "TPUKIT_OFFLINE", "pretrained=PATH"):
         find_pretrained(describe("vit_small_patch16_224"), "yes")
+    with refuses("none are on the Hugging Face hub"):
+        find_pretrained(describe("gcvit_tiny"), "yes")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def _find_unused(place, samples):
 
 
 def _find_in_class_folders(folder):
-    """(Samples of the class folders in a folder, or in its split folders; sentences about the folders)."""
+    """Return (the samples of the class folders in a folder, or in its split folders; sentences about the
+    folders)."""
     folder = _unwrapped(folder)
     children = _folders(folder)
     if split_folders := _find_split_folders(children):
@@ -222,24 +223,17 @@ def find_copies(train: "ImageSet", test: "ImageSet") -> list[str]:
     """Return sentences about images with the same pixels: test images that are training images, too, and
     images in two classes."""
     notices, learned = [], set(train.digests)
-    leaked = [name for name, digest in zip(test.names, test.digests) if digest in learned]
-    if leaked:
+    classes = collections.defaultdict(dict)  # of each digest, class -> the first image in it
+    if leaked := [name for name, digest in zip(test.names, test.digests) if digest in learned]:
         notices.append(
             f"{len(leaked)} of {len(test)} test images are training images, too ({splits.some(leaked)}): the"
             " scores say nothing of new images"
         )
-    classes, of_digest = collections.defaultdict(set), collections.defaultdict(list)
     for data in (train, test):
         for digest, label, name in zip(data.digests, data.labels.tolist(), data.names):
-            classes[digest].add(label)
-            of_digest[digest].append(name)
-    contradicting = [
-        " = ".join(of_digest[digest][:3]) for digest, labels in classes.items() if len(labels) > 1
-    ]
-    if contradicting:
-        notices.append(
-            f"{len(contradicting)} images are in more than one class ({splits.some(contradicting)})"
-        )
+            classes[digest].setdefault(label, name)
+    if differing := [" = ".join(names.values()) for names in classes.values() if len(names) > 1]:
+        notices.append(f"{len(differing)} images are in more than one class ({splits.some(differing)})")
     return notices
 
 

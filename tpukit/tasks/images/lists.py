@@ -139,7 +139,7 @@ def _class_of_row(row, columns, where):
 
 
 def _split_column(path, names, rows, split, notices):
-    """Return the column that names splits, or None. Raises TpukitError where only some of its values do."""
+    """Return the column that names splits, or None. Raises TpukitError if only some of its values do."""
     column = _column(names, SPLIT_COLUMNS)
     if column is None:
         return None
