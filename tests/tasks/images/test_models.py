@@ -95,9 +95,6 @@ def test_without_internet_the_log_says_that_weights_are_random_and_yes_is_an_err
         find_pretrained(describe("gcvit_tiny"), "yes")
 
 
-@pytest.mark.parametrize(
-    "name, head", [("test_vit", "head"), ("test_convnext", "head.fc"), ("test_resnet", "fc")]
-)
-def test_the_head_of_a_network_is_the_layer_that_gives_the_logits(name, head):
-    task = ImageClassifier(model_name=name, image_size=64)
-    assert task.head(task.model()) == [f"{head}.weight", f"{head}.bias"]
+def test_the_head_of_a_network_is_the_layer_that_gives_the_logits():
+    task = ImageClassifier(model_name="test_convnext", image_size=64)
+    assert task.head(task.model()) == ["head.fc.weight", "head.fc.bias"]
