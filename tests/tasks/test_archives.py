@@ -105,6 +105,22 @@ def test_a_zip_gives_regular_files_and_folders_only(tmp_path, kind):
     refuse(make_archive(tmp_path / "bad.zip", {info: "/etc"}), "'bad'")
 
 
+def test_links_that_only_together_lead_outside_write_nothing(tmp_path):
+    # CVE-2025-4517: links so long that the check resolves another path than the system does.
+    deep, names = "d" * 247, "abcdefghijklmnop"
+    members, path = [], ""
+    for name in names:
+        members += [member(f"{path}{deep}", tarfile.DIRTYPE), member(f"{path}{name}", tarfile.SYMTYPE, deep)]
+        path += f"{deep}/"
+    end = f"{'/'.join(names)}/{'l' * 254}"
+    members += [
+        member(end, tarfile.SYMTYPE, "../" * len(names)),
+        member("escape", tarfile.SYMTYPE, f"{end}/../outside"),
+        member("escape/outside.txt", size=1),
+    ]
+    refuse(tar_of(tmp_path / "bad.tar.gz", *members), "link")
+
+
 @ENDINGS
 @pytest.mark.parametrize(
     "holds", [{"big.bin": "0" * 2_000_000}, {f"{n}.txt": "" for n in range(300)}], ids=["big", "many"]
