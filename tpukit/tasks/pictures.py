@@ -100,7 +100,7 @@ def to_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
     if most < low or least > high:
         raise TpukitError(
             f"its grey values are {least:g} to {most:g}, and the training set's {low:g} to {high:g}: nothing"
-            " of it would be seen, so bring it to the same unit"
+            " of it would be visible, so convert it to the same unit"
         )
     scaled = np.nan_to_num((values - low) * ((LEVELS - 1) / (high - low)))
     return Image.fromarray(np.rint(scaled.clip(0, LEVELS - 1)).astype(np.uint8))
@@ -189,7 +189,7 @@ def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> li
         try:
             images.append(read(path))
             if is_stack(path):
-                print(printable(f"{path.name} has several pages or frames: the first alone is read"))
+                print(printable(f"{path.name} has several pages or frames: only the first is read"))
         except Exception as error:  # Pillow raises many types for a damaged file
             raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
     return images

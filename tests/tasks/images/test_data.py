@@ -168,7 +168,7 @@ def test_files_that_are_not_read_and_folders_without_images_are_counted_and_all_
     train, test = task(tmp_path).datasets()
     assert len(train) + len(test) == 16
     assert [each for each in train.notices if "left out: 1 .heic, 1 without an ending (" in each]
-    assert any("1 folders have no images, and so are no classes (c)" in each for each in train.notices)
+    assert any("1 folders have no images, so they are not classes (c)" in each for each in train.notices)
 
 
 def test_copies_in_both_splits_and_in_two_classes_are_told(tmp_path):

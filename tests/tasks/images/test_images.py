@@ -24,6 +24,7 @@ from tpukit.reporting import findings
 from tpukit.reporting.display import predictions_figure
 from tpukit.runs import weights
 from tpukit.tools.child import to_request
+from tpukit.tools.own import show_own
 
 pytest.importorskip("timm")
 RESNET = dict(model_name="test_resnet", pretrained="no")
@@ -136,8 +137,9 @@ def test_a_run_shows_its_confusion_matrix(finished):
 
 def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_dataset(finished, shapes):
     task, run, _ = finished
+    away = dataclasses.replace(task, dataset_dir=None)
     paths = sorted(shapes.glob("test/ring/*.png"))[:2]
-    found = predict(run, paths, task=dataclasses.replace(task, dataset_dir=None), progress=False)
+    found = predict(run, paths, task=away, progress=False)
     model = task.model().eval()
     weights.load(model, run.path / "best.safetensors")
     batch, _ = task.read_files(paths, None)
@@ -149,6 +151,9 @@ def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_datase
         assert [one["class"], one["next_class"]] == [task.class_names[k] for k in best[:2]]
         found_shares = one["probability"], one["next_probability"]
         assert found_shares == pytest.approx(tuple(shares[best[:2]].tolist()), rel=1e-4)
+    show_own(run, away, paths)
+    rows = list(csv.DictReader(open(run.path / "own/predictions.csv")))
+    assert [row["class"] for row in rows] == [one["class"] for one in found]
 
 
 def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finished, shapes, tmp_path, cpu):

@@ -97,7 +97,7 @@ class ImageClassifier(Task):
     crop: float = 0.5
     """Smallest share of an image's area that a random crop keeps, enlarged to the whole size; 1: no crops."""
     colour: float = 0.2
-    """Brightness, contrast and saturation of training images each change by up to this share; 0: not."""
+    """Brightness, contrast and saturation of training images each change by up to this share; 0: none."""
     label_smoothing: float = 0.1
     """Share of each label that is spread evenly over all classes."""
 

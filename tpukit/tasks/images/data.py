@@ -150,7 +150,7 @@ def _find_in_class_folders(folder):
         notices = _common_names(children)
     images = {(class_folder, split): _images_below(class_folder) for class_folder, split in classes}
     if empty := [each.relative_to(folder).as_posix() for (each, _), paths in images.items() if not paths]:
-        notices.append(f"{len(empty)} folders have no images, and so are no classes ({splits.some(empty)})")
+        notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
     samples = [
         Sample(path.relative_to(folder).as_posix(), class_folder.name, split, path)
         for (class_folder, split), paths in images.items()

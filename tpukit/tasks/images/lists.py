@@ -163,7 +163,7 @@ def _doubts(path, samples):
     if repeated:
         notices.append(
             f"{path.name}: {len(repeated)} images ({repeated[0]}, ...) are listed more than once, and so"
-            " count as often"
+            " count more than once"
         )
     several = {
         name for name in classes if len(parts := re.split(r"[|;,\s]+", name)) > 1 and classes & {*parts}
