@@ -1,7 +1,6 @@
 """Lists of images and their classes: CSV files, and metadata.jsonl."""
 
 import collections
-import contextlib
 import csv
 import json
 import re
@@ -181,17 +180,11 @@ def _folder_of_images(path, names):
     of such names."""
     own = path.parent
     folders = [own, *sorted(own.glob("*/"))]
-    found = [folder for folder in folders if any(map(Path.is_file, _complete(folder, names)))]
+    found = [each for each in folders if any(_with_ending(each / name).is_file() for name in names)]
     if own not in found and len(found) > 1:
         listed = ", ".join(folder.name for folder in found)
         raise TpukitError(f"{path}: its images are in {listed}: name the folder as images_dir (--images-dir)")
     return found[0] if found and own not in found else own
-
-
-def _complete(folder, names):
-    for name in names:
-        with contextlib.suppress(ValueError):  # NUL: `_inside` names the row
-            yield _with_ending(folder / name)
 
 
 def _inside(base, name, where):
@@ -210,5 +203,5 @@ def _with_ending(path):
     """Return the file of a path, whose ending may be missing."""
     if path.suffix.lower() in pictures.ENDINGS:
         return path
-    complete = (path.with_name(path.name + ending) for ending in pictures.ENDINGS)
+    complete = (path.parent / f"{path.name}{ending}" for ending in pictures.ENDINGS)
     return next(filter(Path.is_file, complete), path)
