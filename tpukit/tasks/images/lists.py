@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks import pictures
-from tpukit.tasks.splits import SPLITS, split_of
+from tpukit.tasks.splits import SPLITS, some, split_of
 
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
 LABEL_COLUMNS = (
@@ -132,7 +132,7 @@ def _class_of_row(row, columns, where):
     """Return the one column that is 1. Raises TpukitError for several, or none."""
     found = [name for name in columns if float(row[name]) == 1]
     if len(found) != 1:
-        listed = f"{', '.join(found[:5])} are 1" if found else f"none of {', '.join(columns[:5])} is 1"
+        listed = f"{some(found)} are 1" if found else f"none of {some(columns)} is 1"
         raise TpukitError(f"{where}: {listed}, and an image must have one class")
     return found[0].strip()
 
@@ -156,13 +156,11 @@ def _split_column(path, names, rows, split, notices):
 def _doubts(path, samples):
     """Return sentences about what a list may not mean."""
     notices, classes = [], {sample.label for sample in samples}
-    repeated = [
-        name for name, count in collections.Counter(each.name for each in samples).items() if count > 1
-    ]
-    if repeated:
+    counts = collections.Counter(sample.name for sample in samples)
+    if repeated := [name for name, count in counts.items() if count > 1]:
         notices.append(
-            f"{path.name}: {len(repeated)} images ({repeated[0]}, ...) are listed more than once, and so"
-            " count more than once"
+            f"{path.name}: {len(repeated)} images ({some(repeated)}) are listed more than once, and so count"
+            " more than once"
         )
     several = {
         name for name in classes if len(parts := re.split(r"[|;,\s]+", name)) > 1 and classes & {*parts}
