@@ -31,7 +31,7 @@ def write_idx(folder, part, *, packed):
         path.write_bytes(gzip.compress(content, 1) if packed else content)
 
 
-@pytest.mark.parametrize("folder, packed", [("", False), ("raw", True), ("MNIST/raw", False)])
+@pytest.mark.parametrize("folder, packed", [("", False), ("MNIST/raw", True)])
 def test_the_original_files_are_read_packed_or_not(tmp_path, folder, packed):
     write_idx(tmp_path / folder, "t10k", packed=packed)
     batch = read_split(tmp_path, "test").batch(np.arange(6))
@@ -116,13 +116,11 @@ def without_torchvision(path, monkeypatch):
 @pytest.mark.parametrize(
     "spoil, reason",
     [
-        (lambda path, _: path.write_bytes(path.read_bytes()[:-20]), "http://127.0.0.1"),
         (lambda path, _: path.write_bytes(path.read_bytes()[:-20] + b"x" * 20), "http://127.0.0.1"),
-        (lambda path, _: path.unlink(), "http://127.0.0.1"),
         (without_torchvision, "torchvision"),
         (lambda _, monkeypatch: monkeypatch.setenv("TPUKIT_OFFLINE", "1"), "TPUKIT_OFFLINE"),
     ],
-    ids=["cut short", "changed", "missing", "without torchvision", "offline"],
+    ids=["changed", "without torchvision", "offline"],
 )
 def test_a_download_that_fails_leaves_nothing_and_a_synthetic_set_takes_its_place(
     server, here, spoil, reason, monkeypatch, capsys

@@ -14,7 +14,6 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
 
-ENDINGS = (".zip", ".tar.gz", ".tgz")
 BLOCK = 4096  # bytes; about what even an empty file takes on a disk
 Entry = tuple[str, bool, int]  # name, True for a regular file or a folder, bytes
 
@@ -86,11 +85,3 @@ def _check(archive: Path, entries: Iterable[Entry], folder: Path) -> None:
             raise TpukitError(
                 f"{archive} unpacked takes more than the {free / GIB:.2f} GiB free in {folder.parent}"
             )
-
-
-def stem(path: Path) -> str | None:
-    """Return the name of an archive without its ending, or None if it is not an archive."""
-    for ending in ENDINGS:
-        if path.name.lower().endswith(ending):
-            return path.name[: -len(ending)]
-    return None

@@ -1,10 +1,9 @@
 """Arrays cached on disk and memory-mapped by all processes of a host. Imports no torch."""
 
 import concurrent.futures
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import printable
 
 Arrays = dict[str, np.ndarray]
 WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the bytes of every file
@@ -32,28 +30,24 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     later sessions.
 
     key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files.
-    make: () -> dict of numpy arrays. Files that are missing or cut short are made again; where they cannot be
-    written each process keeps its own copy."""
+    make: () -> dict of numpy arrays. Files that are missing or cut short are made again. Raises TpukitError
+    if the cache folder cannot be written."""
     folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
-    arrays = None
     try:
-        files.make_private(folder.parent)
-        with files.file_lock(folder):
-            parts = _whole_parts(folder)
-            if parts is None:
-                arrays = make()
-                folder.mkdir(exist_ok=True)
-                for part, value in arrays.items():
-                    with files.atomic_file(folder / f"{part}.npy") as file:
-                        np.save(file, value, allow_pickle=False)
-                parts = {part: (folder / f"{part}.npy").stat().st_size for part in arrays}
-                files.write_atomic(folder / WHOLE, json.dumps(parts))
-        return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
-    except (OSError, TpukitError) as error:
-        if arrays is None and isinstance(error, TpukitError):
-            raise  # from `make`
-        print(printable(f"{folder} cannot be used ({error}): every process keeps its own copy in memory"))
-        return make() if arrays is None else arrays
+        files.make_private(folder.parent)  # what another user put there is not trusted
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise TpukitError(f"cannot write {folder} ({error}): set TPUKIT_CACHE to another folder") from error
+    with files.file_lock(folder):
+        parts = _whole_parts(folder)
+        if parts is None:
+            arrays = make()
+            for part, value in arrays.items():
+                with files.atomic_file(folder / f"{part}.npy") as file:
+                    np.save(file, value, allow_pickle=False)
+            parts = {part: (folder / f"{part}.npy").stat().st_size for part in arrays}
+            files.write_atomic(folder / WHOLE, json.dumps(parts))
+    return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
 
 
 def _whole_parts(folder: Path) -> dict[str, int] | None:
@@ -61,7 +55,7 @@ def _whole_parts(folder: Path) -> dict[str, int] | None:
     try:
         parts = json.loads((folder / WHOLE).read_bytes())
         whole = all((folder / f"{part}.npy").stat().st_size == size for part, size in parts.items())
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return None
     return parts if whole else None
 
@@ -74,20 +68,19 @@ def content_key(*folders: Path, like: Sequence[str] = ("*",)) -> str:
     changes. Raises TpukitError for a file that cannot be read."""
     matching = (path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)))
     paths = [path for path in matching if path.is_file()]
-    stats = [path.stat() for path in paths]
-    state = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats)]
-    cached = files.cache_folder() / f"contents-{digest(state)[:20]}"
-    with files.file_lock(cached):  # one of several processes reads
-        with contextlib.suppress(OSError):
-            files.make_private(cached.parent)  # what another user put there is not trusted
-            return cached.read_text()
+
+    def read():
         with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time is waiting for the disk
             contents = list(zip([path.name for path in paths], pool.map(_sha256, paths)))
-        key = digest(contents)
-        with contextlib.suppress(OSError, TpukitError):  # then they are read again next time
-            files.make_private(cached.parent)
-            files.write_atomic(cached, key, durable=False)
-    return key
+        return dict(key=np.array(digest(contents)))
+
+    return str(mapped("contents", state_of(paths), read)["key"])
+
+
+def state_of(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return (path, size, time of its last change) of some files, as a key for `mapped` that reads none."""
+    stats = [(str(path.resolve()), path.stat()) for path in paths]
+    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def _sha256(path):

@@ -6,14 +6,12 @@ without it."""
 from __future__ import annotations
 
 import dataclasses
-import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from tpukit.host import drive, environment
-from tpukit.host.environment import NAMES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.tasks import TASKS, find
@@ -25,19 +23,20 @@ if TYPE_CHECKING:
 
 SYNTHETIC_NOTE = "Synthetic, made by tpukit; not real data.\n"
 DEMO = "demo"  # in place of a folder: what comes with tpukit, or is made by it
+ARCHIVES = (".zip", ".tar.gz", ".tgz")
 
 
 class Findable(Protocol):
     """The part of a task's class that only `find_dataset` asks for. What has a default may be left out."""
 
-    dataset_parts: ClassVar[tuple[str, ...]]
-    """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int]
     """Samples of the synthetic dataset, train and test together, by default."""
     synthetic_size_accelerator: ClassVar[int] = 0
     """The same on a TPU or a GPU; 0: as many as without."""
+    dataset_parts: ClassVar[tuple[str, ...]] = ()
+    """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     needs_own_data: ClassVar[bool] = False
-    """If True, the command line stops where the data are missing, unless a synthetic set is requested."""
+    """If True, the command line stops if the data are missing, unless a synthetic set is requested."""
     fallback: ClassVar[Path | None] = None
     """A folder that may hold the dataset, too."""
 
@@ -65,10 +64,10 @@ def find_dataset(
     demo: bool = True,
     env: Environment | None = None,
 ) -> Path:
-    """Find a dataset's folder and print which one was taken and why; download it or make a synthetic set if
+    """Find a dataset's folder and print which one is used and why; download it or make a synthetic set if
     there is none.
 
-    A given `path` is taken. Without one, in this order: Drive (MyDrive/datasets/NAME); Kaggle inputs;
+    A given `path` is used. Without one, in this order: Drive (MyDrive/datasets/NAME); Kaggle inputs;
     ./datasets/NAME; the folder `fallback`, by default the task's own, if it has one; on Colab a Drive that is
     not mounted yet, for which the user is asked once; a download, if the task has one and its server answers;
     a synthetic set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo`
@@ -80,7 +79,7 @@ def find_dataset(
     holds it."""
     env = env or environment.detect()
     if is_demo(path):
-        return _synthetic(env, name, size, _require_task(name), "as the path `demo` says")
+        return _synthetic(env, name, size, "as the path `demo` says")
     places = _places(env, name, fallback)
     if path:
         given = Path(path).expanduser()
@@ -89,7 +88,7 @@ def find_dataset(
         places = [(given, "the given path")]
     for place, why in places:
         if place.exists():
-            if _is_archive(place):
+            if place.is_file() and archive_stem(place):
                 why = f"{why}, unpacked from {place.name}"
                 place = _unpacked(env.outputs / "datasets" / name, place, _task_of(name))
             _say(f"dataset {name}: {place} ({why})")
@@ -111,16 +110,16 @@ def find_dataset(
                 f"no dataset {name}, {why}: name its folder (--dataset-dir FOLDER), or try it with a set that"
                 f" tpukit makes (--dataset-dir {DEMO})"
             ) from error
-        return _synthetic(env, name, size, task, why)
+        return _synthetic(env, name, size, why)
     _say(f"dataset {name}: {folder} (downloaded, checksums verified)")
     return folder
 
 
-def with_dataset(task: Task, env: Environment, size: int | None = None, *, demo: bool = False) -> Task:
+def with_dataset(task: Task, env: Environment, *, demo: bool = False) -> Task:
     """Return the task with the folder of its dataset: the given one, one that is found here, or a synthetic
-    set of `size` samples, for a task that needs the user's own data only with `demo`."""
+    set, for a task that needs the user's own data only with `demo`."""
     demo = demo or not part_of(task, Findable, "needs_own_data")
-    folder = find_dataset(task.dataset, task.dataset_dir, size=size, demo=demo, env=env)
+    folder = find_dataset(task.dataset, task.dataset_dir, demo=demo, env=env)
     return dataclasses.replace(task, dataset_dir=folder)
 
 
@@ -151,7 +150,7 @@ def _say(text):
 
 
 def _places(env, name, fallback):
-    """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at
+    """Yield (path, why) in the order of preference, archives next to folders. The user is asked for Drive at
     the end."""
     on_drive = env.drive / "datasets" if env.drive else None
     if on_drive:
@@ -160,7 +159,7 @@ def _places(env, name, fallback):
         yield from _kaggle_inputs(env.inputs, name)
     yield from _named(Path("datasets"), name, "found in ./datasets")
     fallback = fallback or part_of(_task_of(name), Findable, "fallback")
-    if fallback and Path(fallback).is_dir():
+    if fallback:
         yield Path(fallback), f"found at ./{fallback}"
     if on_drive and drive.ask_for_drive(env):
         yield from _named(on_drive, name, "found on Drive")
@@ -168,32 +167,27 @@ def _places(env, name, fallback):
 
 def _named(folder, name, why):
     """Yield (path, why) of what has this name in a folder, archives last."""
-    yield folder / name, why
-    from tpukit.tasks import archives
-
-    for ending in archives.ENDINGS:
+    for ending in ("", *ARCHIVES):
         yield folder / f"{name}{ending}", why
 
 
 def _kaggle_inputs(inputs, name):
     """Yield (path, why) of the inputs of this name."""
     from tpukit.runs.backup import is_run
-    from tpukit.tasks import archives
 
     for depth in range(1, 5):  # Kaggle nests a dataset below its owner and lower-cases names
         for place in sorted(inputs.glob("/".join("*" * depth))):
             # The output of an earlier version may hold a run of this name, as `tpukit train` makes.
-            if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
+            if (archive_stem(place) or place.name).lower() == name.lower() and not is_run(place):
                 yield place, "found in the Kaggle inputs"
 
 
-def _is_archive(path):
-    """Return whether this is a file of which `archives.unpack` makes a folder."""
-    if not path.is_file():
-        return False
-    from tpukit.tasks import archives
-
-    return bool(archives.stem(path))
+def archive_stem(path: Path) -> str | None:
+    """Return the name of an archive without its ending, or None if it is not an archive."""
+    for ending in ARCHIVES:
+        if path.name.lower().endswith(ending):
+            return path.name[: -len(ending)]
+    return None
 
 
 def _unpacked(folder, archive, task):
@@ -201,25 +195,22 @@ def _unpacked(folder, archive, task):
     from tpukit.host import files
     from tpukit.tasks import archives, arrays
 
-    content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
-    folder = folder.with_name(f"{folder.name}-{content[:8]}")
+    folder = folder.with_name(f"{folder.name}-{arrays.digest(arrays.state_of([archive]))[:8]}")
     with files.file_lock(folder):
         if not folder.exists():
             _say(f"unpacking {archive}")
-            archives.unpack(archive, folder, parts=task.dataset_parts if task else ())
+            archives.unpack(archive, folder, parts=part_of(task, Findable, "dataset_parts"))
     return folder
 
 
-def _synthetic(env, name, size, task, why):
-    """Return a synthetic set in the outputs, and print the reason why it is taken."""
-    note = f"{size} synthetic samples"
-    if not size:
-        has_accelerator = env.accelerator in ("tpu", "cuda")
-        large = part_of(task, Findable, "synthetic_size_accelerator") if has_accelerator else 0
-        size = large or task.synthetic_size
-        note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
+def _synthetic(env, name, size, why):
+    """Make a synthetic set in the outputs, and print why."""
+    task = _require_task(name)
+    if not size and env.accelerator in ("tpu", "cuda"):
+        size = part_of(task, Findable, "synthetic_size_accelerator")
+    size = size or task.synthetic_size
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
-    _say(f"dataset {name}: {folder} ({note}; not real data, {why})")
+    _say(f"dataset {name}: {folder} ({size} synthetic samples; not real data, {why})")
     return folder
 
 

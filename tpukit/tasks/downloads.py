@@ -54,7 +54,7 @@ def stall_timeout() -> Iterator[None]:
 def from_hub(name: str, *patterns: str) -> Path:
     """Return the folder of a model's files in the cache of the Hugging Face hub, downloaded if needed.
     patterns: of the files that are needed; those in folders of the model are left out. Raises TpukitError
-    where neither has it."""
+    if neither has it."""
     try:
         import huggingface_hub as library
     except Exception as error:  # not installed, or damaged

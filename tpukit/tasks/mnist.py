@@ -26,7 +26,6 @@ class MNIST(Task):
 
     name: ClassVar[str] = "mnist"
     dataset: ClassVar[str] = "mnist"
-    dataset_parts: ClassVar[tuple[str, ...]] = ("raw",)
     synthetic_size: ClassVar[int] = 6000
     synthetic_size_accelerator: ClassVar[int] = 12_000
     score: ClassVar[str] = "accuracy"
@@ -89,7 +88,7 @@ class MNIST(Task):
             images += int(batch["valid"].sum())
         return dict(accuracy=correct / max(images, 1), images=images)
 
-    # What a task may have: checks of a resumed run, data where there is none, pictures, a user's own files
+    # What a task may have: checks of a resumed run, data if there is none, pictures, a user's own files
 
     def data_signature(self, data: Digits) -> dict[str, str]:
         return {"labels": arrays.digest(data.labels.tolist())}

@@ -60,14 +60,13 @@ def read_split(folder: Path | str, split: str) -> Digits:
     archive, part = Path(folder) / "mnist.npz", dict(train="train", test="t10k")[split]
     names = (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
     paths = [archive] if archive.is_file() else [_find(archive.parent, name) for name in names]
-    key = [split, *(arrays.content_key(path.parent, like=(path.name,)) for path in paths)]
+    key = [split, arrays.state_of(paths)]
     return Digits(**arrays.mapped(f"mnist-{split}", key, lambda: _read_files(paths, split)))
 
 
 def _find(folder, name):
-    """An IDX file, where torchvision or a person has put it."""
-    places = (folder, folder / "raw", folder / "MNIST" / "raw")
-    for path in (place / f"{name}{ending}" for place in places for ending in ("", ".gz")):
+    """Return an IDX file, wherever torchvision or a person has put it below a folder."""
+    for path in sorted(folder.rglob(f"{name}*")):
         if path.is_file():
             return path
     raise TpukitError(
@@ -108,8 +107,8 @@ def read_digit(path: Path) -> np.ndarray:
 
 
 def download(folder: Path) -> None:
-    """The four original files, by torchvision, which verifies their checksums. Raises TpukitError where that
-    fails."""
+    """Download the four original files by torchvision, which verifies their checksums. Raises TpukitError if
+    that fails."""
     with explained("torchvision, which knows where it is, cannot be imported"):
         from torchvision.datasets import MNIST
     url = f"{MNIST.mirrors[0]}{MNIST.resources[0][0]}"

@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -18,17 +17,15 @@ from tpukit.tasks import arrays
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-JPEG_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif")
 DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats that can have more than 8 bits of grey
-ENDINGS = (*JPEG_ENDINGS, *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
+ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
 STACK_ENDINGS = (".tif", ".tiff", ".gif", ".webp")  # of formats that can have several pages or frames
-# Of files that belong beside images: they are left out without a word.
+# Of files that belong next to images: they are left out without a word.
 BESIDE = ".txt .csv .json .jsonl .xml .md .html .yaml .yml .db .ini .py".split()
 LEVELS = 256
 FEW_LEVELS = 32
 PERCENTILES = (0, 0.5, 99.5, 100)
 Levels = tuple[float, float]  # values of grey that become 0 and 255
-T = TypeVar("T")
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
 
 
@@ -103,7 +100,7 @@ def to_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
     if most < low or least > high:
         raise TpukitError(
             f"its grey values are {least:g} to {most:g}, and the training set's {low:g} to {high:g}: nothing"
-            " of it would be seen, so bring it to the same unit"
+            " of it would be visible, so convert it to the same unit"
         )
     scaled = np.nan_to_num((values - low) * ((LEVELS - 1) / (high - low)))
     return Image.fromarray(np.rint(scaled.clip(0, LEVELS - 1)).astype(np.uint8))
@@ -127,13 +124,9 @@ def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
 
     From half a percent to 99.5 % of the pixels, and as much again at both ends, as far as there are such
     values: a broken pixel counts for nothing, and a few bright ones keep their place."""
-    count = len(paths)
-    paths = [path for path in paths if path.suffix.lower() in DEEP_ENDINGS and path.is_file()]
-    stats = [(str(path.resolve()), path.stat()) for path in paths]
-    key = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-    if not paths:
-        return None, ""
-    ranges = arrays.mapped("grey-levels", key, lambda: dict(ranges=_measure(paths)))["ranges"]
+    deep = [path for path in paths if path.suffix.lower() in DEEP_ENDINGS and path.is_file()]
+    key = arrays.state_of(deep)
+    ranges = arrays.mapped("grey-levels", key, lambda: dict(ranges=_measure(deep)))["ranges"]
     if not len(ranges):
         return None, ""
     least, lows, highs, most = np.asarray(ranges).T
@@ -142,11 +135,9 @@ def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
     low, high = max(least.min(), low - span), min(most.max(), high + span)
     high = high if high > low else low + 1
     note = (
-        f"{len(ranges)} of {count} images have grey deeper than 8 bits: {low:g} to {high:g}, of the training"
-        f" set, become 0 to {LEVELS - 1}, in predictions, too"
+        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits: {low:g} to {high:g}, of the"
+        f" training set, become 0 to {LEVELS - 1}, in predictions, too"
     )
-    if len(ranges) < count:
-        note += "; the others stay as they are"
     if (used := np.median(highs - lows) / (high - low) * LEVELS) < FEW_LEVELS:
         note += (
             f". Half of them use only {used:.0f} of {LEVELS} levels, because the images differ more from each"
@@ -175,34 +166,30 @@ def _measure(paths):
     return np.array(found).reshape(-1, 4)
 
 
-def parse_levels(text: str | None) -> Levels | None:
-    """Return the levels that are kept with weights as "LOW HIGH"; None for other text."""
+def kept_levels(file: Path | None) -> Levels | None:
+    """Return the levels that a training run kept with its weights; None if there are none."""
+    kept = weights.metadata(file).get("grey_levels", "") if file else ""
     try:
-        low, high = map(float, (text or "").split())
+        low, high = map(float, kept.split())
     except ValueError:
         return None
     return (low, high) if -np.inf < low < high < np.inf else None
 
 
-def kept_levels(file: Path | None) -> Levels | None:
-    """Return the levels that a training kept with its weights; None where the file or they are missing."""
-    return parse_levels(weights.metadata(file).get("grey_levels")) if file else None
-
-
 def format_levels(levels: Levels | None) -> dict[str, str]:
-    """Return what a task keeps of levels with its weights, for `parse_levels`."""
+    """Return what a task keeps of levels with its weights, for `kept_levels`."""
     return dict(grey_levels=f"{levels[0]!r} {levels[1]!r}") if levels else {}
 
 
-def read_images(paths: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    """[read(path)] of files of a user's own; says so of each that has several pages. Raises TpukitError,
-    which names the first that cannot be read."""
+def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> list[np.ndarray]:
+    """Return read(path) of each of a user's own files; print which ones have several pages. Raises
+    TpukitError, which names the first that cannot be read."""
     images = []
     for path in paths:
         try:
             images.append(read(path))
             if is_stack(path):
-                print(printable(f"{path.name} has several pages or frames: the first alone is read"))
+                print(printable(f"{path.name} has several pages or frames: only the first is read"))
         except Exception as error:  # Pillow raises many types for a damaged file
             raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
     return images

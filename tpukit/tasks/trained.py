@@ -1,4 +1,4 @@
-"""The task and the weights of a finished training, from a run's folder or from a weights file alone."""
+"""The task and the weights of a finished training run, from a run's folder or from a weights file alone."""
 
 import dataclasses
 import json
@@ -43,8 +43,8 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
     that comes with tpukit.
 
     The task has the file as its `weights`, because what it says of classes may count. task: one of the user's
-    own, or the name of a task, for a file that does not name its own. Raises TpukitError where there are no
-    weights, or they are of no task that is known, or of another."""
+    own, or the name of a task, for a file that does not name its own. Raises TpukitError if there are no
+    weights, or they are of an unknown task or of another one."""
     if is_demo(source):
         source = DEMO_FOLDER / "weights.safetensors"
     if isinstance(source, Run) or Path(source).is_dir():

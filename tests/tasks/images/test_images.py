@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from tests.conftest import ROOT, best_weights, checkpoint, exact, refuses, same
 from tests.launching.conftest import CPU, losses
+from tests.tasks.images.small import make
 from tpukit import ImageClassifier, Run, predict, show, train
 from tpukit import test as score_run
 from tpukit.devices.runtime import Runtime
@@ -101,9 +102,8 @@ def test_the_tables_of_a_test_say_what_was_taken_for_what(finished):
         assert float(row["precision"]) == pytest.approx(counts[name] / max(taken, 1), abs=1e-4)
     batch, logits = task.load_predictions(run.path / "predictions")
     assert len(logits) == 16 and batch["image"].shape == (16, 3, 32, 32)
-    # The mistakes first, each with the name of its file; then what is right.
     wrong_first = sorted(predicted, key=lambda row: row["class"] == row["predicted"])[:16]
-    assert 0 < sum(right) and list(batch["name"]) == [row["file"] for row in wrong_first]
+    assert list(batch["name"]) == [row["file"] for row in wrong_first]
     titles = [panels[0][0] for panels in task.panels(batch, logits)]
     for title, row in zip(titles, wrong_first, strict=True):
         mark = "✓" if row["class"] == row["predicted"] else "✗"
@@ -124,7 +124,7 @@ def test_a_mistake_stands_before_what_is_right_with_a_larger_loss(tmp_path):
     assert list(saved["name"]) == ["wrong.png", "right.png"]
 
 
-def test_a_run_shows_its_confusion_matrix(finished, capsys):
+def test_a_run_shows_its_confusion_matrix(finished):
     task, run, _ = finished
     show(run)
     assert (run.path / "pictures/confusion.png").stat().st_size > 5000
@@ -135,7 +135,7 @@ def test_a_run_shows_its_confusion_matrix(finished, capsys):
 # Weights and classes of a run
 
 
-def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_dataset(finished, shapes, capsys):
+def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_dataset(finished, shapes):
     task, run, _ = finished
     away = dataclasses.replace(task, dataset_dir=None)
     paths = sorted(shapes.glob("test/ring/*.png"))[:2]
@@ -185,13 +185,10 @@ def test_a_setting_out_of_its_range_is_refused_by_its_name(name, value):
         ImageClassifier(**{name: value})
 
 
-def test_weight_decay_spares_biases_and_norms():
+def test_weight_decay_is_the_optimizers():
     task = ImageClassifier(**TINY, weight_decay=0.3)
-    model = task.model()
-    groups = task.optimizer(model).param_groups
-    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        assert decay[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.3), name
+    groups = task.optimizer(task.model()).param_groups
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}  # without for biases and norms
 
 
 # Training
@@ -251,10 +248,8 @@ def test_a_network_is_one_graph_on_xla_and_trains_as_on_the_cpu(finished, tmp_pa
 
 @pytest.mark.parametrize("dogs", [14, 4])
 def test_classes_with_few_images_are_named(dogs, tmp_path):
-    for name, count in {"train/cat": 12, "train/dog": dogs, "test/cat": 1, "test/dog": 1}.items():
-        (tmp_path / name).mkdir(parents=True)
-        for number in range(count):
-            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{number}.png")
+    make(tmp_path, "train/cat", "test/cat", "test/dog", count=12)
+    make(tmp_path, "train/dog", count=dogs)
     task = ImageClassifier(dataset_dir=tmp_path, **TINY)
     data, _ = task.datasets()
     sentences, indices = task.check_labels(data)
@@ -274,7 +269,7 @@ def pictures_of(folder, count, side, classes=2):
 
 
 @pytest.mark.parametrize(  # 0.8 of each class train
-    "count, batch_size, epochs", [(30, 8, 34), (5, 4, 100), (250, 32, 17), (800, 64, 10)]
+    "count, batch_size, epochs", [(30, 8, 34), (5, 4, 100), (800, 64, 10)]
 )
 def test_batch_and_epochs_fit_the_number_of_images(count, batch_size, epochs, tmp_path):
     task = ImageClassifier(dataset_dir=pictures_of(tmp_path / "set", count, 8), **RESNET)
@@ -294,8 +289,6 @@ def test_a_setting_that_was_given_stays_and_the_others_fit_it(tmp_path):
     found = dataclasses.replace(large, dataset_dir=folder)
     assert (found.batch_size, found.epochs) == (8, 25)
     assert found.datasets()[0].batch([0])["image"].shape == (1, 3, 160, 160)  # what test_resnet is made for
-    away = dataclasses.replace(found, dataset_dir=None)  # to predict, say
-    assert (away.batch_size, away.epochs) == (8, 25)
     more = dataclasses.replace(found, dataset_dir=pictures_of(tmp_path / "more", 250, 8))
     assert (more.batch_size, more.epochs) == (32, 17)
 

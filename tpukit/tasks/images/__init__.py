@@ -1,4 +1,4 @@
-"""Image classification on your own images, by any network of timm or torchvision.
+"""Image classification on your own images, by any network of timm.
 
 torch is imported where it is used, so that the help of the command line need not wait for it. Shapes: B
 batch, S side of the images, K classes."""
@@ -20,11 +20,12 @@ from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import require_at_least, require_shares, setting
-from tpukit.tasks import archives, arrays, pictures
+from tpukit.tasks import arrays, pictures
+from tpukit.tasks.datasets import archive_stem
 from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import ImageSet, find_copies, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
-from tpukit.tasks.splits import SPLITS
+from tpukit.tasks.splits import SPLITS, some
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ class Chosen(int):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageClassifier(Task):
-    """Image classification on your own images, with a network of timm (or torchvision), fine-tuned or from
-    scratch.
+    """Image classification on your own images, with a network of timm, fine-tuned or from scratch.
 
     dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; or a CSV file
     with paths and labels, or its folder."""
@@ -77,7 +77,7 @@ class ImageClassifier(Task):
     weight_decay: float = 0.05
     """Of AdamW; not for biases and norms."""
     model_name: str = "resnet18"
-    """A classification model of timm, or of torchvision where timm is not installed."""
+    """A classification model of timm."""
     pretrained: str = "auto"
     """yes, no, auto (if they are found, otherwise random weights) or a file: pretrained weights. They are
     looked for in timm's cache and on the internet. A head of other classes is replaced."""
@@ -96,7 +96,7 @@ class ImageClassifier(Task):
     crop: float = 0.5
     """Smallest share of an image's area that a random crop keeps, enlarged to the whole size; 1: no crops."""
     colour: float = 0.2
-    """Brightness, contrast and saturation of training images each change by up to this share; 0: not."""
+    """Brightness, contrast and saturation of training images each change by up to this share; 0: none."""
     label_smoothing: float = 0.1
     """Share of each label that is spread evenly over all classes."""
 
@@ -111,24 +111,17 @@ class ImageClassifier(Task):
 
     def _choose_batch_and_epochs(self):
         """Set what was left None: for the dataset, or for a large one until it is known."""
-        place = Path(self.dataset_dir) if self.dataset_dir else None
-        if place and (archives.stem(place) or not place.exists()):
-            place = None
-
-        def is_open(value):
-            return value is None or (place and isinstance(value, Chosen))
-
-        batch_size, epochs = self.batch_size, self.epochs
-        if not (is_open(batch_size) or is_open(epochs)):
+        given = (self.batch_size, self.epochs)
+        batch_size, epochs = (None if isinstance(value, Chosen) else value for value in given)
+        if batch_size is not None and epochs is not None:
             return
-        count = BATCH_SIZE * STEPS
-        if place:
+        place, count = self.dataset_dir, BATCH_SIZE * STEPS
+        if place and place.exists() and not archive_stem(place):
             count = len(find_samples(place, self.images_dir, self.test_share).samples["train"])
-        if is_open(batch_size):
+        if batch_size is None:
             sixteenth = 2 ** round(math.log2(count / 16))
             batch_size = Chosen(min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
-        if is_open(epochs):
-            assert batch_size
+        if epochs is None:
             epochs = Chosen(max(EPOCHS, math.ceil(STEPS / max(count // batch_size, 1))))
         object.__setattr__(self, "batch_size", batch_size)  # the class is frozen
         object.__setattr__(self, "epochs", epochs)
@@ -142,7 +135,7 @@ class ImageClassifier(Task):
         levels, levels_note = self._levels(found)
         classes = _listed(found.classes)
         notes = [classes, levels_note] if is_random else [weights_note, classes, levels_note]
-        draw = functools.partial(augment.draw, self)
+        draw = functools.partial(augment.draw, **self._augmentation)
         data = self._open(found, levels, "train", draw=draw, notes="\n".join(filter(None, notes)))
         test = self._open(found, levels, "val", "test")
         data.notices += found.notices + find_copies(data, test)
@@ -164,8 +157,8 @@ class ImageClassifier(Task):
     def _levels(self, found):
         """(`pictures.Levels` or None, a sentence for the log). By other levels than in training, an image
         would be another for these weights."""
-        if kept := pictures.parse_levels(self._kept_with_weights().get("grey_levels")):
-            return kept, f"grey deeper than 8 bits is scaled as in the training of {self.weights}"
+        if kept := pictures.kept_levels(self.weights):
+            return kept, ""
         return pictures.find_levels([sample.path for sample in found.samples["train"]])
 
     def _find_samples(self):
@@ -211,7 +204,7 @@ class ImageClassifier(Task):
 
     @property
     def export_preprocessing(self) -> str:
-        size, levels = self._size(), pictures.parse_levels(self._kept_with_weights().get("grey_levels"))
+        size, levels = self._size(), pictures.kept_levels(self.weights)
         scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
         return (
             f"turn it upright by its EXIF orientation;{scaled} drop transparency, to RGB; scale the short"
@@ -222,7 +215,12 @@ class ImageClassifier(Task):
         rng, size = np.random.default_rng(0), self._size()
         image = rng.integers(0, 256, (count, 3, size, size), np.uint8)
         numbers = rng.random((count, augment.NUM_UNIFORMS))
-        return dict(image=image, label=np.arange(count) % 2, augment=augment.draw(self, numbers))
+        parameters = augment.draw(numbers, **self._augmentation)
+        return dict(image=image, label=np.arange(count) % 2, augment=parameters)
+
+    @property
+    def _augmentation(self):
+        return dict(flip=self.flip, crop=self.crop, colour=self.colour)
 
     # Model
 
@@ -259,7 +257,7 @@ class ImageClassifier(Task):
 
         image = batch["image"]
         if "augment" in batch:
-            image = augment.apply(self, image, batch["augment"])
+            image = augment.apply(image, batch["augment"], **self._augmentation)
         logits = self._logits(model, image)  # (B, K)
         return cross_entropy(logits, batch["label"], label_smoothing=self.label_smoothing)
 
@@ -274,7 +272,7 @@ class ImageClassifier(Task):
 
     def evaluate(self, predictions):
         """dict: accuracy and top5 in [0, 1] (top5 of more than ten classes), images; `confusion`, a row of
-        predicted classes for each true one, where there are at most 30."""
+        predicted classes for each true one, if there are at most 30."""
         logits, labels = _gather(predictions)
         count = logits.shape[1]
         # How many classes are above the true one: all of them, if its logit is not a number.
@@ -327,7 +325,8 @@ class ImageClassifier(Task):
 
         images = torch.as_tensor(np.asarray(batch["image"]))
         if "augment" in batch:
-            images = augment.apply(self, images, torch.as_tensor(np.asarray(batch["augment"])))
+            parameters = torch.as_tensor(np.asarray(batch["augment"]))
+            images = augment.apply(images, parameters, **self._augmentation)
         images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
         titles = [""] * len(images)
         if "label" in batch:
@@ -388,7 +387,7 @@ def _confusion(logits, labels):
 
 
 def _listed(names):
-    return f"{len(names)} classes ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    return f"{len(names)} classes ({some(names)})"
 
 
 def _write_csv(path, header, rows):

@@ -6,7 +6,7 @@ gathered. Shapes: B batch, S side of the images."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,30 +16,21 @@ if TYPE_CHECKING:
 NUM_UNIFORMS = 7  # uniform numbers for each sample
 
 
-class Settings(Protocol):
-    """Settings of an `ImageClassifier`."""
-
-    @property
-    def crop(self) -> float: ...
-    @property
-    def flip(self) -> float: ...
-    @property
-    def colour(self) -> float: ...
-
-
-def draw(settings: Settings, numbers: np.ndarray) -> np.ndarray:
+def draw(numbers: np.ndarray, *, flip: float, crop: float, colour: float) -> np.ndarray:
     """(B, NUM_UNIFORMS) uniform in [0, 1) -> (B, NUM_UNIFORMS) float32, columns as `apply` unpacks them.
+
+    flip, crop, colour: see `ImageClassifier`.
 
     zoom: side of the part of the image that is kept, as a share, from a uniform area. left, top: where it
     starts. is_flipped: 0 or 1. Then factors of brightness, contrast and saturation, uniform in 1 ± colour."""
-    area, left, top, flip, *colours = np.asarray(numbers, np.float64).T
-    zoom = np.sqrt(settings.crop + (1 - settings.crop) * area)
-    factors = [1 + settings.colour * (2 * number - 1) for number in colours]
-    columns = [zoom, left * (1 - zoom), top * (1 - zoom), flip < settings.flip, *factors]
+    area, left, top, mirror, *colours = np.asarray(numbers, np.float64).T
+    zoom = np.sqrt(crop + (1 - crop) * area)
+    factors = [1 + colour * (2 * number - 1) for number in colours]
+    columns = [zoom, left * (1 - zoom), top * (1 - zoom), mirror < flip, *factors]
     return np.stack(columns, 1).astype(np.float32)
 
 
-def apply(settings: Settings, image: Tensor, parameters: Tensor) -> Tensor:
+def apply(image: Tensor, parameters: Tensor, *, flip: float, crop: float, colour: float) -> Tensor:
     """The augmented images, float32 in [0, 255]. image: (B, 3, S, S) uint8. parameters: of `draw`."""
     import torch
 
@@ -47,13 +38,13 @@ def apply(settings: Settings, image: Tensor, parameters: Tensor) -> Tensor:
     zoom, left, top, is_flipped, brightness, contrast, saturation = columns
     image = image.float()  # (B, 3, S, S)
     with torch.autocast(image.device.type, enabled=False):
-        if settings.crop < 1:
+        if crop < 1:
             across = _crop_matrix(zoom[:, 0], left[:, 0], image.shape[-1])  # (B, S, S)
             down = _crop_matrix(zoom[:, 0], top[:, 0], image.shape[-1])
             image = down[:, None] @ image @ across[:, None].transpose(2, 3)
-        if settings.flip:
+        if flip:
             image = torch.where(is_flipped > 0, image.flip(3), image)
-        if settings.colour:
+        if colour:
             image = image * brightness
             image = _blend(image, _grey(image).mean((1, 2, 3), keepdim=True), contrast)
             image = _blend(image, _grey(image), saturation).clamp(0, 255)

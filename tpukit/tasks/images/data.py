@@ -23,7 +23,7 @@ from tpukit.tasks import arrays, pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
 from tpukit.tasks.images.lists import Sample, describe_lists, find_lists, read_lists
 
-VERSION = 4  # of what `_decode` returns for the same files, which is cached
+VERSION = 5  # of what `_decode` returns for the same files, which is cached
 PAGE = "YOUR_DATA"  # of the docs
 
 
@@ -43,11 +43,11 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
     place = Path(dataset_dir)
     if not place.exists():
         raise TpukitError(f"dataset {place} does not exist")
-    samples, notices = _find_in_class_folders(place) if place.is_dir() else ([], [])
+    samples, notices = _find_in_class_folders(place.resolve()) if place.is_dir() else ([], [])
     if len({sample.label for sample in samples}) < 2 and place.suffix not in splits.TABLES:
         listed, of_lists = read_lists(place, images_dir)
         if listed:
-            samples, notices = listed, of_lists + _find_unlisted(place, listed)
+            samples, notices = listed, of_lists
     elif lists := find_lists(place):
         names = ", ".join(path.name for path in lists)
         notices.append(
@@ -66,8 +66,8 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
             " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"
             f" labels; it has {here}"
         )
-    samples, unlabelled = _without_unlabelled(samples)
-    notices += unlabelled
+    samples = _without_unlabelled(samples)
+    notices += _find_unused(place.resolve(), samples)
     has_splits = any(sample.split in ("val", "test") for sample in samples)
     by_split = collections.defaultdict(list)
     for sample in samples if has_splits else _hold_out(samples, test_share):
@@ -78,8 +78,8 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
         missing = sorted(names - {sample.label for sample in by_split[split]})
         if not missing:
             continue
-        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        lacks = f"the {split} split has no image of {len(missing)} of {len(classes)} classes ({shown})"
+        count = f"{len(missing)} of {len(classes)} classes"
+        lacks = f"the {split} split has no image of {count} ({splits.some(missing)})"
         if split == "train" or not has_splits:
             raise TpukitError(
                 f"{place}: {lacks}: add some, in a set without splits two images or more of each class"
@@ -89,22 +89,17 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
 
 
 def _without_unlabelled(samples):
-    """Leave out the splits whose only class is none of train's, as val/images/ without labels has it. Return
-    (the others, sentences)."""
-    by_split = collections.defaultdict(collections.Counter)
+    """Leave out a split whose only class is none of train's, as val/images/ has it if only a file that is not
+    read has the labels."""
+    classes = collections.defaultdict(set)
     for sample in samples:
-        by_split[sample.split][sample.label] += 1
+        classes[sample.split].add(sample.label)
     unlabelled = {
-        split: counts
-        for split, counts in by_split.items()
-        if split in ("val", "test") and len(counts) == 1 and not counts.keys() & by_split["train"].keys()
+        split
+        for split in ("val", "test")
+        if len(classes[split]) == 1 and not classes[split] & classes["train"]
     }
-    notices = [
-        f"{split}: {sum(counts.values())} images, all of {next(iter(counts))}, which is no class of train:"
-        " not used, because nothing says what they are"
-        for split, counts in unlabelled.items()
-    ]
-    return [sample for sample in samples if sample.split not in unlabelled], notices
+    return [sample for sample in samples if sample.split not in unlabelled]
 
 
 def _hold_out(samples, test_share):
@@ -118,47 +113,44 @@ def _hold_out(samples, test_share):
     ]
 
 
-def _find_unlisted(place, samples):
-    """Return sentences about the images beside those of a list."""
-    listed = {sample.path for sample in samples}
+def _find_unused(place, samples):
+    """Return sentences that count the files at a place that are no samples: images by their folders, and
+    files that are not read as images by their endings."""
+    used = {sample.path for sample in samples}
     if place.is_dir():
-        below = _files_below(place.resolve())
-    else:
-        folders = [folder for folder in sorted({path.parent for path in listed}) if folder.is_dir()]
+        below, base = _files_below(place), place
+    else:  # a list in a folder that may hold anything: look only where its images are
+        folders = filter(Path.is_dir, sorted({path.parent for path in used}))
         below = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-    others = [path for path in below if path.suffix.lower() in pictures.ENDINGS and path not in listed]
-    unused = [path.name for path in others if path.resolve() not in listed]
-    notices = [f"{len(unused)} images are in no list, and not used ({splits.some(unused)})"] if unused else []
+        base = place.parent
+    others = [path for path in below if path.suffix.lower() in pictures.ENDINGS and path not in used]
+    unused = [os.path.relpath(path.parent, base) for path in others if path.resolve() not in used]
+    notices = []
+    if unused:
+        counts = [f"{count} in {folder}/" for folder, count in collections.Counter(unused).most_common()]
+        notices.append(
+            f"{len(unused)} images are not used, because no folder or list gives them a class and a split:"
+            f" {splits.some(counts)}"
+        )
     return notices + list(filter(None, [pictures.left_out(below)]))
 
 
 def _find_in_class_folders(folder):
-    """(Samples of the class folders in a folder, or in its split folders; sentences about what is left
-    out)."""
+    """Return (the samples of the class folders in a folder, or in its split folders; sentences about the
+    folders)."""
     folder = _unwrapped(folder)
-    children, files = _folders(folder), [path for path in folder.iterdir() if path.is_file()]
-    split_folders = _find_split_folders(children)
-    classes = [
-        (each, split) for child, split in split_folders.items() for each in _folders(_unwrapped(child))
-    ]
-    unused = {}
-    if split_folders:
-        unused = {child: "its name is no split" for child in children if child not in split_folders}
-        flat = [child for child in split_folders if not _folders(child)]
-        unused |= dict.fromkeys(flat, "it has no folders of classes, as train has")
-    elif not _are_flat_splits(children):
+    children = _folders(folder)
+    if split_folders := _find_split_folders(children):
+        classes = [
+            (each, split) for child, split in split_folders.items() for each in _folders(_unwrapped(child))
+        ]
+        notices = []
+    else:
         classes = [(child, None) for child in children]
-    notices = [] if split_folders else _common_names(children)
-    for child, why in unused.items():
-        if count := len(_images_below(child)):
-            notices.append(f"{child.name}/ with {count} images is not used: {why}")
-    if loose := sum(path.suffix.lower() in pictures.ENDINGS for path in files):
-        notices.append(f"{loose} images in {folder.name}/ itself, in no class, are not used")
-    if left_out := pictures.left_out(_files_below(folder)):
-        notices.append(left_out)
+        notices = _common_names(children)
     images = {(class_folder, split): _images_below(class_folder) for class_folder, split in classes}
     if empty := [each.relative_to(folder).as_posix() for (each, _), paths in images.items() if not paths]:
-        notices.append(f"{len(empty)} folders have no images, and so are no classes ({splits.some(empty)})")
+        notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
     samples = [
         Sample(path.relative_to(folder).as_posix(), class_folder.name, split, path)
         for (class_folder, split), paths in images.items()
@@ -169,24 +161,19 @@ def _find_in_class_folders(folder):
 
 def _find_split_folders(children):
     """Return dict of folder -> split of those that are splits; empty if none is. A folder whose name merely
-    has the word, as train_station, is one only if it holds folders of classes, as others do."""
+    has the word, as train_station, is one only if it holds folders of classes, as others do, or if all are
+    splits without such folders, of which a list may tell."""
     named = {child: split for child in children if (split := splits.split_of(child.name))}
+    exact = {child: split for child, split in named.items() if child.name.lower() in splits.SPLITS}
+    others = [child for child in children if child not in named]
     inner = {child: {each.name for each in _folders(_unwrapped(child))} for child in named}
-    if any(inner[child] for child in named if child.name.lower() in splits.SPLITS):
-        return named
     trained, tested = set(), set()
     for child, split in named.items():
         (trained if split == "train" else tested).update(inner[child])
-    others = [child for child in children if child not in named]
+    have_classes = any(inner[child] for child in exact) or trained & tested
     is_alone = len(trained) > 1 and not any(map(_folders, others))
-    return named if trained & tested or is_alone else {}
-
-
-def _are_flat_splits(children):
-    """Return whether folders are splits without folders of classes, of which a list may tell."""
-    exact = {splits.SPLITS.get(child.name.lower()) for child in children} - {None}
-    named = {splits.split_of(child.name) for child in children}
-    return len(exact) > 1 or len(named) > 1 and None not in named
+    are_flat = len({*exact.values()}) > 1 or len({*named.values()}) > 1 and not others
+    return named if have_classes or is_alone or are_flat else {}
 
 
 def _common_names(children):
@@ -202,8 +189,8 @@ def _common_names(children):
 
 
 def _unwrapped(folder):
-    """The folder, or the one that is all that it holds: an archive's own top folder, or seg_train/seg_train/.
-    One whose name is a split is kept, where it is not the same split again."""
+    """Return the folder, or the one that is all that it holds: an archive's own top folder, or
+    seg_train/seg_train/. One whose name is a split is kept, if it is not the same split again."""
     while len(children := _folders(folder)) == 1 and _folders(children[0]):
         split = splits.split_of(children[0].name)
         if split and split != splits.split_of(folder.name):
@@ -218,14 +205,14 @@ def _folders(folder):
 
 
 def _files_below(folder):
-    """Its files, sorted, but for hidden ones. Raises OSError for a folder that cannot be read: none is left
-    out silently."""
+    """Return its files, sorted, but for hidden ones. Raises OSError for a folder that cannot be read: none is
+    left out silently."""
 
     def refuse(error):
         raise error
 
     paths = sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
-    return [path for path in paths if path.name[0] != "."]
+    return [path for path in paths if not any(part[0] == "." for part in path.relative_to(folder).parts)]
 
 
 def _images_below(folder):
@@ -236,24 +223,17 @@ def find_copies(train: "ImageSet", test: "ImageSet") -> list[str]:
     """Return sentences about images with the same pixels: test images that are training images, too, and
     images in two classes."""
     notices, learned = [], set(train.digests)
-    leaked = [name for name, digest in zip(test.names, test.digests) if digest in learned]
-    if leaked:
+    classes = collections.defaultdict(dict)  # of each digest, class -> the first image in it
+    if leaked := [name for name, digest in zip(test.names, test.digests) if digest in learned]:
         notices.append(
             f"{len(leaked)} of {len(test)} test images are training images, too ({splits.some(leaked)}): the"
             " scores say nothing of new images"
         )
-    classes, of_digest = collections.defaultdict(set), collections.defaultdict(list)
     for data in (train, test):
         for digest, label, name in zip(data.digests, data.labels.tolist(), data.names):
-            classes[digest].add(label)
-            of_digest[digest].append(name)
-    contradicting = [
-        " = ".join(of_digest[digest][:3]) for digest, labels in classes.items() if len(labels) > 1
-    ]
-    if contradicting:
-        notices.append(
-            f"{len(contradicting)} images are in more than one class ({splits.some(contradicting)})"
-        )
+            classes[digest].setdefault(label, name)
+    if differing := [" = ".join(names.values()) for names in classes.values() if len(names) > 1]:
+        notices.append(f"{len(differing)} images are in more than one class ({splits.some(differing)})")
     return notices
 
 
@@ -293,10 +273,8 @@ def _decode(samples, size, skip_bad, split, levels):
             try:
                 images[index] = read_image(path, size, levels).transpose(2, 0, 1)
                 digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
-                is_flat[index], is_stack[index] = (
-                    not np.ptp(images[index], (1, 2)).any(),
-                    pictures.is_stack(path),
-                )
+                is_flat[index] = not np.ptp(images[index], (1, 2)).any()
+                is_stack[index] = pictures.is_stack(path)
             except Exception as error:  # Pillow raises many types for a damaged file
                 return f"{samples[index].name}: {first_line(error)}"
 
@@ -311,13 +289,13 @@ def _decode(samples, size, skip_bad, split, levels):
         if names := [samples[index].name for index in np.flatnonzero(which)]:
             notes.append(f"{len(names)} of {count} {split} images {what} ({splits.some(names)})")
     if bad := list(filter(None, problems)):
-        shown = "; ".join(bad[:3]).replace("\n", "\\n") + ("; ..." if len(bad) > 3 else "")
-        notes.append(f"left out {len(bad)} of {count} {split} images that cannot be read: {shown}")
+        shown = splits.some(bad).replace("\n", "\\n")
+        unreadable = f"{len(bad)} of {count} {split} images cannot be read ({shown})"
         if not skip_bad or not len(kept):
             raise TpukitError(
-                f"{len(bad)} of {count} {split} images cannot be read ({shown}): replace them, or leave them"
-                " out with skip_bad=True (--skip-bad)"
+                f"{unreadable}: replace them, or leave them out with skip_bad=True (--skip-bad)"
             )
+        notes.append(f"{unreadable}: left out")
         for new, old in enumerate(kept):  # in place: no second copy in memory
             images[new] = images[old]
     return dict(
@@ -347,9 +325,7 @@ class ImageSet:
         self.classes, self.draw, self.levels = classes, draw, levels
         self.notices: list[str] = []
         self.num_uniforms = NUM_UNIFORMS if draw else 0
-        paths = filter(Path.is_file, dict.fromkeys(sample.path for sample in samples))
-        stats = [(str(path.resolve()), path.stat()) for path in paths]
-        state = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        state = arrays.state_of(sample.path for sample in samples if sample.path.is_file())
         key = [VERSION, size, skip_bad, levels, state, [sample.name for sample in samples]]
         decoded = arrays.mapped(
             f"images-{split}", key, lambda: _decode(samples, size, skip_bad, split, levels)

@@ -1,7 +1,6 @@
 """Lists of images and their classes: CSV files, and metadata.jsonl."""
 
 import collections
-import contextlib
 import csv
 import json
 import re
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks import pictures
-from tpukit.tasks.splits import SPLITS, split_of
+from tpukit.tasks.splits import SPLITS, some, split_of
 
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
 LABEL_COLUMNS = (
@@ -44,26 +43,19 @@ def read_lists(place: Path, images_dir: Path | None) -> tuple[list[Sample], list
         names = ", ".join(path.name for path in lists)
         raise TpukitError(f"{place} has {len(lists)} lists of images ({names}): give one as dataset_dir")
     if not lists:  # as Hugging Face's imagefolder has them
-        folders = {folder: split_of(folder.name) for folder in sorted(place.glob("*/"))}
-        by_split = {
-            path: split
-            for folder, split in folders.items()
-            for path in (find_lists(folder) if split else [])
-            if _lists_images(path)
-        }
-    samples = [
-        each for path, split in by_split.items() for each in _read_list(path, images_dir, split, notices)
-    ]
+        for folder in sorted(place.glob("*/")):
+            if split := split_of(folder.name):
+                by_split |= {path: split for path in find_lists(folder) if _lists_images(path)}
+    samples = []
+    for path, split in by_split.items():
+        samples += _read_list(path, images_dir, split, notices)
     return samples, notices
 
 
 def find_lists(folder: Path) -> list[Path]:
     """Return the files in a folder that may list images."""
-    return [
-        path
-        for path in sorted(folder.glob("*.csv")) + sorted(folder.glob("metadata.jsonl"))
-        if path.is_file()
-    ]
+    paths = [*sorted(folder.glob("*.csv")), folder / "metadata.jsonl"]
+    return [path for path in paths if path.is_file()]
 
 
 def describe_lists(folder: Path) -> str:
@@ -84,12 +76,10 @@ def _open_list(path):
     no JSON in lines."""
     if path.suffix == ".jsonl":
         with explained(f"{path} does not hold a JSON object in each line"):
-            values = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-            names = list(dict.fromkeys(name for row in values for name in row.keys()))
-        missing = dict.fromkeys(names)
-        filled = [missing | row for row in values]
+            rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+            names = list(dict.fromkeys(name for row in rows for name in row.keys()))
         return names, [
-            {name: "" if row[name] is None else str(row[name]) for name in names} for row in filled
+            {name: "" if row.get(name) is None else str(row[name]) for name in names} for row in rows
         ]
     wrong = f"{path} is not a CSV file in UTF-8, so save it as one"
     with open(path, newline="", encoding="utf-8-sig") as file, explained(wrong):
@@ -142,13 +132,13 @@ def _class_of_row(row, columns, where):
     """Return the one column that is 1. Raises TpukitError for several, or none."""
     found = [name for name in columns if float(row[name]) == 1]
     if len(found) != 1:
-        listed = f"{', '.join(found[:5])} are 1" if found else f"none of {', '.join(columns[:5])} is 1"
+        listed = f"{some(found)} are 1" if found else f"none of {some(columns)} is 1"
         raise TpukitError(f"{where}: {listed}, and an image must have one class")
     return found[0].strip()
 
 
 def _split_column(path, names, rows, split, notices):
-    """Return the column that names splits, or None. Raises TpukitError where only some of its values do."""
+    """Return the column that names splits, or None. Raises TpukitError if only some of its values do."""
     column = _column(names, SPLIT_COLUMNS)
     if column is None:
         return None
@@ -166,13 +156,11 @@ def _split_column(path, names, rows, split, notices):
 def _doubts(path, samples):
     """Return sentences about what a list may not mean."""
     notices, classes = [], {sample.label for sample in samples}
-    repeated = [
-        name for name, count in collections.Counter(each.name for each in samples).items() if count > 1
-    ]
-    if repeated:
+    counts = collections.Counter(sample.name for sample in samples)
+    if repeated := [name for name, count in counts.items() if count > 1]:
         notices.append(
-            f"{path.name}: {len(repeated)} images ({repeated[0]}, ...) are listed more than once, and so"
-            " count as often"
+            f"{path.name}: {len(repeated)} images ({some(repeated)}) are listed more than once, and so count"
+            " more than once"
         )
     several = {
         name for name in classes if len(parts := re.split(r"[|;,\s]+", name)) > 1 and classes & {*parts}
@@ -190,17 +178,11 @@ def _folder_of_images(path, names):
     of such names."""
     own = path.parent
     folders = [own, *sorted(own.glob("*/"))]
-    found = [folder for folder in folders if any(map(Path.is_file, _complete(folder, names)))]
+    found = [each for each in folders if any(_with_ending(each / name).is_file() for name in names)]
     if own not in found and len(found) > 1:
         listed = ", ".join(folder.name for folder in found)
         raise TpukitError(f"{path}: its images are in {listed}: name the folder as images_dir (--images-dir)")
     return found[0] if found and own not in found else own
-
-
-def _complete(folder, names):
-    for name in names:
-        with contextlib.suppress(ValueError):  # NUL: `_inside` names the row
-            yield _with_ending(folder / name)
 
 
 def _inside(base, name, where):
@@ -219,5 +201,5 @@ def _with_ending(path):
     """Return the file of a path, whose ending may be missing."""
     if path.suffix.lower() in pictures.ENDINGS:
         return path
-    complete = (path.with_name(path.name + ending) for ending in pictures.ENDINGS)
+    complete = (path.parent / f"{path.name}{ending}" for ending in pictures.ENDINGS)
     return next(filter(Path.is_file, complete), path)
