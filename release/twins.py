@@ -34,8 +34,7 @@ SETTINGS_OF = {
     "hardware_check": dict(REHEARSE=True, ONLY="precision"),
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
-# Notebook -> the package that not every image has
-NEEDS_INTERNET = {"finetune_llm": "peft", "finetune_images": "timm"}
+NEEDS_INTERNET = {"finetune_llm": "peft"}  # notebook -> the package that not every image has
 # XLA optimises less, as in the Makefile: a step compiles in a third of the time.
 ON_CPU = {
     "PJRT_DEVICE": "CPU",

@@ -1,6 +1,9 @@
 """Networks by name, where their pretrained weights are found, and which files are refused."""
 
+import functools
+import http.server
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +14,15 @@ from tpukit import ImageClassifier
 from tpukit.tasks.images.models import build, describe, find_pretrained
 
 timm = pytest.importorskip("timm")
+
+
+@pytest.fixture
+def without_timm(monkeypatch):
+    """As where timm is not installed."""
+    monkeypatch.setitem(sys.modules, "timm", None)
+    describe.cache_clear()
+    yield
+    describe.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +40,7 @@ def test_a_network_says_its_size_and_how_its_images_are_normalised():
     assert vit.published.startswith("timm/vit_small_patch16_224")
 
 
-NEAREST = {"resnet-18": "resnet18", "resnet18.mine": "resnet18", "": "resnet18"}
+NEAREST = {"resnet-18": "resnet18", "vit_smal_patch16_224": "vit_small_patch16_224", "": "resnet18"}
 
 
 @pytest.mark.parametrize("name, nearest", NEAREST.items())
@@ -80,10 +92,25 @@ def test_weights_are_found_in_the_cache_of_the_hub(tmp_path, monkeypatch):
     assert find_pretrained(network, "no")[0] is None
 
 
-def test_without_timm_the_error_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with refuses("pip install timm"):
-        describe.__wrapped__("resnet18")
+def test_of_several_processes_that_need_the_same_weights_one_downloads_them(tmp_path, monkeypatch):
+    """Threads here: each opens the lock's file anew, as a process does."""
+    monkeypatch.delenv("TPUKIT_OFFLINE")
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    (tmp_path / "weights.pth").write_bytes(b"weights")
+    asked = []
+
+    class Server(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, form, *values):
+            asked.append(self.command)
+
+    serve = functools.partial(Server, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server, ThreadPoolExecutor(4) as pool:
+        pool.submit(server.serve_forever)
+        url = f"http://127.0.0.1:{server.server_port}/weights.pth"
+        network = describe("test_vit")._replace(published=url)
+        paths = {path for path, _ in pool.map(find_pretrained, [network] * 3, ["yes"] * 3)}
+        server.shutdown()
+    assert [path.read_bytes() for path in paths] == [b"weights"] and asked.count("GET") == 1
 
 
 def test_without_internet_the_log_says_that_weights_are_random_and_yes_is_an_error():
@@ -91,8 +118,25 @@ def test_without_internet_the_log_says_that_weights_are_random_and_yes_is_an_err
     assert path is None and "random weights" in note and "TPUKIT_OFFLINE" in note
     with refuses("vit_small_patch16_224", "TPUKIT_OFFLINE", "pretrained=PATH"):
         find_pretrained(describe("vit_small_patch16_224"), "yes")
-    with refuses("none are on the Hugging Face hub"):
-        find_pretrained(describe("gcvit_tiny"), "yes")
+
+
+def test_torchvisions_networks_serve_where_timm_is_missing(without_timm, tmp_path, monkeypatch):
+    pytest.importorskip("torchvision")
+    network = describe("resnet18")
+    assert (network.library, network.size) == ("torchvision", 224)
+    with refuses("'resnet-18'", "torchvision", "resnet18"):
+        describe("resnet-18")
+    with refuses("vit_b_16", "30x30"):
+        build(describe("vit_b_16"), 3, 30)
+    state = build(network, 5, 32).state_dict()
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(state, tmp_path / "checkpoints" / network.published.rpartition("/")[2])
+    path, _ = find_pretrained(network, "auto")
+    found = build(network, 3, 32, path).state_dict()
+    assert found["fc.weight"].shape == (3, 512) and torch.equal(found["conv1.weight"], state["conv1.weight"])
+    task = ImageClassifier(model_name="resnet18", image_size=32)
+    assert task.head(task.model()) == ["fc.weight", "fc.bias"]
 
 
 def test_the_head_of_a_network_is_the_layer_that_gives_the_logits():

@@ -1,4 +1,4 @@
-"""Image classification on your own images, by any network of timm.
+"""Image classification on your own images, by any network of timm or torchvision.
 
 torch is imported where it is used, so that the help of the command line need not wait for it. Shapes: B
 batch, S side of the images, K classes."""
@@ -46,7 +46,8 @@ class Chosen(int):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageClassifier(Task):
-    """Image classification on your own images, with a network of timm, fine-tuned or from scratch.
+    """Image classification on your own images, with a network of timm (or torchvision), fine-tuned or from
+    scratch.
 
     dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; or a CSV file
     with paths and labels, or its folder."""
@@ -77,7 +78,7 @@ class ImageClassifier(Task):
     weight_decay: float = 0.05
     """Of AdamW; not for biases and norms."""
     model_name: str = "resnet18"
-    """A classification model of timm."""
+    """A classification model of timm, or of torchvision where timm is not installed."""
     pretrained: str = "auto"
     """yes, no, auto (if they are found, otherwise random weights) or a file: pretrained weights. They are
     looked for in timm's cache and on the internet. A head of other classes is replaced."""

@@ -1,11 +1,13 @@
-"""Networks of timm by name, and where their pretrained weights are."""
+"""Networks by name, of timm or, if that is not installed, of torchvision; and where their pretrained weights
+are."""
 
 import copy
 import difflib
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained, first_line
 from tpukit.runs import weights
 from tpukit.tasks import downloads
@@ -15,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class Network(NamedTuple):
-    """timm's description of one of its networks."""
+    """A library's description of one of its networks."""
 
+    library: str
     name: str
     size: int
     """Side of the images that it was made for, in pixels."""
@@ -25,22 +28,43 @@ class Network(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     published: str
-    """The repository of the pretrained weights on the Hugging Face hub; empty: there is none."""
+    """The pretrained weights: a repository of the Hugging Face hub or an address; empty: there are none."""
 
 
 @functools.cache
 def describe(name: str) -> Network:
     """The `Network` of a name. Raises TpukitError with the nearest names for an unknown one."""
-    with explained("timm is missing (switch the internet on, and run pip install timm)"):
+    try:
         import timm
+    except ImportError:
+        return _describe_torchvision(name)
     known = {*timm.list_models(), *timm.list_models(pretrained=True)}
-    # timm knows its older names, too, and of one with a dot only the part before it.
-    if name not in known and ("." in name or not timm.is_model(name)):
+    if not timm.is_model(name):  # which knows its older names, too
+        _require_known(name, known, "timm")
+    try:
+        config = timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
+    except RuntimeError:  # the part after the dot names no weights of this network
+        _require_known(name, known, "timm")
+        raise
+    mean, std, published = tuple(config.mean), tuple(config.std), str(config.hf_hub_id or config.url or "")
+    return Network("timm", name, config.input_size[-1], config.fixed_input_size, mean, std, published)
+
+
+def _describe_torchvision(name):
+    with explained("neither timm nor torchvision can be imported (pip install timm)"):
+        from torchvision import models
+    known = models.list_models(module=models)  # without those of segmentation and detection
+    _require_known(name, known, "torchvision, as timm is not installed,")
+    published = models.get_model_weights(name)["DEFAULT"]
+    images = published.transforms()
+    fixed_size, mean, std = name.startswith("vit_"), tuple(images.mean), tuple(images.std)
+    return Network("torchvision", name, images.crop_size[0], fixed_size, mean, std, published.url)
+
+
+def _require_known(name, known, library):
+    if name not in known:
         nearest = ", ".join(difflib.get_close_matches(name, known, 4, 0.5)) or "resnet18"
-        raise TpukitError(f"no model {name!r} in timm, which has {len(known)}; the nearest: {nearest}")
-    config = timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
-    mean, std, published = tuple(config.mean), tuple(config.std), config.hf_hub_id or ""
-    return Network(name, config.input_size[-1], config.fixed_input_size, mean, std, published)
+        raise TpukitError(f"no model {name!r} in {library}, which has {len(known)}; the nearest: {nearest}")
 
 
 def build(network: Network, classes: int, size: int, pretrained: Path | None = None) -> "Module":
@@ -65,36 +89,47 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
             state[name] = own[name]
     try:
         return _make(network, classes, size, state)
-    except Exception as error:  # timm raises many types
+    except Exception as error:  # timm and torchvision raise many types
         different = weights.differences(state, own) or first_line(error)
         raise TpukitError(f"weights {pretrained} do not fit {network.name}: {different}") from error
 
 
 def heads(model: "Module") -> list[str]:
-    """Return the names of the layers that give the logits, as timm says."""
-    config: Any = model.default_cfg
-    named = config["classifier"]
-    return [named] if isinstance(named, str) else list(named)
+    """Return the names of the layers that give the logits. timm says which, of torchvision it is the last."""
+    import torch
+
+    if named := getattr(model, "default_cfg", {}).get("classifier"):
+        return [named] if isinstance(named, str) else list(named)
+    kinds = torch.nn.Linear, torch.nn.Conv2d
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1:]
 
 
 def _make(network, classes, size, state=None):
     """The model in training mode, with the weights of a state dict or random ones."""
-    import timm
+    if network.library == "timm":
+        import timm
 
-    options = dict(img_size=size) if network.fixed_size and size != network.size else {}
+        options = dict(img_size=size) if network.fixed_size and size != network.size else {}
+        if state is not None:
+            # timm adapts the names of older files, and positions to another image size. The numbers of
+            # classes agree, so that it leaves nothing out and checks every name.
+            loaded = dict(state_dict=state, num_classes=classes, label_offset=0, custom_load=False)
+            options |= dict(pretrained=True, pretrained_cfg_overlay=loaded)
+        return timm.create_model(network.name, num_classes=classes, **options)
+    from torchvision import models
+
+    options = dict(image_size=size) if network.fixed_size else {}
+    model = models.get_model(network.name, num_classes=classes, **options)
     if state is not None:
-        # timm adapts the names of older files, and positions to another image size. The numbers of classes
-        # agree, so that it leaves nothing out and checks every name.
-        loaded = dict(state_dict=state, num_classes=classes, label_offset=0, custom_load=False)
-        options |= dict(pretrained=True, pretrained_cfg_overlay=loaded)
-    return timm.create_model(network.name, num_classes=classes, **options)
+        model.load_state_dict(state)
+    return model
 
 
 def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
     """(file of pretrained weights or None, a sentence for the log).
 
-    wanted: auto, yes, no, or a file. Looked for in the cache of the Hugging Face hub, then on the internet.
-    Raises TpukitError if `yes` finds none."""
+    wanted: auto, yes, no, or a file. Looked for in the library's cache, then on the internet. Raises
+    TpukitError if `yes` finds none."""
     if wanted == "no":
         return None, f"{network.name}: random weights, as pretrained='no' asks for"
     try:
@@ -110,7 +145,19 @@ def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
 
 
 def _find_published(network):
-    """Return the file of the published weights, which may have to be downloaded. Raises TpukitError."""
+    """The file of the published weights, in the library's own cache or downloaded to it. Raises
+    TpukitError."""
+    import torch
+
     if not network.published:
-        raise TpukitError("none are on the Hugging Face hub")
-    return downloads.from_hub(network.published, "model.safetensors") / "model.safetensors"
+        raise TpukitError("none are published")
+    with explained(network.published):
+        if "://" not in network.published:
+            return downloads.from_hub(network.published, "model.safetensors") / "model.safetensors"
+        path = Path(torch.hub.get_dir(), "checkpoints", network.published.rpartition("/")[2])
+        with files.file_lock(path):  # of several processes one downloads it
+            if not path.is_file():
+                downloads.check_reachable(network.published)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.hub.download_url_to_file(network.published, str(path))
+        return path
