@@ -36,10 +36,10 @@ FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
 
 
 class Default(int):
-    """A setting that nobody gave, which the data decide."""
+    """A value that nobody gave: the data decide, anew if they change."""
 
 
-BATCH = Default(16)
+BATCH = Default(16)  # rows, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,23 +111,21 @@ class LanguageModel(Task):
         self.require_at_least(1, "lora_rank", "sequence_length", "new_tokens")
         self.require_at_least(0, "weight_decay", "lora_alpha", "samples", "temperature")
         self.require_shares("test_share")
-        if isinstance(self.batch_size, Default) and self.dataset_dir is not None:
-            if Path(self.dataset_dir).exists():
-                object.__setattr__(self, "batch_size", self._fitting_batch())
-
-    def _fitting_batch(self) -> int:
-        """Return rows of a batch, a multiple of what the cores of this machine share."""
-        shares = environment.detect().cores * self.micro_batches
-        rows = max(1, min(int(BATCH), self._fitting[1] // FEWEST_STEPS))
-        rows = 2 ** int(math.log2(rows))
-        return shares * math.ceil(rows / shares)
+        if isinstance(self.batch_size, Default):
+            _, rows = self._fitting_rows
+            batch = 2 ** int(math.log2(max(1, rows // FEWEST_STEPS)))
+            shares = environment.detect().cores * self.micro_batches  # which a batch is divided into
+            object.__setattr__(self, "batch_size", Default(shares * math.ceil(batch / shares)))
 
     @functools.cached_property
-    def _fitting(self) -> tuple[int, int]:
-        """(tokens of a row, how many such rows the training set may have), by the sizes of its files."""
+    def _fitting_rows(self) -> tuple[int, int]:
+        """(tokens of a row, about how many such rows the training set has, or a batch of `BATCH` in each of
+        `FEWEST_STEPS` if that is less), by the sizes of its files."""
+        most = LENGTH, FEWEST_STEPS * BATCH
+        if self.dataset_dir is None:
+            return most
         is_bytes = self.tokenizer == "bytes" or self.model_name == hub.TINY
-        assert self.dataset_dir is not None
-        return data.fitting_rows(Path(self.dataset_dir), LENGTH, FEWEST_STEPS * BATCH, 1 if is_bytes else 4)
+        return data.fitting_rows(Path(self.dataset_dir), *most, bytes_per_token=1 if is_bytes else 4)
 
     # Model and tokenizer
 
@@ -156,12 +154,13 @@ class LanguageModel(Task):
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        """Tokens after which nothing is written: what ends the learned turns, and what the model stops at."""
+        """Tokens after which nothing is written: what ends the learned turns, what the published model stops
+        at, and the end of a text."""
         tokenizer = self._tokenizer
         _, turn_end = conversations.turn_end(tokenizer, tokenizer.chat_template)
-        ends = [] if turn_end is None else [turn_end]
-        ends += hub.read_ends(self._folder, self.config) if self.is_pretrained else []
-        return list(dict.fromkeys([*ends, tokenizer.eos_token_id]))
+        published = hub.read_ends(self._folder, self.config) if self.is_pretrained else []
+        ends = [turn_end, *published, tokenizer.eos_token_id]
+        return list(dict.fromkeys(end for end in ends if end is not None))
 
     @functools.cached_property
     def config(self) -> Any:
@@ -184,8 +183,7 @@ class LanguageModel(Task):
         length, most = self.sequence_length, self.config.max_position_embeddings
         if length and length > most:
             raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
-        has_data = self.dataset_dir is not None and Path(self.dataset_dir).exists()
-        return length or min(self._fitting[0] if has_data else LENGTH, most)
+        return length or min(self._fitting_rows[0], most)
 
     @property
     def _new(self) -> int:
@@ -234,7 +232,7 @@ class LanguageModel(Task):
         )
         if steps < FEWEST_STEPS:
             train.notes += (
-                f"\nWARNING: fewer than {FEWEST_STEPS} optimizer steps hardly learn: take more epochs, a"
+                f"\nWARNING: fewer than {FEWEST_STEPS} optimizer steps hardly learn: use more epochs, a"
                 " smaller batch_size, or more data"
             )
         return train, test
@@ -274,22 +272,24 @@ class LanguageModel(Task):
         return dict(loss=losses, count=is_learned.sum(1), written=rows, prompt=prompt)
 
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
-        """For a test set: predicts, and continues the first rows. For prompts (`read_files`): continues."""
-        from tpukit.tasks.text.network import write
+        """Return a function that predicts a batch of a test set and continues the first rows of the set, or
+        that continues a batch of prompts, see `read_files`."""
+        from tpukit.tasks.text import network
 
         score, left = super().predictor(model, runtime, epoch), self.samples
         options: Any = dict(new=self._new, temperature=self.temperature)
         options["seed"] = self.seed, epoch or 0, runtime.world.rank
+        write = functools.partial(network.write, model, runtime, **options)
 
         def predict(batch):
             nonlocal left
-            found: Any = dict(batch) if "written" in batch else score(batch)
-            if "written" in batch or left > 0:
-                left -= len(found["prompt"])
-                found["written"] = write(model, runtime, found["written"], found["prompt"], **options)
-            else:
-                found |= runtime.put(dict(prompt=np.zeros(len(batch["tokens"]), np.int32)))
-            return found
+            if "written" in batch:
+                return dict(batch, written=write(batch["written"], batch["prompt"]))
+            found: Any = score(batch)
+            if left > 0:
+                left -= len(batch["tokens"])
+                return dict(found, written=write(found["written"], found["prompt"]))
+            return found | runtime.put(dict(prompt=np.zeros(len(batch["tokens"]), np.int32)))
 
         return predict
 
@@ -302,20 +302,20 @@ class LanguageModel(Task):
         for found, batch in predictions:
             loss += float(found["loss"][batch["valid"]].double().sum())
             count += int(found["count"][batch["valid"]].sum())
-            if left := self.samples - len(samples):
-                samples += self._texts(found)[:left]
+            if len(samples) < self.samples:
+                samples += self._texts(found)
         mean = loss / max(count, 1)
         scores = dict(log_likelihood=-mean, test_loss=mean, perplexity=math.exp(min(mean, 700.0)))
-        return dict(scores, tokens=count, samples=samples)
+        return dict(scores, tokens=count, samples=samples[: self.samples])
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
-        """dict(prompt, written) of each row that was continued, what is written up to the end of a turn."""
+        """Return dict(prompt, written) of each row that was continued; written: up to the end of a turn."""
         ends, texts = {*self._ends, *self._tokenizer.all_special_ids}, []
         for row, prompt in zip(np.asarray(found["written"]).tolist(), np.asarray(found["prompt"]).tolist()):
-            new = row[prompt : prompt + self._new]
-            parts = row[:prompt], list(itertools.takewhile(lambda token: token not in ends, new))
-            first, second = self._tokenizer.batch_decode(parts, skip_special_tokens=True)
-            texts += [dict(prompt=first, written=second)] if prompt else []
+            if prompt:
+                new = itertools.takewhile(lambda token: token not in ends, row[prompt : prompt + self._new])
+                parts = self._tokenizer.batch_decode([row[:prompt], list(new)], skip_special_tokens=True)
+                texts.append(dict(zip(("prompt", "written"), parts)))
         return texts
 
     def panels(self, batch: Any, prediction: Any = None) -> list[list[tuple[str, Any]]]:
@@ -328,13 +328,13 @@ class LanguageModel(Task):
         """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
         prompts = [prompt for path in paths for prompt in conversations.read_prompts(path, self._tokenizer)]
         size = max(self.length, min(LENGTH, self.config.max_position_embeddings))
-        rows, most = np.zeros((len(prompts), size), np.int32), size - self._new
-        for row, (name, ids) in zip(rows, prompts):
+        most = size - self._new
+        rows, lengths = np.zeros((len(prompts), size), np.int32), np.zeros(len(prompts), np.int32)
+        for number, (name, ids) in enumerate(prompts):
             if not 0 < len(ids) <= most:
                 raise TpukitError(f"{name}: it must have from 1 to {most} tokens, and has {len(ids)}")
-            row[: len(ids)] = ids
-        names, lengths = [name for name, _ in prompts], [len(ids) for _, ids in prompts]
-        return dict(written=rows, prompt=np.array(lengths, np.int32)), names
+            rows[number, : len(ids)], lengths[number] = ids, len(ids)
+        return dict(written=rows, prompt=lengths), [name for name, _ in prompts]
 
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
         """prompt and written."""
