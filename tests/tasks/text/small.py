@@ -139,14 +139,14 @@ def turns(*texts, first="user"):
 def parts_and_counts(row, tokenizer):
     """The parts of a conversation, and what was counted."""
     counts = collections.Counter()
-    messages, tools = reading.read_row(row, "x", counts)
-    parts = conversations.parts_of(messages, tools, tokenizer, "x", counts)
+    messages, tools = reading.read_row(row, counts)
+    parts = conversations.parts_of(messages, tools, tokenizer, counts)
     return parts, +counts
 
 
 def tokens_of(row, tokenizer):
     """What `LanguageModel` makes of a row: (ids, labels with -100 where nothing is learned)"""
-    tokens, _ = conversations.tokens_of(row, tokenizer, "x", collections.Counter())
+    tokens, _ = conversations.tokens_of(row, tokenizer, collections.Counter())
     return tokens["tokens"].tolist(), np.where(tokens["labels"] < 0, -100, tokens["labels"]).tolist()
 
 

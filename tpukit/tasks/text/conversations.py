@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import explained
 from tpukit.tasks.text import reading
 from tpukit.tasks.text.reading import NothingToLearn
 
@@ -39,18 +39,16 @@ TEMPLATE = (
 )
 
 
-def tokens_of(
-    row: Any, tokenizer: Any, where: str, counts: collections.Counter[str]
-) -> tuple[np.ndarray, bool]:
+def tokens_of(row: Any, tokenizer: Any, counts: collections.Counter[str]) -> tuple[np.ndarray, bool]:
     """Return (array of `TOKEN`, whether it is a conversation) of a row, see `reading.read_row`.
 
-    where: for errors. counts: gets how often something was left out, by what it was. Raises NothingToLearn
-    for a row that is to be left out, TpukitError for one that has to be mended."""
-    said, tools = reading.read_row(row, where, counts)
+    counts: gets how often something was left out, by what it was. Raises NothingToLearn for a row that is to
+    be left out, TpukitError for one that has to be mended."""
+    said, tools = reading.read_row(row, counts)
     if isinstance(said, str):
-        ids = _ids_of_text(said, tokenizer, where, counts)
+        ids = _ids_of_text(said, tokenizer, counts)
         return _with_labels(ids, np.ones(len(ids), bool)), False
-    parts = parts_of(said, tools, tokenizer, where, counts)
+    parts = parts_of(said, tools, tokenizer, counts)
     # Tokenised as a whole, since a token may reach over the border of two parts.
     whole = "".join(text for text, _ in parts)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -67,11 +65,11 @@ def _with_labels(ids, is_learned):
     return tokens
 
 
-def _ids_of_text(text, tokenizer, where, counts):
+def _ids_of_text(text, tokenizer, counts):
     """Return the ids of a text from the token that the model expects first, if any, to that for its end: one
     of each, even if they are in the text, too."""
     if not text.strip():
-        raise NothingToLearn(f"{where}: the text is empty")
+        raise NothingToLearn("the text is empty")
     _count_foreign(text, tokenizer, counts)
     ids = tokenizer(text)["input_ids"]
     if ids[0] in tokenizer.all_special_ids and ids[:1] == ids[1:2]:
@@ -81,24 +79,17 @@ def _ids_of_text(text, tokenizer, where, counts):
 
 
 def parts_of(
-    messages: list[dict[str, Any]],
-    tools: Any,
-    tokenizer: Any,
-    where: str,
-    counts: collections.Counter[str],
+    messages: list[dict[str, Any]], tools: Any, tokenizer: Any, counts: collections.Counter[str]
 ) -> list[tuple[str, bool]]:
     """Return [(text, whether it is to be learned)] of a conversation, as the chat template writes it.
 
-    The assistant's answers are to be learned, each up to what ends its turn, but not those of weight 0. Other
-    arguments: see `tokens_of`."""
-    answers = _find_answers(messages, where)
+    The assistant's answers are to be learned, each up to what ends its turn, but not those of weight 0.
+    counts and errors: see `tokens_of`."""
+    answers = _find_answers(messages)
     for number in answers:  # some data end a completion with what the template writes, too
         messages[number]["content"] = messages[number]["content"].removesuffix(tokenizer.eos_token)
-    render = functools.partial(_render, tools=tools, tokenizer=tokenizer, where=where)
-    try:
-        whole = render(messages)
-    except TpukitError as error:
-        raise NothingToLearn(str(error)) from error
+    render = functools.partial(_render, tools=tools, tokenizer=tokenizer)
+    whole = render(messages)
     _count_foreign(whole, tokenizer, counts)
     _count_unseen(messages, whole, counts)
     counts[TOOLLESS] += bool(tools) and whole == render(messages, tools=None)
@@ -122,15 +113,15 @@ def parts_of(
     return [*parts, (whole[at:], False)]
 
 
-def _find_answers(messages, where):
+def _find_answers(messages):
     """Return the numbers of the assistant's messages. Raises NothingToLearn if none has anything."""
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not numbers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise NothingToLearn(f"{where}: no message is of the assistant, only of {roles}")
+        raise NothingToLearn(f"no message is of the assistant, only of {roles}")
     answers = [messages[number] for number in numbers]
     if not any(answer["content"].strip() or answer.get("tool_calls") for answer in answers):
-        raise NothingToLearn(f"{where}: the completion is empty: there is nothing to learn")
+        raise NothingToLearn("the completion is empty: there is nothing to learn")
     return numbers
 
 
@@ -171,7 +162,7 @@ def turn_end(tokenizer: Any, template: str | None) -> tuple[str, int | None]:
     """Return (the text that the chat template writes after an answer, up to the first special token; that
     token's id, or None if it writes none). template: the tokenizer's, which may change."""
     messages = [dict(role="user", content="a"), dict(role="assistant", content=MARK)]
-    rest = _render(messages, None, tokenizer, "a question and an answer").partition(MARK)[2]
+    rest = _render(messages, None, tokenizer).partition(MARK)[2]
     encoded = tokenizer(rest, add_special_tokens=False, return_offsets_mapping=True)
     for token, (_, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
         if token in tokenizer.added_tokens_decoder:
@@ -179,12 +170,12 @@ def turn_end(tokenizer: Any, template: str | None) -> tuple[str, int | None]:
     return rest, None
 
 
-def _render(messages: list[dict], tools: Any, tokenizer: Any, where: str, *, prompt: bool = False) -> str:
+def _render(messages: list[dict], tools: Any, tokenizer: Any, *, prompt: bool = False) -> str:
     """Return a conversation as the model reads it. prompt: with the beginning of an answer."""
     # Always of one day, so that a run that is resumed on another day goes on with the same tokens.
     template = re.sub(NOW, lambda call: repr(DAY.strftime(call[2])), tokenizer.chat_template or TEMPLATE)
     options: dict[str, Any] = dict(chat_template=template, tools=tools, add_generation_prompt=prompt)
-    with explained(f"{where}: the model's chat template refuses it"):
+    with explained("the model's chat template refuses it", NothingToLearn):
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
@@ -195,10 +186,11 @@ def read_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
     for where, row in reading.read_rows(path):
         row = dict(prompt=row["text"].rstrip("\n")) if path.suffix in reading.TEXTS else row
         name = f"{path.name}{where.removeprefix(str(path))}"
-        said, tools = reading.read_row(row, name, collections.Counter(), is_prompt=True)
-        if not isinstance(said, str):
-            if len(said) > 1 and said[-1]["role"] == "assistant":  # its answer
-                said = said[:-1]
-            said = _render(said, tools, tokenizer, name, prompt=True)
+        with reading.located(name):
+            said, tools = reading.read_row(row, collections.Counter(), is_prompt=True)
+            if not isinstance(said, str):
+                if len(said) > 1 and said[-1]["role"] == "assistant":  # its answer
+                    said = said[:-1]
+                said = _render(said, tools, tokenizer, prompt=True)
         prompts.append((name, tokenizer(said, add_special_tokens=False)["input_ids"]))
     return prompts

@@ -154,7 +154,8 @@ def _documents(paths, tokenizer, counts, left_out) -> Iterator[tuple[np.ndarray,
     rows = itertools.chain.from_iterable(map(reading.read_rows, paths))
     for where, row in tqdm(rows, disable=None, leave=False, unit=" texts"):
         try:
-            tokens, is_conversation = conversations.tokens_of(row, tokenizer, where, counts)
+            with reading.located(where):
+                tokens, is_conversation = conversations.tokens_of(row, tokenizer, counts)
         except reading.NothingToLearn as error:
             left_out.append(str(error))
         else:

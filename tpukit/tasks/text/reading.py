@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import collections
+import contextlib
 import json
 import pydoc_data.topics
 from collections.abc import Iterator
@@ -33,6 +34,15 @@ UNUSED = "texts have columns that are not used: {}"
 
 class NothingToLearn(TpukitError):
     """A row that is left out; the others are learned."""
+
+
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Context manager: a TpukitError begins with the file and the line that it is about."""
+    try:
+        yield
+    except TpukitError as error:
+        raise type(error)(f"{where}: {error}") from error
 
 
 def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
@@ -96,7 +106,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_row(
-    row: Any, where: str, counts: collections.Counter[str], *, is_prompt: bool = False
+    row: Any, counts: collections.Counter[str], *, is_prompt: bool = False
 ) -> tuple[list[dict[str, Any]] | str, Any]:
     """Return (the messages of a row, or its text; its tools or None).
 
@@ -104,8 +114,8 @@ def read_row(
     the `QUESTIONS` and one of the `ANSWERS`, as texts or as messages; or `text`. Nothing is learned of
     messages in a question.
 
-    where: for errors. counts: gets the columns that are not used. is_prompt: the row needs no answer. Raises
-    NothingToLearn for an answer that its label rejects, TpukitError for any other row."""
+    counts: gets the columns that are not used. is_prompt: the row needs no answer. Raises NothingToLearn for
+    an answer that its label rejects, TpukitError for any other row."""
     row = row if isinstance(row, dict) else {}
     unused = {name: value for name, value in row.items() if value is not None}
     has_question = any(name in unused for name in QUESTIONS)
@@ -123,20 +133,20 @@ def read_row(
         elif answer is not None:
             said.append(dict(role="assistant", content=answer))
         if _take(unused, "label") is False:  # as in KTO
-            raise NothingToLearn(f"{where}: its label says that the answer is not a wanted one")
+            raise NothingToLearn("its label says that the answer is not a wanted one")
     text = _take(unused, "text", kind=str) if said is None else None
     messages: list[Any] = [_message(one) for one in said] if _is_list(said) else []
     if text is None and (not messages or None in messages):
         columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
         raise TpukitError(
-            f"{where}: it needs a text, or a prompt and a completion, or messages, a list of {{role: TEXT,"
-            f" content: TEXT}}, all as texts, and has {columns or 'none of them'}"
+            "it needs a text, or a prompt and a completion, or messages, a list of {role: TEXT, content:"
+            f" TEXT}}, all as texts, and has {columns or 'none of them'}"
         )
     if messages and messages[0]["role"] != "system" and (system := _take(unused, *SYSTEM, kind=str)):
         messages.insert(0, dict(role="system", content=system))
     tools = _parsed(_take(unused, "tools")) if messages else None
     # A text that was cut inside an emoji has half of a character.
-    with explained(f"{where}: half of a character, which no tokenizer reads, so fix or delete the line"):
+    with explained("half of a character, which no tokenizer reads, so fix or delete the line"):
         json.dumps([text, messages, tools], ensure_ascii=False).encode()
     if unused:
         counts[UNUSED.format(", ".join(list(unused)[:5]))] += 1
