@@ -118,13 +118,6 @@ def test_a_chat_template_writes_the_same_date_every_day(tmp_path, chats):
     assert parts_of(train, chats)[0][0].startswith("26 Jul 2024<user>") and "26 July 2024" in train.notes
 
 
-def test_a_prompt_without_a_template_is_followed_by_its_completion_and_the_end(tmp_path, tokenizer):
-    rows = [dict(prompt=f"{n}+1=", completion=str(n + 1)) for n in range(9)]
-    train, test = opened(write_lines(tmp_path / "sums.jsonl", *rows), tokenizer)
-    found = sorted(parts_of(train, tokenizer) + parts_of(test, tokenizer))
-    assert found == sorted((f"{n}+1={n + 1}{TEXT_END}", f"{n + 1}{TEXT_END}") for n in range(9))
-
-
 COUNTED = {
     "columns": (
         dict(prompt="a", completion="b", source="web", history=[]),

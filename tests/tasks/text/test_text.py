@@ -62,7 +62,6 @@ if __name__ == "__main__":
     task = from_request(json.loads(sys.argv[1]))
     launch(train, task, Run.open(sys.argv[2], task), cores=2)
 """
-SMALL: Any = dict(pretrained="no", tokenizer="bytes", num_workers=0)
 LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 
 
@@ -316,7 +315,8 @@ def write_chats(path, count):
 
 
 def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path):
-    options = dict(model_name=str(write_config(tmp_path / "m", n_positions=1024)), **SMALL)
+    folder = write_config(tmp_path / "m", n_positions=1024)
+    options: Any = dict(model_name=str(folder), pretrained="no", tokenizer="bytes")
     sizes = {}
     for count in (20, 1000, 20_000):
         task = LanguageModel(dataset_dir=write_chats(tmp_path / f"{count}.jsonl", count), **options)

@@ -29,17 +29,12 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
     from tpukit.tasks.text.network import Network
 
-LENGTH = 1024  # tokens of a row by default, or what the model takes if that is less
 MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
 FEW = 16  # tokens of a text that begin a sample
-FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
 
 
-class Default(int):
-    """A value that nobody gave: the data decide, anew if they change."""
-
-
-BATCH = Default(16)  # rows, at most
+class Chosen(int):
+    """A number that the task chose, because none was given. Another dataset may change it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +59,7 @@ class LanguageModel(Task):
 
     epochs: int = setting(3, free=True)
     """Passes over the training set."""
-    batch_size: int = BATCH
+    batch_size: int = Chosen(data.BATCH)
     """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores. By default
     fewer for a small training set, so that an epoch has about fifty steps."""
     lr: float = 5e-4
@@ -92,7 +87,7 @@ class LanguageModel(Task):
     lora_alpha: float = 32.0
     """LoRA's output is multiplied by this over the rank."""
     sequence_length: int | None = None
-    """Tokens of a row, into which texts are packed. None: 1024, or what the model takes if that is less; for
+    """Tokens of a row, into which texts are packed. None: 1024, or the model's limit if that is less; for
     a small training set a power of two that still holds its longest conversation."""
     test_share: float = 0.1
     """Of data without a test split: the share that is held out, evenly spaced, of documents, or of rows if
@@ -111,21 +106,16 @@ class LanguageModel(Task):
         self.require_at_least(1, "lora_rank", "sequence_length", "new_tokens")
         self.require_at_least(0, "weight_decay", "lora_alpha", "samples", "temperature")
         self.require_shares("test_share")
-        if isinstance(self.batch_size, Default):
-            _, rows = self._fitting_rows
-            batch = 2 ** int(math.log2(max(1, rows // FEWEST_STEPS)))
+        if isinstance(self.batch_size, Chosen):
+            batch, _ = self._fitting_sizes
             shares = environment.detect().cores * self.micro_batches  # which a batch is divided into
-            object.__setattr__(self, "batch_size", Default(shares * math.ceil(batch / shares)))
+            object.__setattr__(self, "batch_size", Chosen(shares * math.ceil(batch / shares)))
 
     @functools.cached_property
-    def _fitting_rows(self) -> tuple[int, int]:
-        """(tokens of a row, about how many such rows the training set has, or a batch of `BATCH` in each of
-        `FEWEST_STEPS` if that is less), by the sizes of its files."""
-        most = LENGTH, FEWEST_STEPS * BATCH
-        if self.dataset_dir is None:
-            return most
+    def _fitting_sizes(self) -> tuple[int, int]:
+        """(rows of a batch, tokens of a row) that suit the data."""
         is_bytes = self.tokenizer == "bytes" or self.model_name == hub.TINY
-        return data.fitting_rows(Path(self.dataset_dir), *most, bytes_per_token=1 if is_bytes else 4)
+        return data.fitting_sizes(self.dataset_dir, 1 if is_bytes else 4)
 
     # Model and tokenizer
 
@@ -139,12 +129,12 @@ class LanguageModel(Task):
 
     @property
     def _is_planned(self) -> bool:
-        """Return whether nothing is there to train on or to predict with; then no weights are looked for."""
+        """Return whether there is nothing to train on or to predict with: then no weights are looked for."""
         return self.dataset_dir is None and self.weights is None
 
     @functools.cached_property
     def _folder(self) -> Path:
-        """Of the model's config, and of its weights where these are loaded."""
+        """The folder of the model's config, and of its weights if these are loaded."""
         is_loaded = self.is_pretrained and not self._is_planned
         return hub.find_folder(self.model_name, "weights" if is_loaded else "config")
 
@@ -183,7 +173,7 @@ class LanguageModel(Task):
         length, most = self.sequence_length, self.config.max_position_embeddings
         if length and length > most:
             raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
-        return length or min(self._fitting_rows[0], most)
+        return length or min(self._fitting_sizes[1], most)
 
     @property
     def _new(self) -> int:
@@ -230,9 +220,9 @@ class LanguageModel(Task):
             f"\n{steps} optimizer steps, of {self.batch_size} rows of {self.length}, will see {seen} tokens,"
             f" {train.targets / train.sizes:.0%} of them learned"
         )
-        if steps < FEWEST_STEPS:
+        if steps < data.FEWEST_STEPS:
             train.notes += (
-                f"\nWARNING: fewer than {FEWEST_STEPS} optimizer steps hardly learn: use more epochs, a"
+                f"\nWARNING: fewer than {data.FEWEST_STEPS} optimizer steps hardly learn: use more epochs, a"
                 " smaller batch_size, or more data"
             )
         return train, test
@@ -327,7 +317,7 @@ class LanguageModel(Task):
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
         prompts = [prompt for path in paths for prompt in conversations.read_prompts(path, self._tokenizer)]
-        size = max(self.length, min(LENGTH, self.config.max_position_embeddings))
+        size = max(self.length, min(data.LENGTH, self.config.max_position_embeddings))
         most = size - self._new
         rows, lengths = np.zeros((len(prompts), size), np.int32), np.zeros(len(prompts), np.int32)
         for number, (name, ids) in enumerate(prompts):

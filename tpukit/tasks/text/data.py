@@ -24,7 +24,9 @@ from tpukit.tasks.splits import about_tables, find_files, some
 from tpukit.tasks.text import conversations, reading
 from tpukit.tasks.text.conversations import TOKEN
 
+BATCH, LENGTH = 16, 1024  # rows of a batch, and tokens of a row, unless the data or the model need fewer
 SHORTEST = 128  # tokens of a row by default, at least
+FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
 MOST_NOTES = 8  # about texts
 MANY = 256  # conversations to choose from for what is left of a row
 VERSION = 7  # of what `_pack` makes of the same files, which is cached
@@ -82,15 +84,15 @@ def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tu
     return train, test
 
 
-def fitting_rows(place: Path, most: int, rows: int, bytes_per_token: int) -> tuple[int, int]:
-    """Return (T, about how many such rows the training set fills), by the sizes of the files: `most` and
-    `rows`, or, if the set is small, a shorter T that still holds each conversation, and the rows it has."""
-    if not find_files(place, (*reading.TEXTS, reading.LINES, reading.LIST)):
-        return most, rows
-    files = reading.find_texts(place)
-    size = sum(path.stat().st_size for path in files["train"] + files["test"])
-    if size >= most * rows * bytes_per_token:
-        return most, rows
+def fitting_sizes(place: Path | None, bytes_per_token: int) -> tuple[int, int]:
+    """Return (rows of a batch, T) by the sizes of the files: `BATCH` and `LENGTH`, or, for a small training
+    set, a shorter T that still holds each conversation, and fewer rows, for `FEWEST_STEPS` in an epoch."""
+    if place is None or not find_files(place, (*reading.TEXTS, reading.LINES, reading.LIST)):
+        return BATCH, LENGTH
+    files, rows = reading.find_texts(place), BATCH * FEWEST_STEPS
+    tokens = sum(path.stat().st_size for path in files["train"] + files["test"]) // bytes_per_token
+    if tokens >= LENGTH * rows:
+        return BATCH, LENGTH
     letters = 0  # of the longest conversation
     for path in files["train"]:
         if path.suffix not in reading.TEXTS:
@@ -98,10 +100,11 @@ def fitting_rows(place: Path, most: int, rows: int, bytes_per_token: int) -> tup
                 letters = max(letters, len(json.dumps(row, ensure_ascii=False)))
     # A token has at least half as many letters as one of English.
     shortest = max(SHORTEST, math.ceil(letters / max(1, bytes_per_token / 2)))
-    tokens, length = size // bytes_per_token, most
+    length = LENGTH
     while length // 2 >= shortest and tokens // length < rows:
         length //= 2
-    return length, min(rows, tokens // length)
+    batch = min(BATCH, max(1, tokens // length // FEWEST_STEPS))
+    return 2 ** int(math.log2(batch)), length
 
 
 def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:

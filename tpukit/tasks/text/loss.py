@@ -77,11 +77,12 @@ def _gradient(label: Tensor, right: Tensor, logs: Tensor, logits: Tensor) -> Ten
     that do not count."""
     if is_on_xla(logs):  # where a scatter is slow
         return (logs.exp() - _is_right(label, logs).float()).to(logits.dtype)
-    # Where each pass over the logits takes its time.
+    # Each pass over the logits takes its time, so that their gradient is written over them.
     return torch.exp(logs, out=logits).scatter_(-1, label, right.expm1().to(logits.dtype))
 
 
 def _is_right(label: Tensor, logs: Tensor) -> Tensor:
+    """Return (B, t, V) bool."""
     return label == torch.arange(logs.shape[-1], device=label.device)
 
 
