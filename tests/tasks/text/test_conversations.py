@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.conftest import refuses
 from tests.tasks.text.small import (
     CHAT,
     TEXT_END,
@@ -161,3 +162,5 @@ def test_prompts_come_from_text_files_and_from_lines(tmp_path, tokenizer, chats)
     names, ids = zip(*conversations.read_prompts(lines, chats))
     assert names == ("b.jsonl, line 1", "b.jsonl, line 2")
     assert [chats.decode(one) for one in ids] == ["<user>x</s><assistant>", "<user>u</s><assistant>"]
+    with refuses("b.jsonl, line 1: it needs a text"):
+        conversations.read_prompts(write_lines(lines, dict(words="x")), chats)

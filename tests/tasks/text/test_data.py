@@ -92,7 +92,7 @@ def test_a_conversation_longer_than_a_row_goes_on_in_the_next_one_and_is_counted
 
 def test_conversations_of_all_lengths_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
-    rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 300)]
+    rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 400)]
     train, test = opened(write_lines(tmp_path / "many.jsonl", *rows), tokenizer, length=64)
     assert (everything(train)["documents"] == 0).mean() < 0.06
     whole = [part for rows in (train, test) for part, _ in parts_of(rows, tokenizer)]

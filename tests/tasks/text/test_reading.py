@@ -85,6 +85,7 @@ BAD_LINES = {
     "a list": ([1, 2], "line 2", "it needs a text"),
     "numbers": (dict(prompt=1, completion=2), "line 2", "prompt (int), completion (int)"),
     "pairs to choose from": (dict(prompt="a", chosen="b", rejected="c"), "line 2", "chosen (str)"),
+    "a list of Python": (dict(messages=str(turns("a", "b"))), "line 2", "messages (str)"),
     "no messages": (dict(messages=[]), "line 2", "messages, a list"),
     "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),
     "half an emoji": ('{"prompt": "\\ud83d", "completion": "b"}', "line 2", "half of a character"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tpukit.host.errors import explained
+from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks.text import reading
 from tpukit.tasks.text.reading import NothingToLearn
 
@@ -25,10 +25,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 # What is counted.
 TOOLLESS = "conversations have tools that the chat template leaves out"
 UNLEARNED = "answers are not learned: they are empty, or the chat template leaves them out"
-SHORTENED = (
-    "answers are learned without a part that the chat template leaves out, such as the reasoning of earlier"
-    " turns"
-)
+SHORTENED = "answers are learned without what the chat template leaves out, such as earlier reasoning"
 UNSEEN = "messages of the role {} are left out by the chat template"
 WEIGHTED = "answers have a weight other than 0 or 1, and count as 1"
 FOREIGN = "texts have {}, which is no token of this model: it is learned letter by letter"
@@ -115,14 +112,13 @@ def parts_of(
 
 def _find_answers(messages):
     """Return the numbers of the assistant's messages. Raises NothingToLearn if none has anything."""
-    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not numbers:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise NothingToLearn(f"no message is of the assistant, only of {roles}")
-    answers = [messages[number] for number in numbers]
+    roles = [message["role"] for message in messages]
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise NothingToLearn(f"no message is of the assistant, only of {', '.join(dict.fromkeys(roles))}")
     if not any(answer["content"].strip() or answer.get("tool_calls") for answer in answers):
         raise NothingToLearn("the completion is empty: there is nothing to learn")
-    return numbers
+    return [number for number, role in enumerate(roles) if role == "assistant"]
 
 
 def _span_of(number, messages, whole, at, render):
@@ -186,11 +182,16 @@ def read_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
     for where, row in reading.read_rows(path):
         row = dict(prompt=row["text"].rstrip("\n")) if path.suffix in reading.TEXTS else row
         name = f"{path.name}{where.removeprefix(str(path))}"
-        with reading.located(name):
-            said, tools = reading.read_row(row, collections.Counter(), is_prompt=True)
-            if not isinstance(said, str):
-                if len(said) > 1 and said[-1]["role"] == "assistant":  # its answer
-                    said = said[:-1]
-                said = _render(said, tools, tokenizer, prompt=True)
-        prompts.append((name, tokenizer(said, add_special_tokens=False)["input_ids"]))
+        try:
+            prompts.append((name, _ids_of_prompt(row, tokenizer)))
+        except TpukitError as error:
+            raise TpukitError(f"{name}: {error}") from error
     return prompts
+
+
+def _ids_of_prompt(row, tokenizer):
+    said, tools = reading.read_row(row, collections.Counter(), is_prompt=True)
+    if not isinstance(said, str):
+        is_answered = len(said) > 1 and said[-1]["role"] == "assistant"
+        said = _render(said[: len(said) - is_answered], tools, tokenizer, prompt=True)
+    return tokenizer(said, add_special_tokens=False)["input_ids"]

@@ -112,12 +112,10 @@ def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
     and is_test; and notes."""
     rows, counts, left_out = _Rows(length), collections.Counter(), []
     held_out, learned = [], set()
-    # Without a test split: every tenth document, or row if there are texts, which may be long.
-    has_texts = any(path.suffix in reading.TEXTS for path in files["train"])
-    holds_out_rows = has_texts and not files["test"]
-    holds_out_documents = not has_texts and not files["test"]
+    # Without a test split, documents are held out of it, or rows if there are texts, which may be long.
+    has_test, has_texts = bool(files["test"]), any(path.suffix in reading.TEXTS for path in files["train"])
     for number, document in enumerate(_documents(files["train"], tokenizer, counts, left_out)):
-        if holds_out_documents and _is_held_out(number, test_share):
+        if not has_test and not has_texts and _is_held_out(number, test_share):
             held_out.append(document)
             continue
         tokens, is_conversation, content = document
@@ -136,7 +134,7 @@ def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
     targets = np.array([(row["labels"] >= 0).sum() for row in packed])
     sizes = np.array([(row["documents"] > 0).sum() for row in packed])
     numbers = np.arange(len(packed))
-    is_test = _is_held_out(numbers, test_share) if holds_out_rows else numbers >= border
+    is_test = _is_held_out(numbers, test_share) if has_texts and not has_test else numbers >= border
     notes = [f"{targets.sum()} tokens to predict, in rows of {length}"]
     if rows.longer:
         notes.append(f"{rows.longer} conversations longer than that go on in the next row")
@@ -144,8 +142,7 @@ def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
         notes.append(f"{len(left_out)} texts are left out ({left_out[0]})")
     notes += [f"{count} {what}" for what, count in counts.most_common(MOST_NOTES) if count]
     if re.search(conversations.NOW, tokenizer.chat_template or ""):
-        day = f"{conversations.DAY:%d %B %Y}"
-        notes.append(f"the chat template writes the date, in this training run always {day}")
+        notes.append(f"the chat template writes the date, here always {conversations.DAY:%d %B %Y}")
     return dict(rows=packed, targets=targets, sizes=sizes, is_test=is_test, notes=np.array("; ".join(notes)))
 
 
@@ -157,10 +154,11 @@ def _documents(paths, tokenizer, counts, left_out) -> Iterator[tuple[np.ndarray,
     rows = itertools.chain.from_iterable(map(reading.read_rows, paths))
     for where, row in tqdm(rows, disable=None, leave=False, unit=" texts"):
         try:
-            with reading.located(where):
-                tokens, is_conversation = conversations.tokens_of(row, tokenizer, counts)
+            tokens, is_conversation = conversations.tokens_of(row, tokenizer, counts)
         except reading.NothingToLearn as error:
-            left_out.append(str(error))
+            left_out.append(f"{where}: {error}")
+        except TpukitError as error:
+            raise TpukitError(f"{where}: {error}") from error
         else:
             yield tokens, is_conversation, hash(json.dumps(row, sort_keys=True))
 
@@ -182,43 +180,40 @@ class _Rows:
     def add(self, tokens: np.ndarray, is_conversation: bool) -> None:
         """Write a text where the one before ended. A conversation that fits in a row has to stay in one, so
         it waits until there are some to choose from."""
-        is_longer = is_conversation and len(tokens) > self.length
-        self.longer += is_longer
-        if not is_conversation or is_longer:
-            self._write_document(tokens)
-            return
-        self.waiting.append(tokens)
+        if is_conversation and len(tokens) <= self.length:
+            self.waiting.append(tokens)
+        else:
+            self.longer += is_conversation
+            self._write(tokens)
         if len(self.waiting) == MANY:
             self._write_waiting()
 
     def finish(self) -> None:
         """Write what waits, and begin a new row."""
         self._write_waiting()
-        self._fill_row()
+        self._leave_empty(-self.at % self.length)
 
     def mapped(self) -> np.ndarray:
         """Return all rows (R, T) as a memory map, and one that is empty, since no file may be."""
-        self._write(NOTHING.repeat(self.length))
+        self._leave_empty(self.length)
         self.file.flush()
         return np.memmap(self.file, TOKEN, "r", shape=(self.at // self.length, self.length))
 
     def _write_waiting(self):
         self.waiting.sort(key=len)
         while self.waiting:  # always the longest that fits in what is left of a row
-            index = bisect.bisect_right(self.waiting, self.length - self.at % self.length, key=len)
-            if index:
-                self._write_document(self.waiting.pop(index - 1))
+            room = self.length - self.at % self.length
+            if index := bisect.bisect_right(self.waiting, room, key=len):
+                self._write(self.waiting.pop(index - 1))
             else:
-                self._fill_row()
-
-    def _write_document(self, tokens):
-        tokens["documents"] = 1 + self.documents % (2**16 - 1)  # a row has fewer
-        self.documents += 1
-        self._write(tokens)
-
-    def _fill_row(self):
-        self._write(NOTHING.repeat(-self.at % self.length))
+                self._leave_empty(room)
 
     def _write(self, tokens):
+        tokens["documents"] = 1 + self.documents % (2**16 - 1)  # a row has fewer
+        self.documents += 1
         self.file.write(tokens.tobytes())
         self.at += len(tokens)
+
+    def _leave_empty(self, count):
+        self.file.write(NOTHING.repeat(count).tobytes())
+        self.at += count

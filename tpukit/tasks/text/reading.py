@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import collections
-import contextlib
 import json
 import pydoc_data.topics
 from collections.abc import Iterator
@@ -34,15 +33,6 @@ UNUSED = "texts have columns that are not used: {}"
 
 class NothingToLearn(TpukitError):
     """A row that is left out; the others are learned."""
-
-
-@contextlib.contextmanager
-def located(where: str) -> Iterator[None]:
-    """Context manager: a TpukitError begins with the file and the line that it is about."""
-    try:
-        yield
-    except TpukitError as error:
-        raise type(error)(f"{where}: {error}") from error
 
 
 def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
@@ -154,8 +144,7 @@ def read_row(
 
 
 def _take(columns: dict[str, Any], *names: str, kind: type = object) -> Any:
-    """Remove the first of some columns that is there, with a value of a type, and return its value; None if
-    none is there."""
+    """Remove the first of some columns that has a value of a type. Return that, or None if there is none."""
     for name in names:
         if name in columns and isinstance(columns[name], kind):
             return columns.pop(name)
