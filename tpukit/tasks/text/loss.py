@@ -34,8 +34,8 @@ class _CrossEntropy(torch.autograd.Function):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.dtype
         weight = head.to(dtype)  # once, not for each part
-        rows, positions = hidden.to(dtype), labels
-        if not is_on_xla(hidden):  # whose cores may share the rows; elsewhere all positions are one
+        rows, positions, is_xla = hidden.to(dtype), labels, is_on_xla(hidden)
+        if not is_xla:  # whose cores may share the rows; elsewhere all positions are one row
             rows, positions = rows.flatten(0, 1)[None], positions.flatten()[None]
         most = _most_logits() if hidden.is_cuda else MAX_LOGITS
         count = max(1, most // (len(rows) // cores_sharing(rows) * len(weight)))
@@ -45,11 +45,19 @@ class _CrossEntropy(torch.autograd.Function):
             logits = h @ weight.t()  # (B, t, V)
             logs = logits.log_softmax(-1, dtype=torch.float32)
             counts, label = label[..., None] >= 0, label[..., None].clamp(min=0).long()  # (B, t, 1)
-            right = _at(label, logs)
+            if is_xla:  # where gather and scatter are slow
+                is_right = label == torch.arange(len(weight), device=label.device)
+                right = torch.where(is_right, logs, 0.0).sum(-1, keepdim=True)
+            else:
+                right = logs.gather(-1, label)
             each.append(-torch.where(counts, right, 0.0)[..., 0])
             if ctx.needs_input_grad[0]:
-                # Not divided by the number of positions yet: in fp16 little would be left.
-                g = _gradient(label, right, logs, logits)
+                # Of the logits, wrong at positions that do not count, and not divided by the number of
+                # positions yet: in fp16 little would be left.
+                if is_xla:
+                    g = (logs.exp() - is_right.float()).to(logits.dtype)
+                else:  # each pass over the logits takes its time: their gradient is written over them
+                    g = torch.exp(logs, out=logits).scatter_(-1, label, right.expm1().to(logits.dtype))
                 of_hidden.append(((g @ weight) * counts).to(hidden.dtype))
                 if ctx.needs_input_grad[1]:
                     part = _product(g.flatten(0, 1).t(), (h * counts).flatten(0, 1))
@@ -63,27 +71,6 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, *scales):
         of_hidden, of_head = ctx.saved_tensors
         return of_hidden * scales[0], None if of_head is None else of_head * scales[0], None
-
-
-def _at(label: Tensor, logs: Tensor) -> Tensor:
-    """Return the entry (B, t, 1) of logs (B, t, V) that label (B, t, 1) names."""
-    if is_on_xla(logs):  # where a gather is slow
-        return torch.where(_is_right(label, logs), logs, 0.0).sum(-1, keepdim=True)
-    return logs.gather(-1, label)
-
-
-def _gradient(label: Tensor, right: Tensor, logs: Tensor, logits: Tensor) -> Tensor:
-    """Return the gradient of the losses in the logits (B, t, V), which it may overwrite. Wrong at positions
-    that do not count."""
-    if is_on_xla(logs):  # where a scatter is slow
-        return (logs.exp() - _is_right(label, logs).float()).to(logits.dtype)
-    # Each pass over the logits takes its time, so that their gradient is written over them.
-    return torch.exp(logs, out=logits).scatter_(-1, label, right.expm1().to(logits.dtype))
-
-
-def _is_right(label: Tensor, logs: Tensor) -> Tensor:
-    """Return (B, t, V) bool."""
-    return label == torch.arange(logs.shape[-1], device=label.device)
 
 
 @torch.compiler.assume_constant_result

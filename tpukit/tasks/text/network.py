@@ -198,9 +198,7 @@ def write(
     return state["tokens"]
 
 
-def write_token(
-    model: Network, temperature: float, state: dict[str, Any], fixed: dict[str, Tensor]
-) -> dict[str, Any]:
+def write_token(model: Network, temperature: float, state: dict, fixed: dict[str, Tensor]) -> dict:
     """Return the state after one more place: `tokens` (B, L), in which the next one is written unless it is
     of a prompt; `place` (1,); `layers`, the cache of `Network.run`. fixed: numbers (B, L), by each of which a
     token is drawn, and prompt (B,)."""
