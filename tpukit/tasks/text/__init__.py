@@ -57,19 +57,16 @@ class LanguageModel(Task):
     evaluation_keys: ClassVar[tuple[str, ...]] = ()
     export_output: ClassVar[str] = "the logits of the next token (batch, tokens, vocabulary)"
 
+    # What has no description here has that of `Task`.
     epochs: int = setting(3, free=True)
-    """Passes over the training set."""
     batch_size: int = Chosen(data.BATCH)
     """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores. By default
     fewer for a small training set, so that an epoch has about fifty steps."""
     lr: float = 5e-4
     """Learning rate of AdamW (betas 0.9 and 0.95)."""
     schedule: Literal["constant", "cosine"] = "cosine"
-    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`."""
     warmup_epochs: float = 0.1
-    """Epochs in which the learning rate rises from nearly 0 to `lr`."""
     clip_norm: float | None = 1.0
-    """Scale gradients of a larger norm down to it; None: do not clip."""
     weight_decay: float = 0.1
     """Of AdamW; not for biases and norms."""
     model_name: str = hub.TINY
