@@ -146,3 +146,7 @@ def test_test_texts_that_are_training_texts_are_counted(tmp_path, chats):
     write_lines(tmp_path / "train.jsonl", said("a", "b"), said("c", "d"))
     write_lines(tmp_path / "test.jsonl", said("c", "d"), said("e", "f"))
     assert f"1 {data.COPIES}" in opened(tmp_path, chats, length=63)[0].notes
+    (tmp_path / "rows").mkdir()
+    for name in "ab":  # of which rows are held out, rather than texts
+        (tmp_path / f"rows/{name}.txt").write_text("x" * 100)
+    assert data.COPIES not in opened(tmp_path / "rows", chats)[0].notes
