@@ -1,5 +1,6 @@
 """Small models and texts for the tests: two layers, a width of 32, 300 tokens or bytes."""
 
+import collections
 import json
 import pydoc_data.topics
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 
 from tpukit import LanguageModel
-from tpukit.tasks.text import data, hub
+from tpukit.tasks.text import conversations, data, hub, reading
 
 LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -133,6 +134,20 @@ def said(user, assistant):
 def turns(*texts, first="user"):
     roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
     return [dict(role=roles[number % 2], content=text) for number, text in enumerate(texts)]
+
+
+def parts_and_counts(row, tokenizer):
+    """The parts of a conversation, and what was counted."""
+    counts = collections.Counter()
+    messages, tools = reading.read_row(row, counts)
+    parts = conversations.parts_of(messages, tools, tokenizer, counts)
+    return parts, +counts
+
+
+def tokens_of(row, tokenizer):
+    """What `LanguageModel` makes of a row: (ids, labels with -100 where nothing is learned)"""
+    tokens, _ = conversations.tokens_of(row, tokenizer, collections.Counter())
+    return tokens["tokens"].tolist(), np.where(tokens["labels"] < 0, -100, tokens["labels"]).tolist()
 
 
 def opened(place, tokenizer, length=16, test_share=0.2):

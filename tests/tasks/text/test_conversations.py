@@ -1,11 +1,21 @@
 """The tokens of texts and conversations, and what is learned of them."""
 
-import collections
 import json
 
 import pytest
 
-from tests.tasks.text.small import CHAT, TEXT_END, opened, parts_of, said, turns, write_lines
+from tests.conftest import refuses
+from tests.tasks.text.small import (
+    CHAT,
+    TEXT_END,
+    opened,
+    parts_and_counts,
+    parts_of,
+    said,
+    tokens_of,
+    turns,
+    write_lines,
+)
 from tpukit.tasks.text import conversations, reading
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -27,29 +37,27 @@ def pieces():
     )
 
 
-@pytest.mark.parametrize("row", [said("ab ab", "ab"), dict(text="ab" * 2**16)], ids=["chat", "long text"])
-def test_ids_are_those_of_the_whole_though_a_tokenizer_adds_a_space_to_each_part(row, pieces):
-    whole = pieces.apply_chat_template(row["messages"], tokenize=False) if "messages" in row else row["text"]
-    expected = pieces(whole, add_special_tokens=False)["input_ids"]
-    tokens, _ = conversations.tokens_of(row, pieces, "x")
-    assert tokens["tokens"].tolist() == (expected[:-1] if "messages" in row else expected)
+def test_ids_are_those_of_the_whole_though_a_tokenizer_adds_a_space_to_each_part(pieces):
+    row = said("ab ab", "ab")
+    expected = pieces(pieces.apply_chat_template(row["messages"], tokenize=False), add_special_tokens=False)
+    ids, _ = tokens_of(row, pieces)
+    assert ids == expected["input_ids"][:-1]
 
 
-def learned(row, tokenizer):
-    """[text of each part that is learned]"""
-    return [text for text, is_learned in conversations.parts_of(row, tokenizer, "x")[0] if is_learned]
+def learned(messages, tokenizer):
+    """[text of each part that is learned], and what was counted"""
+    parts, counts = parts_and_counts(dict(messages=messages), tokenizer)
+    return [text for text, is_learned in parts if is_learned], counts
 
 
-def test_every_answer_of_a_conversation_is_learned_though_the_template_writes_the_last_one_in_another_way(
-    chats,
-):
+def test_every_answer_is_learned_though_the_template_writes_the_last_one_in_another_way(chats):
     messages = turns("a", "b", "c", "d")
-    assert learned(dict(messages=messages), chats) == ["b</s>", "d</s>"]
+    assert learned(messages, chats) == (["b</s>", "d</s>"], {})
     chats.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}THOUGHT{% endif %}"
         "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    parts, _ = conversations.parts_of(dict(messages=messages), chats, "x")
+    parts, _ = parts_and_counts(dict(messages=messages), chats)
     assert parts == [
         ("<user>a</s><assistant>", False),
         ("b</s>", True),
@@ -57,16 +65,18 @@ def test_every_answer_of_a_conversation_is_learned_though_the_template_writes_th
         ("THOUGHTd</s>", True),
         ("", False),
     ]
-    assert learned(dict(messages=turns("a", "b", "c")), chats) == ["b</s>"], "it ends with the user"
-    assert learned(dict(messages=turns("a", "b", "c", first="assistant")), chats)[0] == "a</s>"
+    assert learned(turns("a", "b", "c"), chats) == (["b</s>"], {}), "it ends with the user"
+
+
+def test_a_greeting_before_any_question_is_learned_and_an_empty_answer_is_not(chats, tokenizer):
+    messages = turns("a", "b", "c", first="assistant")
+    assert learned(messages, chats) == (["a</s>", "c</s>"], {})
+    assert learned(messages, tokenizer) == ([f"a{TEXT_END}", f"c{TEXT_END}"], {})
+    assert learned(turns("a", " ", "b", "c"), chats) == (["c</s>"], {conversations.UNLEARNED: 1})
 
 
 CALL = dict(type="function", function=dict(name="weather", arguments='{"city": "Rome"}'))
-
-
 TOOLS = [dict(type="function", function=dict(name="weather", parameters=dict(type="object")))]
-
-
 WITH_TOOLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
@@ -77,26 +87,29 @@ WITH_TOOLS = (
 def test_tool_calls_are_learned_and_tools_are_read(chats):
     call = dict(role="assistant", content=None, tool_calls=[CALL])
     row = dict(messages=[*turns("a"), call], tools=json.dumps(TOOLS))
-    counts = collections.Counter()
-    conversations.parts_of(row, chats, "x", counts)
-    assert +counts == {conversations.UNLEARNED: 1, conversations.TOOLLESS: 1}, "of a template without tools"
+    _, counts = parts_and_counts(row, chats)
+    assert counts == {conversations.UNLEARNED: 1, conversations.TOOLLESS: 1}, "of a template without tools"
     chats.chat_template = WITH_TOOLS
-    counts.clear()
-    parts, _ = conversations.parts_of(row, chats, "x", counts)
-    assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not +counts
+    parts, counts = parts_and_counts(row, chats)
+    assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not counts
 
 
 def test_nothing_is_doubled_in_texts_that_begin_and_end_as_the_model_wants(tokenizer):
-    assert conversations.parts_of(dict(text=f"a{TEXT_END}"), tokenizer, "x")[0][1:] == [
-        (f"a{TEXT_END}", True),
-        ("", True),
-    ]
-    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{TEXT_END} $A", special_tokens=[(TEXT_END, 256)]
+    def ids_of(text):
+        ids, labels = tokens_of(dict(text=text), tokenizer)
+        assert ids[1:] == labels[:-1]
+        return [*ids, labels[-1]]
+
+    end = tokenizer.eos_token_id
+    a = ids_of("a")[0]
+    assert ids_of("a") == ids_of(f"a{TEXT_END}") == [a, end]
+    assert ids_of(f"a{TEXT_END}\n")[:-1] == [a, end]
+    assert ids_of("aa") == [a, a, end]
+    start = tokenizers.processors.TemplateProcessing(
+        single=f"{TEXT_END} $A", special_tokens=[(TEXT_END, end)]
     )
-    assert [
-        conversations.parts_of(dict(text=text), tokenizer, "x")[0][0][0] for text in ("a", f"{TEXT_END}a")
-    ] == [TEXT_END, ""]
+    tokenizer.backend_tokenizer.post_processor = start
+    assert ids_of("a") == ids_of(f"{TEXT_END}a") == [end, a, end]
 
 
 def test_a_chat_template_writes_the_same_date_every_day(tmp_path, chats):
@@ -104,13 +117,6 @@ def test_a_chat_template_writes_the_same_date_every_day(tmp_path, chats):
     rows = [said("a", "b")] * 3
     train, _ = opened(write_lines(tmp_path / "a.jsonl", *rows), chats, length=63)
     assert parts_of(train, chats)[0][0].startswith("26 Jul 2024<user>") and "26 July 2024" in train.notes
-
-
-def test_a_prompt_without_a_template_is_followed_by_its_completion_and_the_end(tmp_path, tokenizer):
-    rows = [dict(prompt=f"{n}+1=", completion=str(n + 1)) for n in range(9)]
-    train, test = opened(write_lines(tmp_path / "sums.jsonl", *rows), tokenizer)
-    found = sorted(parts_of(train, tokenizer) + parts_of(test, tokenizer))
-    assert found == sorted((f"{n}+1={n + 1}{TEXT_END}", f"{n + 1}{TEXT_END}") for n in range(9))
 
 
 COUNTED = {
@@ -142,12 +148,8 @@ def test_what_is_not_learned_as_it_stands_there_is_counted(row, told, chats):
     chats.chat_template = CHAT.replace(
         "{% for m in messages %}", "{% for m in messages if m.role != 'critic' %}"
     )
-    counts = collections.Counter()
-    conversations.parts_of(row, chats, "x", counts)
-    assert +counts == {told: 1}
-    counts.clear()
-    conversations.parts_of(said("a", "b"), chats, "x", counts)
-    assert not +counts
+    assert parts_and_counts(row, chats)[1] == {told: 1}
+    assert not parts_and_counts(said("a", "b"), chats)[1]
 
 
 def test_prompts_come_from_text_files_and_from_lines(tmp_path, tokenizer, chats):
@@ -160,3 +162,5 @@ def test_prompts_come_from_text_files_and_from_lines(tmp_path, tokenizer, chats)
     names, ids = zip(*conversations.read_prompts(lines, chats))
     assert names == ("b.jsonl, line 1", "b.jsonl, line 2")
     assert [chats.decode(one) for one in ids] == ["<user>x</s><assistant>", "<user>u</s><assistant>"]
+    with refuses("b.jsonl, line 1: it needs a text"):
+        conversations.read_prompts(write_lines(lines, dict(words="x")), chats)

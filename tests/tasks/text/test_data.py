@@ -92,9 +92,8 @@ def test_a_conversation_longer_than_a_row_goes_on_in_the_next_one_and_is_counted
 
 def test_conversations_of_all_lengths_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
-    rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 300)]
-    train, _ = opened(write_lines(tmp_path / "many.jsonl", *rows), tokenizer, length=64)
-    _, test = opened(tmp_path, tokenizer, length=64)
+    rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 400)]
+    train, test = opened(write_lines(tmp_path / "many.jsonl", *rows), tokenizer, length=64)
     assert (everything(train)["documents"] == 0).mean() < 0.06
     whole = [part for rows in (train, test) for part, _ in parts_of(rows, tokenizer)]
     assert sorted(len(tokenizer(part)["input_ids"]) for part in whole) == sorted(
@@ -147,3 +146,7 @@ def test_test_texts_that_are_training_texts_are_counted(tmp_path, chats):
     write_lines(tmp_path / "train.jsonl", said("a", "b"), said("c", "d"))
     write_lines(tmp_path / "test.jsonl", said("c", "d"), said("e", "f"))
     assert f"1 {data.COPIES}" in opened(tmp_path, chats, length=63)[0].notes
+    (tmp_path / "rows").mkdir()
+    for name in "ab":  # of which rows are held out, rather than texts
+        (tmp_path / f"rows/{name}.txt").write_text("x" * 100)
+    assert data.COPIES not in opened(tmp_path / "rows", chats)[0].notes

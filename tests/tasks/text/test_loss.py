@@ -85,7 +85,6 @@ def test_a_gpu_has_all_logits_at_a_time_only_if_half_of_its_memory_stays_free(
     class Properties:
         total_memory = 80 * 2**30
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: used_gib * 2**30)
     logits = 16 * 1024 * 50304  # of GPT-2

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.tasks.text.small import CONFIGS, END, HEAD, START, TURNS, task_of, write_family
-from tpukit.tasks.text import conversations
+from tests.tasks.text.small import CONFIGS, END, HEAD, START, TURNS, task_of, tokens_of, write_family
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,9 +38,7 @@ def test_ids_labels_loss_and_gradients_are_those_of_the_conversation_written_by_
     ids, labels = torch.tensor(sum(ids, []))[None], torch.tensor(sum(labels, []))[None]
 
     row = dict(messages=[dict(role=role, content=content) for role, content in TURNS])
-    tokens, _ = conversations.tokens_of(row, tokenizer, "x")
-    assert tokens["tokens"].tolist() == ids[0, :-1].tolist()
-    assert np.where(tokens["labels"] < 0, -100, tokens["labels"]).tolist() == labels[0, 1:].tolist()
+    assert tokens_of(row, tokenizer) == (ids[0, :-1].tolist(), labels[0, 1:].tolist())
 
     path = tmp_path / "chats.jsonl"
     path.write_text(f"{json.dumps(row)}\n" * 3)  # the first is held out, two lie in one row or two

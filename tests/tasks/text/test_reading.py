@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tests.conftest import refuses
-from tests.tasks.text.small import TEXT_END, opened, parts_of, said, turns, write_lines
-from tpukit.tasks.text import conversations
+from tests.tasks.text.small import TEXT_END, opened, parts_and_counts, parts_of, said, turns, write_lines
 
 pytest.importorskip("tokenizers")
 
@@ -36,7 +35,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
 def test_the_usual_formats_are_read(row, chats):
-    parts, _ = conversations.parts_of(row, chats, "x")
+    parts, _ = parts_and_counts(row, chats)
     assert [text for text, is_learned in parts if is_learned] == ["b</s>"]
     assert parts[0][0].endswith("<user>a</s><assistant>")
 
@@ -49,7 +48,8 @@ def test_the_usual_formats_are_read(row, chats):
     ],
 )
 def test_an_input_or_a_context_and_a_system_column_are_part_of_the_prompt(row, chats):
-    assert conversations.parts_of(row, chats, "x")[0][0][0] == "<system>s</s><user>a\n\ni</s><assistant>"
+    parts, counts = parts_and_counts(row, chats)
+    assert parts[0][0] == "<system>s</s><user>a\n\ni</s><assistant>" and not counts
 
 
 def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
@@ -80,21 +80,16 @@ def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_lin
 
 
 BAD_LINES = {
-    "not JSON": ('{"text": "a', "line 2", "no JSON"),
+    "not JSON": ('{"text": "a', "line 2", "is not JSON"),
     "no text": (dict(words="a"), "line 2", "it needs a text", "words"),
     "a list": ([1, 2], "line 2", "it needs a text"),
     "numbers": (dict(prompt=1, completion=2), "line 2", "prompt (int), completion (int)"),
     "pairs to choose from": (dict(prompt="a", chosen="b", rejected="c"), "line 2", "chosen (str)"),
+    "a list of Python": (dict(messages=str(turns("a", "b"))), "line 2", "messages (str)"),
     "no messages": (dict(messages=[]), "line 2", "messages, a list"),
-    "a number": (dict(messages=5), "line 2", "messages, a list"),
     "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),
-    "half an emoji": ('{"text": "a \\ud83d"}', "line 2", "half of a character"),
-    "half an emoji in a prompt": (
-        '{"prompt": "\\ud83d", "completion": "b"}',
-        "line 2",
-        "half of a character",
-    ),
-    "deep": ("[" * 5000, "line 2", "no JSON"),
+    "half an emoji": ('{"prompt": "\\ud83d", "completion": "b"}', "line 2", "half of a character"),
+    "deep": ("[" * 5000, "line 2", "is not JSON"),
 }
 
 

@@ -29,17 +29,12 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
     from tpukit.tasks.text.network import Network
 
-LENGTH = 1024  # tokens of a row by default, or what the model takes if that is less
 MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
 FEW = 16  # tokens of a text that begin a sample
-FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
 
 
-class Default(int):
-    """A setting that nobody gave, which the data decide."""
-
-
-BATCH = Default(16)
+class Chosen(int):
+    """A number that the task chose, because none was given. Another dataset may change it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,19 +57,16 @@ class LanguageModel(Task):
     evaluation_keys: ClassVar[tuple[str, ...]] = ()
     export_output: ClassVar[str] = "the logits of the next token (batch, tokens, vocabulary)"
 
+    # What has no description here has that of `Task`.
     epochs: int = setting(3, free=True)
-    """Passes over the training set."""
-    batch_size: int = BATCH
+    batch_size: int = Chosen(data.BATCH)
     """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores. By default
     fewer for a small training set, so that an epoch has about fifty steps."""
     lr: float = 5e-4
     """Learning rate of AdamW (betas 0.9 and 0.95)."""
     schedule: Literal["constant", "cosine"] = "cosine"
-    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`."""
     warmup_epochs: float = 0.1
-    """Epochs in which the learning rate rises from nearly 0 to `lr`."""
     clip_norm: float | None = 1.0
-    """Scale gradients of a larger norm down to it; None: do not clip."""
     weight_decay: float = 0.1
     """Of AdamW; not for biases and norms."""
     model_name: str = hub.TINY
@@ -92,7 +84,7 @@ class LanguageModel(Task):
     lora_alpha: float = 32.0
     """LoRA's output is multiplied by this over the rank."""
     sequence_length: int | None = None
-    """Tokens of a row, into which texts are packed. None: 1024, or what the model takes if that is less; for
+    """Tokens of a row, into which texts are packed. None: 1024, or the model's limit if that is less; for
     a small training set a power of two that still holds its longest conversation."""
     test_share: float = 0.1
     """Of data without a test split: the share that is held out, evenly spaced, of documents, or of rows if
@@ -111,23 +103,16 @@ class LanguageModel(Task):
         require_at_least(self, 1, "lora_rank", "sequence_length", "new_tokens")
         require_at_least(self, 0, "weight_decay", "lora_alpha", "samples", "temperature")
         require_shares(self, "test_share")
-        if isinstance(self.batch_size, Default) and self.dataset_dir is not None:
-            if Path(self.dataset_dir).exists():
-                object.__setattr__(self, "batch_size", self._fitting_batch())
-
-    def _fitting_batch(self) -> int:
-        """Return rows of a batch, a multiple of what the cores of this machine share."""
-        shares = environment.detect().cores * self.micro_batches
-        rows = max(1, min(int(BATCH), self._fitting[1] // FEWEST_STEPS))
-        rows = 2 ** int(math.log2(rows))
-        return shares * math.ceil(rows / shares)
+        if isinstance(self.batch_size, Chosen):
+            batch, _ = self._fitting_sizes
+            shares = environment.detect().cores * self.micro_batches  # which a batch is divided into
+            object.__setattr__(self, "batch_size", Chosen(shares * math.ceil(batch / shares)))
 
     @functools.cached_property
-    def _fitting(self) -> tuple[int, int]:
-        """(tokens of a row, how many such rows the training set may have), by the sizes of its files."""
+    def _fitting_sizes(self) -> tuple[int, int]:
+        """(rows of a batch, tokens of a row) that suit the data."""
         is_bytes = self.tokenizer == "bytes" or self.model_name == hub.TINY
-        assert self.dataset_dir is not None
-        return data.fitting_rows(Path(self.dataset_dir), LENGTH, FEWEST_STEPS * BATCH, 1 if is_bytes else 4)
+        return data.fitting_sizes(self.dataset_dir, 1 if is_bytes else 4)
 
     # Model and tokenizer
 
@@ -141,12 +126,12 @@ class LanguageModel(Task):
 
     @property
     def _is_planned(self) -> bool:
-        """Return whether nothing is there to train on or to predict with; then no weights are looked for."""
+        """Return whether there is nothing to train on or to predict with: then no weights are looked for."""
         return self.dataset_dir is None and self.weights is None
 
     @functools.cached_property
     def _folder(self) -> Path:
-        """Of the model's config, and of its weights where these are loaded."""
+        """The folder of the model's config, and of its weights if these are loaded."""
         is_loaded = self.is_pretrained and not self._is_planned
         return hub.find_folder(self.model_name, "weights" if is_loaded else "config")
 
@@ -156,12 +141,13 @@ class LanguageModel(Task):
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        """Tokens after which nothing is written: what ends the learned turns, and what the model stops at."""
+        """Tokens after which nothing is written: what ends the learned turns, what the published model stops
+        at, and the end of a text."""
         tokenizer = self._tokenizer
         _, turn_end = conversations.turn_end(tokenizer, tokenizer.chat_template)
-        ends = [] if turn_end is None else [turn_end]
-        ends += hub.read_ends(self._folder, self.config) if self.is_pretrained else []
-        return list(dict.fromkeys([*ends, tokenizer.eos_token_id]))
+        published = hub.read_ends(self._folder, self.config) if self.is_pretrained else []
+        ends = [turn_end, *published, tokenizer.eos_token_id]
+        return list(dict.fromkeys(end for end in ends if end is not None))
 
     @functools.cached_property
     def config(self) -> Any:
@@ -184,8 +170,7 @@ class LanguageModel(Task):
         length, most = self.sequence_length, self.config.max_position_embeddings
         if length and length > most:
             raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
-        has_data = self.dataset_dir is not None and Path(self.dataset_dir).exists()
-        return length or min(self._fitting[0] if has_data else LENGTH, most)
+        return length or min(self._fitting_sizes[1], most)
 
     @property
     def _new(self) -> int:
@@ -232,9 +217,9 @@ class LanguageModel(Task):
             f"\n{steps} optimizer steps, of {self.batch_size} rows of {self.length}, will see {seen} tokens,"
             f" {train.targets / train.sizes:.0%} of them learned"
         )
-        if steps < FEWEST_STEPS:
+        if steps < data.FEWEST_STEPS:
             train.notes += (
-                f"\nWARNING: fewer than {FEWEST_STEPS} optimizer steps hardly learn: take more epochs, a"
+                f"\nWARNING: fewer than {data.FEWEST_STEPS} optimizer steps hardly learn: use more epochs, a"
                 " smaller batch_size, or more data"
             )
         return train, test
@@ -274,22 +259,24 @@ class LanguageModel(Task):
         return dict(loss=losses, count=is_learned.sum(1), written=rows, prompt=prompt)
 
     def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
-        """For a test set: predicts, and continues the first rows. For prompts (`read_files`): continues."""
-        from tpukit.tasks.text.network import write
+        """Return a function that predicts a batch of a test set and continues the first rows of the set, or
+        that continues a batch of prompts, see `read_files`."""
+        from tpukit.tasks.text import network
 
         score, left = super().predictor(model, runtime, epoch), self.samples
         options: Any = dict(new=self._new, temperature=self.temperature)
         options["seed"] = self.seed, epoch or 0, runtime.world.rank
+        write = functools.partial(network.write, model, runtime, **options)
 
         def predict(batch):
             nonlocal left
-            found: Any = dict(batch) if "written" in batch else score(batch)
-            if "written" in batch or left > 0:
-                left -= len(found["prompt"])
-                found["written"] = write(model, runtime, found["written"], found["prompt"], **options)
-            else:
-                found |= runtime.put(dict(prompt=np.zeros(len(batch["tokens"]), np.int32)))
-            return found
+            if "written" in batch:
+                return dict(batch, written=write(batch["written"], batch["prompt"]))
+            found: Any = score(batch)
+            if left > 0:
+                left -= len(batch["tokens"])
+                return dict(found, written=write(found["written"], found["prompt"]))
+            return found | runtime.put(dict(prompt=np.zeros(len(batch["tokens"]), np.int32)))
 
         return predict
 
@@ -302,20 +289,20 @@ class LanguageModel(Task):
         for found, batch in predictions:
             loss += float(found["loss"][batch["valid"]].double().sum())
             count += int(found["count"][batch["valid"]].sum())
-            if left := self.samples - len(samples):
-                samples += self._texts(found)[:left]
+            if len(samples) < self.samples:
+                samples += self._texts(found)
         mean = loss / max(count, 1)
         scores = dict(log_likelihood=-mean, test_loss=mean, perplexity=math.exp(min(mean, 700.0)))
-        return dict(scores, tokens=count, samples=samples)
+        return dict(scores, tokens=count, samples=samples[: self.samples])
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
-        """dict(prompt, written) of each row that was continued, what is written up to the end of a turn."""
+        """Return dict(prompt, written) of each row that was continued; written: up to the end of a turn."""
         ends, texts = {*self._ends, *self._tokenizer.all_special_ids}, []
         for row, prompt in zip(np.asarray(found["written"]).tolist(), np.asarray(found["prompt"]).tolist()):
-            new = row[prompt : prompt + self._new]
-            parts = row[:prompt], list(itertools.takewhile(lambda token: token not in ends, new))
-            first, second = self._tokenizer.batch_decode(parts, skip_special_tokens=True)
-            texts += [dict(prompt=first, written=second)] if prompt else []
+            if prompt:
+                new = itertools.takewhile(lambda token: token not in ends, row[prompt : prompt + self._new])
+                parts = self._tokenizer.batch_decode([row[:prompt], list(new)], skip_special_tokens=True)
+                texts.append(dict(zip(("prompt", "written"), parts)))
         return texts
 
     def panels(self, batch: Any, prediction: Any = None) -> list[list[tuple[str, Any]]]:
@@ -327,14 +314,14 @@ class LanguageModel(Task):
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
         prompts = [prompt for path in paths for prompt in conversations.read_prompts(path, self._tokenizer)]
-        size = max(self.length, min(LENGTH, self.config.max_position_embeddings))
-        rows, most = np.zeros((len(prompts), size), np.int32), size - self._new
-        for row, (name, ids) in zip(rows, prompts):
+        size = max(self.length, min(data.LENGTH, self.config.max_position_embeddings))
+        most = size - self._new
+        rows, lengths = np.zeros((len(prompts), size), np.int32), np.zeros(len(prompts), np.int32)
+        for number, (name, ids) in enumerate(prompts):
             if not 0 < len(ids) <= most:
                 raise TpukitError(f"{name}: it must have from 1 to {most} tokens, and has {len(ids)}")
-            row[: len(ids)] = ids
-        names, lengths = [name for name, _ in prompts], [len(ids) for _, ids in prompts]
-        return dict(written=rows, prompt=np.array(lengths, np.int32)), names
+            rows[number, : len(ids)], lengths[number] = ids, len(ids)
+        return dict(written=rows, prompt=lengths), [name for name, _ in prompts]
 
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
         """prompt and written."""

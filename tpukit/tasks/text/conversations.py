@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import datetime
 import functools
-import itertools
 import json
 import re
 from pathlib import Path
@@ -20,128 +19,126 @@ from tpukit.tasks.text.reading import NothingToLearn
 TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.uint16)])
 SPECIAL = re.compile(r"</s>|<\|(?:im_end|eot_id|endoftext|end)\|>|<end_of_turn>|\[/INST\]")  # of some models
 MARK = "\ue000\ue001"  # stands for an answer, to see where the chat template writes it
-DAY = datetime.datetime(2024, 7, 26)  # that chat templates which write today's date write
+DAY = datetime.datetime(2024, 7, 26)  # for chat templates that write today's date
 NOW = r"""strftime_now\(\s*(["'])(.*?)\1\s*\)"""
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
+# What is counted.
 TOOLLESS = "conversations have tools that the chat template leaves out"
-UNLEARNED = "answers are not learned, because the chat template leaves them out"
-SHORTENED = (
-    "answers are learned without a part that the chat template leaves out, as reasoning of earlier turns"
-)
+UNLEARNED = "answers are not learned: they are empty, or the chat template leaves them out"
+SHORTENED = "answers are learned without what the chat template leaves out, such as earlier reasoning"
 UNSEEN = "messages of the role {} are left out by the chat template"
-WEIGHTED = "answers have another weight than 0 or 1, and count as 1"
+WEIGHTED = "answers have a weight other than 0 or 1, and count as 1"
 FOREIGN = "texts have {}, which is no token of this model: it is learned letter by letter"
-# Of conversations, where the tokenizer has no template of its own: one text after another.
+# For conversations, if the tokenizer has no template of its own: one text after another.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"
     "{{ eos_token if message.role == 'assistant' }}{% endfor %}"
 )
 
 
-def tokens_of(
-    row: Any, tokenizer: Any, where: str, counts: collections.Counter[str] | None = None
-) -> tuple[np.ndarray, bool]:
-    """(array of `TOKEN`, whether it is a conversation) of a dict, see `reading.read_row`. where: for
-    errors. counts: gets how often something was left out, by what it was."""
-    parts, is_conversation = parts_of(row, tokenizer, where, counts)
-    texts, learned = [text for text, _ in parts], [learned for _, learned in parts]
-    if is_conversation:  # whole, since tokens may reach over the border of a part
-        found = tokenizer("".join(texts), add_special_tokens=False, return_offsets_mapping=True)
-        ids, spans = np.array(found["input_ids"], np.int32), np.array(found["offset_mapping"]).reshape(-1, 2)
-        before = np.append(0, np.repeat(learned, list(map(len, texts))).cumsum())  # learned characters
-        learned = before[spans[:, 1]] > before[spans[:, 0]]
-    else:
-        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        ids = np.array(list(itertools.chain(*encoded)), np.int32)
-        learned = np.repeat(learned, list(map(len, encoded)))
+def tokens_of(row: Any, tokenizer: Any, counts: collections.Counter[str]) -> tuple[np.ndarray, bool]:
+    """Return (array of `TOKEN`, whether it is a conversation) of a row, see `reading.read_row`.
+
+    counts: gets how often something was left out, by what it was. Raises NothingToLearn for a row that is to
+    be left out, TpukitError for one that has to be mended."""
+    said, tools = reading.read_row(row, counts)
+    if isinstance(said, str):
+        ids = _ids_of_text(said, tokenizer, counts)
+        return _with_labels(ids, np.ones(len(ids), bool)), False
+    parts = parts_of(said, tools, tokenizer, counts)
+    # Tokenised as a whole, since a token may reach over the border of two parts.
+    whole = "".join(text for text, _ in parts)
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    is_learned = np.repeat([learned for _, learned in parts], [len(text) for text, _ in parts])
+    learned_before = np.append(0, is_learned.cumsum())  # each character
+    starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+    return _with_labels(encoded["input_ids"], learned_before[ends] > learned_before[starts]), True
+
+
+def _with_labels(ids, is_learned):
+    """Return an array of `TOKEN`: all but the last of some ids, each with the next one as its label."""
     tokens = np.zeros(max(len(ids) - 1, 0), TOKEN)
-    tokens["tokens"], tokens["labels"] = ids[:-1], np.where(learned, ids, -1)[1:]
-    return tokens, is_conversation
+    tokens["tokens"], tokens["labels"] = ids[:-1], np.where(is_learned, ids, -1)[1:]
+    return tokens
+
+
+def _ids_of_text(text, tokenizer, counts):
+    """Return the ids of a text from the token that the model expects first, if any, to that for its end: one
+    of each, even if they are in the text, too."""
+    if not text.strip():
+        raise NothingToLearn("the text is empty")
+    _count_foreign(text, tokenizer, counts)
+    ids = tokenizer(text)["input_ids"]
+    if ids[0] in tokenizer.all_special_ids and ids[:1] == ids[1:2]:
+        ids = ids[1:]
+    has_end = ids[-1] == tokenizer.eos_token_id or text.rstrip().endswith(tokenizer.eos_token)
+    return ids if has_end else [*ids, tokenizer.eos_token_id]
 
 
 def parts_of(
-    row: Any, tokenizer: Any, where: str, counts: collections.Counter[str] | None = None
-) -> tuple[list[tuple[str, bool]], bool]:
-    """([(text, whether it is to be learned)], whether it is a conversation), see `tokens_of`.
+    messages: list[dict[str, Any]], tools: Any, tokenizer: Any, counts: collections.Counter[str]
+) -> list[tuple[str, bool]]:
+    """Return [(text, whether it is to be learned)] of a conversation, as the chat template writes it.
 
-    What the assistant says is to be learned, up to what ends its turn, unless the message has weight 0."""
-    counts = collections.Counter() if counts is None else counts
-    said, tools = reading.read_row(row, where, counts)
-    if isinstance(said, str):
-        return _parts_of_text(said, tokenizer, where, counts), False
-    return _parts_of_conversation(said, tools, tokenizer, where, counts), True
-
-
-def _parts_of_text(text, tokenizer, where, counts):
-    if not text.strip():
-        raise NothingToLearn(f"{where}: the text is empty")
-    _count_foreign(text, tokenizer, counts)
-    start = tokenizer.decode(tokenizer("")["input_ids"][:1])  # what the model expects first, if anything
-    start = "" if start and text.startswith(start) else start
-    end = "" if text.rstrip().endswith(tokenizer.eos_token) else tokenizer.eos_token
-    return [(part, True) for part in (start, text, end)]
-
-
-def _parts_of_conversation(said, tools, tokenizer, where, counts):
-    answers = _answers_of(said, where)
+    The assistant's answers are to be learned, each up to what ends its turn, but not those of weight 0.
+    counts and errors: see `tokens_of`."""
+    answers = _find_answers(messages)
     for number in answers:  # some data end a completion with what the template writes, too
-        said[number]["content"] = said[number]["content"].removesuffix(tokenizer.eos_token)
-    render = functools.partial(_render, tools=tools, tokenizer=tokenizer, where=where)
-    try:
-        whole = render(said)
-    except TpukitError as error:
-        raise NothingToLearn(str(error)) from error
+        messages[number]["content"] = messages[number]["content"].removesuffix(tokenizer.eos_token)
+    render = functools.partial(_render, tools=tools, tokenizer=tokenizer)
+    whole = render(messages)
     _count_foreign(whole, tokenizer, counts)
-    _count_unseen(said, whole, counts)
-    counts[TOOLLESS] += bool(tools) and whole == _render(said, None, tokenizer, where)
+    _count_unseen(messages, whole, counts)
+    counts[TOOLLESS] += bool(tools) and whole == render(messages, tools=None)
     parts, at = [], 0
     for number in answers:
-        message = said[number]
+        message = messages[number]
         counts[WEIGHTED] += message.get("weight", 1) not in (0, 1)
         if message.get("weight", 1) == 0 or message.get("train") is False:
             continue
-        span = _span_of(number, said, whole, at, render, tokenizer)
+        span = _span_of(number, messages, whole, at, render)
         if span is None:
             counts[UNLEARNED] += 1
             continue
         start, end = span
-        parts += [(whole[at:start], False), (whole[start:end], True)]
+        closing, _ = turn_end(tokenizer, tokenizer.chat_template)
+        if whole.startswith(closing, end):
+            end += len(closing)
         counts[SHORTENED] += message["content"].strip() not in whole[start:end]
+        parts += [(whole[at:start], False), (whole[start:end], True)]
         at = end
     return [*parts, (whole[at:], False)]
 
 
-def _answers_of(said, where):
+def _find_answers(messages):
     """Return the numbers of the assistant's messages. Raises NothingToLearn if none has anything."""
-    answers = [number for number, message in enumerate(said) if message["role"] == "assistant"]
+    roles = [message["role"] for message in messages]
+    answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in said))
-        raise NothingToLearn(f"{where}: no message is of the assistant, only of {roles}")
-    if not any(said[number]["content"].strip() or said[number].get("tool_calls") for number in answers):
-        raise NothingToLearn(f"{where}: the completion is empty: there is nothing to learn")
-    return answers
+        raise NothingToLearn(f"no message is of the assistant, only of {', '.join(dict.fromkeys(roles))}")
+    if not any(answer["content"].strip() or answer.get("tool_calls") for answer in answers):
+        raise NothingToLearn("the completion is empty: there is nothing to learn")
+    return [number for number, role in enumerate(roles) if role == "assistant"]
 
 
-def _span_of(number, said, whole, at, render, tokenizer):
-    """Return where a conversation, as it is written, has the answer of a number: (start, end), or None if the
-    template does not write it there. at: the end of the answer before."""
-    marked = render([*said[:number], dict(role="assistant", content=MARK), *said[number + 1 :]])
-    first, mark, rest = marked.partition(MARK)
-    before = render(said[:number], prompt=True) if number else ""
-    if not before or not whole.startswith(before):  # as this template writes earlier turns in another way
-        before = first if whole.startswith(first) else ""
-    start, end = len(before), len(whole) - len(rest)
-    if not (before and mark and whole.endswith(rest) and at <= start <= end):
-        return None
-    if said[number].get("tool_calls") and not whole[start:end].strip():
-        return None
-    closing, _ = turn_end(tokenizer, tokenizer.chat_template)
-    return start, end + (len(closing) if rest.startswith(closing) else 0)
+def _span_of(number, messages, whole, at, render):
+    """Return (start, end) of an answer in `whole`, the conversation as the template writes it; None if it has
+    nothing of the answer. number: of the answer among the messages. at: the end of the answer before."""
+    marked = render([*messages[:number], dict(role="assistant", content=MARK), *messages[number + 1 :]])
+    before, mark, after = marked.partition(MARK)
+    # An answer begins where the model begins to write when it is prompted with the messages before. If there
+    # are none, or the template writes them in another way once there are more, it begins where its text does.
+    prompt = render(messages[:number], prompt=True) if number else ""
+    if prompt and whole.startswith(prompt):
+        before = prompt
+    start, end = len(before), len(whole) - len(after)
+    is_there = mark and whole.startswith(before) and whole.endswith(after) and at <= start
+    return (start, end) if is_there and whole[start:end].strip() else None
 
 
-def _count_unseen(said, whole, counts):
+def _count_unseen(messages, whole, counts):
     """Count the messages and the reasoning that a conversation, as it is written, lacks."""
-    for message in said:
+    for message in messages:
         reasons = [message[name] for name in REASONING if isinstance(message.get(name), str)]
         counts[SHORTENED] += any(reason.strip() not in whole for reason in reasons)
         content = message["content"].strip()
@@ -151,17 +148,17 @@ def _count_unseen(said, whole, counts):
 
 
 def _count_foreign(text, tokenizer, counts):
-    vocabulary = tokenizer.added_tokens_encoder
+    """Count the special tokens of other models."""
     for token in {*SPECIAL.findall(text)}:
-        counts[FOREIGN.format(token)] += token not in vocabulary
+        counts[FOREIGN.format(token)] += token not in tokenizer.added_tokens_encoder
 
 
 @functools.lru_cache(maxsize=8)
 def turn_end(tokenizer: Any, template: str | None) -> tuple[str, int | None]:
-    """(what the chat template writes after an answer, up to the first special token; that token's id, or None
-    if it writes none). template: the tokenizer's."""
-    said = [dict(role="user", content="a"), dict(role="assistant", content=MARK)]
-    rest = _render(said, None, tokenizer, "a question and an answer").partition(MARK)[2]
+    """Return (the text that the chat template writes after an answer, up to the first special token; that
+    token's id, or None if it writes none). template: the tokenizer's, which may change."""
+    messages = [dict(role="user", content="a"), dict(role="assistant", content=MARK)]
+    rest = _render(messages, None, tokenizer).partition(MARK)[2]
     encoded = tokenizer(rest, add_special_tokens=False, return_offsets_mapping=True)
     for token, (_, end) in zip(encoded["input_ids"], encoded["offset_mapping"]):
         if token in tokenizer.added_tokens_decoder:
@@ -169,31 +166,32 @@ def turn_end(tokenizer: Any, template: str | None) -> tuple[str, int | None]:
     return rest, None
 
 
-@functools.lru_cache(maxsize=8)
-def _on_one_day(template: str) -> str:
-    """A chat template that writes `DAY` where it wrote today's date, so that a run that is resumed on another
-    day goes on with the same tokens."""
-    return re.sub(NOW, lambda call: repr(DAY.strftime(call[2])), template)
-
-
-def _render(messages: list[dict], tools: Any, tokenizer: Any, where: str, *, prompt: bool = False) -> str:
-    """A conversation as the model reads it. prompt: with the beginning of an answer."""
-    template = _on_one_day(tokenizer.chat_template or TEMPLATE)
+def _render(messages: list[dict], tools: Any, tokenizer: Any, *, prompt: bool = False) -> str:
+    """Return a conversation as the model reads it. prompt: with the beginning of an answer."""
+    # Always of one day, so that a run that is resumed on another day goes on with the same tokens.
+    template = re.sub(NOW, lambda call: repr(DAY.strftime(call[2])), tokenizer.chat_template or TEMPLATE)
     options: dict[str, Any] = dict(chat_template=template, tools=tools, add_generation_prompt=prompt)
-    with explained(f"{where}: the model's chat template refuses it"):
+    with explained("the model's chat template refuses it", NothingToLearn):
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 def read_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
-    """[(name, tokens)] of the prompts in a text file, which is one, or in the lines of a .jsonl file, each
-    with `prompt` or `messages`, or with `text` that has no template."""
+    """Return [(name, tokens)] of the prompts in a text file, which is one, or in the lines of a .jsonl file,
+    each with `prompt` or `messages`, or with `text`, which needs no template."""
     prompts = []
     for where, row in reading.read_rows(path):
         row = dict(prompt=row["text"].rstrip("\n")) if path.suffix in reading.TEXTS else row
         name = f"{path.name}{where.removeprefix(str(path))}"
-        said, tools = reading.read_row(row, name)
-        if not isinstance(said, str):
-            is_answered = len(said) > 1 and said[-1]["role"] == "assistant"
-            said = _render(said[: len(said) - is_answered], tools, tokenizer, name, prompt=True)
-        prompts.append((name, tokenizer(said, add_special_tokens=False)["input_ids"]))
+        try:
+            prompts.append((name, _ids_of_prompt(row, tokenizer)))
+        except TpukitError as error:
+            raise TpukitError(f"{name}: {error}") from error
     return prompts
+
+
+def _ids_of_prompt(row, tokenizer):
+    said, tools = reading.read_row(row, collections.Counter(), is_prompt=True)
+    if not isinstance(said, str):
+        is_answered = len(said) > 1 and said[-1]["role"] == "assistant"
+        said = _render(said[: len(said) - is_answered], tools, tokenizer, prompt=True)
+    return tokenizer(said, add_special_tokens=False)["input_ids"]

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,22 @@ from tpukit.tasks.splits import about_tables, find_files, some
 from tpukit.tasks.text import conversations, reading
 from tpukit.tasks.text.conversations import TOKEN
 
+BATCH, LENGTH = 16, 1024  # rows of a batch, and tokens of a row, unless the data or the model need fewer
 SHORTEST = 128  # tokens of a row by default, at least
+FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
 MOST_NOTES = 8  # about texts
-MANY = 256  # documents, or fewer conversations, from which rows are filled
-VERSION = 6  # of what `_pack` makes of the same files, which is cached
+MANY = 256  # conversations to choose from for what is left of a row
+VERSION = 7  # of what `_pack` makes of the same files, which is cached
+NOTHING = np.array([(0, -1, 0)], TOKEN)
 COPIES = "test texts are training texts, too: the scores say nothing of new texts"
 
 
 class TextSet:
     """One split of packed rows.
 
-    `batch(indices, numbers)` -> dict of (B, T) each: tokens; labels, the next ones, or -1 where nothing is to
-    be learned; documents, numbers that tell them apart, 0 where nothing is; and share (B,), one over the
-    labels of a row on average. `notes`: sentences for the log."""
+    `batch(indices, numbers)` -> dict of (B, T) each: tokens; labels, the next ones, or -1 if nothing is to be
+    learned there; documents, numbers that tell them apart, 0 at the end of a row that is not full; and share
+    (B,), one over the labels of a row on average. `notes`: sentences for the log."""
 
     num_uniforms = 0
 
@@ -57,8 +61,9 @@ class TextSet:
 
 
 def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tuple[TextSet, TextSet]:
-    """(training set, test set) of a file or a folder, made anew or from the cache. length: T. test_share: see
-    `LanguageModel`. Raises TpukitError, with the file and the line, for what cannot be trained on."""
+    """Return (training set, test set) of a file or a folder, made anew or from the cache. length: T.
+    test_share: see `LanguageModel`. Raises TpukitError, with the file and the line, for what cannot be
+    trained on."""
     folder, files = place if place.is_dir() else place.parent, reading.find_texts(place)
     others = [path.name for path in files.pop("others")]
     names = [glob.escape(str(path.relative_to(folder))) for path in itertools.chain(*files.values())]
@@ -79,90 +84,69 @@ def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tu
     return train, test
 
 
-def fitting_rows(place: Path, most: int, rows: int, bytes_per_token: int) -> tuple[int, int]:
-    """(T, about how many such rows the training set fills), by the sizes of the files: `most` and `rows`, or,
-    of a small set, a shorter T that still holds each conversation, and the rows that there are."""
-    if not find_files(place, (*reading.TEXTS, reading.LINES, reading.LIST)):
-        return most, rows
-    files = reading.find_texts(place)
-    size, longest = sum(path.stat().st_size for path in files["train"] + files["test"]), 0
-    if size < most * rows * bytes_per_token:
-        for path in files["train"]:
-            if path.suffix not in reading.TEXTS:
-                lengths = (len(json.dumps(row, ensure_ascii=False)) for _, row in reading.read_rows(path))
-                longest = max(longest, *lengths, 0)
+def fitting_sizes(place: Path | None, bytes_per_token: int) -> tuple[int, int]:
+    """Return (rows of a batch, T) by the sizes of the files: `BATCH` and `LENGTH`, or, for a small training
+    set, a shorter T that still holds each conversation, and fewer rows, for `FEWEST_STEPS` in an epoch."""
+    if place is None or not find_files(place, (*reading.TEXTS, reading.LINES, reading.LIST)):
+        return BATCH, LENGTH
+    files, rows = reading.find_texts(place), BATCH * FEWEST_STEPS
+    tokens = sum(path.stat().st_size for path in files["train"] + files["test"]) // bytes_per_token
+    if tokens >= LENGTH * rows:
+        return BATCH, LENGTH
+    letters = 0  # of the longest conversation
+    for path in files["train"]:
+        if path.suffix not in reading.TEXTS:
+            for _, row in reading.read_rows(path):
+                letters = max(letters, len(json.dumps(row, ensure_ascii=False)))
     # A token has at least half as many letters as one of English.
-    longest = math.ceil(longest / max(1, bytes_per_token / 2))
-    length, shortest = most, max(SHORTEST, longest)
-    while length // 2 >= shortest and size // bytes_per_token // length < rows:
+    shortest = max(SHORTEST, math.ceil(letters / max(1, bytes_per_token / 2)))
+    length = LENGTH
+    while length // 2 >= shortest and tokens // length < rows:
         length //= 2
-    return length, min(rows, size // bytes_per_token // length)
+    batch = min(BATCH, max(1, tokens // length // FEWEST_STEPS))
+    return 2 ** int(math.log2(batch)), length
 
 
 def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
-    """rows (R, T) of `TOKEN`; of each (R,) targets, how many labels it has, sizes, how many tokens, and
-    is_test; and notes."""
-    file, at, longer, border = tempfile.TemporaryFile(), 0, 0, 0
-    nothing, counts = np.array([(0, -1, 0)], TOKEN), collections.Counter()
-    left_out, learned, held_out = [], set(), []
-    # Without a test split: every tenth document, or row where texts are long.
-    shares_rows = not files["test"] and any(path.suffix in reading.TEXTS for path in files["train"])
-
-    def write(tokens):
-        nonlocal at
-        file.write(tokens.tobytes())
-        at += len(tokens)
-
-    def is_held_out(number):
-        return math.ceil((number + 1) * test_share) > math.ceil(number * test_share)
-
-    for split in ("train", "test"):
-        border = at // length
-        found = _documents(files[split], tokenizer, counts, left_out)
-        documents = enumerate(found if split == "train" else itertools.chain(found, held_out))
-        while group := list(itertools.islice(documents, MANY)):
-            whole = []  # conversations, each of which stays in one row
-            for number, document in group:
-                if split == "train" and not files["test"] and not shares_rows and is_held_out(number):
-                    held_out.append(document)
-                    continue
-                tokens, is_conversation, content = document
-                counts[COPIES] += split == "test" and content in learned
-                learned.update([content] if split == "train" else [])
-                tokens["documents"] = 1 + number % (2**16 - 1)  # a row has fewer
-                is_longer = is_conversation and len(tokens) > length
-                longer += is_longer
-                if is_conversation and not is_longer:
-                    whole.append(tokens)
-                else:
-                    write(tokens)
-            whole.sort(key=len)
-            while whole:  # always the longest that fits into what is left of a row
-                index = bisect.bisect_right(whole, length - at % length, key=len)
-                write(whole.pop(index - 1) if index else nothing.repeat(-at % length))
-        write(nothing.repeat(-at % length))
-    if left_out and not at:
+    """Return rows (R, T) of `TOKEN`; for each (R,) targets, how many labels it has, sizes, how many tokens,
+    and is_test; and notes."""
+    rows, counts, left_out = _Rows(length), collections.Counter(), []
+    held_out, learned = [], set()
+    # Without a test split, documents are held out of it, or rows if there are texts, which may be long.
+    has_test, has_texts = bool(files["test"]), any(path.suffix in reading.TEXTS for path in files["train"])
+    for number, document in enumerate(_documents(files["train"], tokenizer, counts, left_out)):
+        if not has_test and not has_texts and _is_held_out(number, test_share):
+            held_out.append(document)
+            continue
+        tokens, is_conversation, content = document
+        learned.add(content)
+        rows.add(tokens, is_conversation)
+    rows.finish()
+    border = rows.at // length
+    testing = itertools.chain(_documents(files["test"], tokenizer, counts, left_out), held_out)
+    for tokens, is_conversation, content in testing:
+        counts[COPIES] += content in learned
+        rows.add(tokens, is_conversation)
+    rows.finish()
+    if left_out and not rows.at:
         raise TpukitError(left_out[0])
-    write(nothing.repeat(length))  # no file is empty
-    file.flush()
-    rows = np.memmap(file, TOKEN, "r", shape=(at // length, length))
-    targets = np.array([(row["labels"] >= 0).sum() for row in rows])
-    sizes = np.array([(row["documents"] > 0).sum() for row in rows])
-    is_test = np.arange(len(rows)) >= border
-    if shares_rows:
-        is_test = np.diff(np.ceil(np.arange(len(rows) + 1) * test_share)) > 0
+    packed = rows.mapped()
+    targets = np.array([(row["labels"] >= 0).sum() for row in packed])
+    sizes = np.array([(row["documents"] > 0).sum() for row in packed])
+    numbers = np.arange(len(packed))
+    is_test = _is_held_out(numbers, test_share) if has_texts and not has_test else numbers >= border
     notes = [f"{targets.sum()} tokens to predict, in rows of {length}"]
-    notes += [f"{longer} conversations longer than that go on in the next row"] if longer else []
-    notes += [f"{len(left_out)} texts are left out ({left_out[0]})"] if left_out else []
+    if rows.longer:
+        notes.append(f"{rows.longer} conversations longer than that go on in the next row")
+    if left_out:
+        notes.append(f"{len(left_out)} texts are left out ({left_out[0]})")
     notes += [f"{count} {what}" for what, count in counts.most_common(MOST_NOTES) if count]
     if re.search(conversations.NOW, tokenizer.chat_template or ""):
-        notes += [
-            f"the chat template writes the date, in this training run always {conversations.DAY:%d %B %Y}"
-        ]
-    return dict(rows=rows, targets=targets, sizes=sizes, is_test=is_test, notes=np.array("; ".join(notes)))
+        notes.append(f"the chat template writes the date, here always {conversations.DAY:%d %B %Y}")
+    return dict(rows=packed, targets=targets, sizes=sizes, is_test=is_test, notes=np.array("; ".join(notes)))
 
 
-def _documents(paths, tokenizer, counts, left_out):
+def _documents(paths, tokenizer, counts, left_out) -> Iterator[tuple[np.ndarray, bool, int]]:
     """Yield (tokens, whether it is a conversation, a hash) of what there is to learn in files. counts: see
     `conversations.tokens_of`. left_out: gets a sentence about each row without anything to learn."""
     from tpukit.host.bars import tqdm
@@ -170,8 +154,66 @@ def _documents(paths, tokenizer, counts, left_out):
     rows = itertools.chain.from_iterable(map(reading.read_rows, paths))
     for where, row in tqdm(rows, disable=None, leave=False, unit=" texts"):
         try:
-            tokens, is_conversation = conversations.tokens_of(row, tokenizer, where, counts)
+            tokens, is_conversation = conversations.tokens_of(row, tokenizer, counts)
         except reading.NothingToLearn as error:
-            left_out.append(str(error))
+            left_out.append(f"{where}: {error}")
+        except TpukitError as error:
+            raise TpukitError(f"{where}: {error}") from error
         else:
             yield tokens, is_conversation, hash(json.dumps(row, sort_keys=True))
+
+
+def _is_held_out(number, share):
+    """Return whether the document or row of a number is held out, evenly spaced. number: int or array."""
+    return np.ceil((number + 1) * share) > np.ceil(number * share)
+
+
+class _Rows:
+    """Rows of one length in a temporary file, filled one after another by documents. `at`: tokens so far.
+    `longer`: conversations that are longer than a row."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.file = length, tempfile.TemporaryFile()
+        self.at, self.documents, self.longer = 0, 0, 0
+        self.waiting = []  # conversations
+
+    def add(self, tokens: np.ndarray, is_conversation: bool) -> None:
+        """Write a text where the one before ended. A conversation that fits in a row has to stay in one, so
+        it waits until there are some to choose from."""
+        if is_conversation and len(tokens) <= self.length:
+            self.waiting.append(tokens)
+        else:
+            self.longer += is_conversation
+            self._write(tokens)
+        if len(self.waiting) == MANY:
+            self._write_waiting()
+
+    def finish(self) -> None:
+        """Write what waits, and begin a new row."""
+        self._write_waiting()
+        self._leave_empty(-self.at % self.length)
+
+    def mapped(self) -> np.ndarray:
+        """Return all rows (R, T) as a memory map, and one that is empty, since no file may be."""
+        self._leave_empty(self.length)
+        self.file.flush()
+        return np.memmap(self.file, TOKEN, "r", shape=(self.at // self.length, self.length))
+
+    def _write_waiting(self):
+        self.waiting.sort(key=len)
+        while self.waiting:  # always the longest that fits in what is left of a row
+            room = self.length - self.at % self.length
+            if index := bisect.bisect_right(self.waiting, room, key=len):
+                self._write(self.waiting.pop(index - 1))
+            else:
+                self._leave_empty(room)
+
+    def _write(self, tokens):
+        tokens["documents"] = 1 + self.documents % (2**16 - 1)  # a row has fewer
+        self.documents += 1
+        self.file.write(tokens.tobytes())
+        self.at += len(tokens)
+
+    def _leave_empty(self, count):
+        self.file.write(NOTHING.repeat(count).tobytes())
+        self.at += count

@@ -1,5 +1,5 @@
-"""Models of transformers and their tokenizers, found. No code of theirs is run (`trust_remote_code` is never
-True), and nothing is unpickled. Imports no torch; transformers and peft where they are used."""
+"""Find models of transformers and their tokenizers. No code of theirs is run (`trust_remote_code` is never
+True), and nothing is unpickled. Imports no torch; transformers and peft when they are used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TINY = "tiny"  # a GPT of four layers, with a token for each byte of UTF-8, and 
 
 
 def imported(name: str) -> Any:
-    """A package of the extra `text`."""
-    # Else they import torch_xla, which sets PJRT_DEVICE, and from then on this would be a machine with XLA.
+    """Import a package of the extra `text`."""
+    # Else it imports torch_xla, which sets PJRT_DEVICE, and from then on this would be a machine with XLA.
     os.environ.setdefault("USE_TORCH_XLA", "0")
     with explained(f"language models need {name} (pip install transformers peft)"):
         package = __import__(name)
@@ -30,8 +30,8 @@ def imported(name: str) -> Any:
 
 
 def find_folder(name: str, wanted: Literal["config", "tokenizer", "weights"]) -> Path:
-    """A folder with what is wanted of a model, at least: the folder `name`, the model's of the `SHAPES`, or
-    what the Hugging Face hub has of that name. Raises TpukitError where there is none."""
+    """Return a folder that has at least what is wanted of a model: the folder `name`, that of the name in
+    `SHAPES`, or what the Hugging Face hub has under it. Raises TpukitError if there is none."""
     folder = Path(name).expanduser()
     if (folder / "adapter_config.json").is_file():
         raise TpukitError(f"{folder} holds an adapter: as model_name, give the model that it is for")
@@ -44,7 +44,7 @@ def find_folder(name: str, wanted: Literal["config", "tokenizer", "weights"]) ->
 
 
 def read_config(folder: Path) -> Any:
-    """The config of transformers, of a model's folder. Raises TpukitError for a model that is not of the
+    """Read the config of a model, as transformers has it. Raises TpukitError for a model that is not of the
     `FAMILIES`, or needs code of its own."""
     kind = imported("transformers").AutoConfig
     with explained(f"{folder} has no config.json for a model of transformers without code of its own"):
@@ -61,7 +61,7 @@ def read_config(folder: Path) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, by its folder or its name. Raises TpukitError where it cannot be had."""
+    """Load the tokenizer of a model, by its folder or its name. Raises TpukitError if that has none."""
     kind, folder = imported("transformers").PreTrainedTokenizerFast, find_folder(name, "tokenizer")
     with explained(f"{name} has no tokenizer.json that can be read (tokenizer='bytes' needs none)"):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -81,10 +81,11 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def read_ends(folder: Path, config: Any) -> list[int]:
-    """Return the tokens after which a published model stops, by its generation_config.json or its config."""
+def read_ends(folder: Path, config: Any) -> list[int | None]:
+    """Return the tokens after which a published model stops, by its generation_config.json or its config; a
+    None if that names none."""
     path, ends = folder / "generation_config.json", config.eos_token_id
     if path.is_file():
         with explained(f"{path} is not JSON"):
             ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", ends)
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return ends if isinstance(ends, list) else [ends]

@@ -32,26 +32,28 @@ def build(
     recompute: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Network:
-    """The `Network` of a config, on the CPU. folder: of the weights; None: random ones. lora: (rank, alpha):
-    low-rank adapters of all matrices of the layers train, and all else is frozen; None: all trains.
-    recompute: keep only the input of each layer for the backward pass, which computes the layer once more.
-    dtype: of all but adapters; None: bfloat16 for what is frozen, else float32."""
+    """Return the `Network` of a config, on the CPU.
+
+    folder: of the weights; None: random ones. lora: (rank, alpha): low-rank adapters of all matrices of the
+    layers train, and all else is frozen; None: all trains. recompute: keep only the input of each layer for
+    the backward pass, which computes the layer once more. dtype: of all but adapters; None: bfloat16 for what
+    is frozen, else float32."""
     transformers = hub.imported("transformers")
     transformers.AttentionInterface.register(ATTENTION, _attention)
-    kind, options = transformers.AutoModelForCausalLM, dict(attn_implementation=ATTENTION)
-    options |= dict(dtype=dtype or (torch.bfloat16 if lora else torch.float32), trust_remote_code=False)
+    kind, dtype = transformers.AutoModelForCausalLM, dtype or (torch.bfloat16 if lora else torch.float32)
+    options: Any = dict(attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=False)
     with explained(f"the model of {folder or config.model_type} cannot be made"):
         if folder is None:
             model = kind.from_config(config, **options)
         else:
-            options |= dict(use_safetensors=True, local_files_only=True, output_loading_info=True)
-            model, found = kind.from_pretrained(folder, config=config, **options)
+            safely = dict(use_safetensors=True, local_files_only=True, output_loading_info=True)
+            model, found = kind.from_pretrained(folder, config=config, **options, **safely)
             for wrong in (*found["missing_keys"], *found["mismatched_keys"]):
                 raise TpukitError(f"{folder}: the weights do not fit its config.json, {wrong} first")
     if lora:
         peft, (rank, alpha) = hub.imported("peft"), lora
-        settings = dict(target_modules="all-linear", fan_in_fan_out=config.model_type == "gpt2")
-        settings |= dict(r=rank, lora_alpha=alpha, task_type="CAUSAL_LM")
+        settings: Any = dict(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        settings["fan_in_fan_out"] = config.model_type == "gpt2"  # whose matrices are transposed
         model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     network = Network(model)
     if recompute:
@@ -60,9 +62,9 @@ def build(
 
 
 class Network(nn.Module):
-    """A causal language model with packed documents. `net` is of transformers, or of peft around it.
+    """A causal language model with packed documents. `net`: a model of transformers, or of peft around one.
 
-    Its state is what trains: frozen weights come from their own files again."""
+    Its state is what trains: frozen weights are read from their own files again."""
 
     def __init__(self, net: Any) -> None:
         super().__init__()
@@ -81,20 +83,20 @@ class Network(nn.Module):
         return self.causal.get_output_embeddings().weight
 
     def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
-        """(B, T, W), the hidden states before the head. tokens: (B, T). documents: (B, T) the number of each
-        token's document in its row; a token sees itself and what came before it in its own."""
+        """Return (B, T, W), the hidden states before the head. tokens: (B, T). documents: (B, T) the number
+        of each token's document in its row; a token sees itself and what came before it in its own."""
         is_same = documents[:, :, None] == documents[:, None, :]
         places = torch.arange(tokens.shape[1], device=tokens.device)
         mask = is_same & (places[:, None] >= places)  # (B, T, T)
         return self.run(tokens, mask.sum(-1) - 1, mask[:, None], places)
 
     def run(self, tokens: Tensor, positions: Tensor, mask: Tensor, places: Tensor, *cache: Any) -> Tensor:
-        """(B, T, W). tokens: (B, T). positions: (B, T) of each in its document. mask: (B, 1, T, L) bool, what
-        each sees; L is T without a cache. places: (T,) in the row. cache: keys and values (B, H / G, L, D) of
-        each layer, a list to which each adds its own, and (L, 1) bool, where."""
+        """Return what `forward` does. tokens: (B, T). positions: (B, T) of each in its document. mask: (B, 1,
+        T, L) bool, what each sees; L is T without a cache. places: (T,) in the row. cache: a list of (keys,
+        values), (B, H / G, L, D) each, to which each layer adds its own; and (L, 1) bool, where."""
         embedded = self.causal.get_input_embeddings()(tokens)
         if self.training and not embedded.requires_grad:
-            embedded.requires_grad_()  # else a layer that is computed twice has nothing to differentiate by
+            embedded.requires_grad_()  # else a layer that is computed again has nothing to differentiate by
         # Autocast casts the input of a product. peft would first make a copy of it in float32.
         peft_casts = not torch.is_autocast_enabled(embedded.device.type)
         for adapter in self.adapters:
@@ -103,10 +105,10 @@ class Network(nn.Module):
         return self.causal.base_model(inputs_embeds=embedded, **options).last_hidden_state
 
     def export(self, tokenizer: Any, ends: list[int], to: str, folder: Path, base: str) -> float:
-        """Write it with its tokenizer to a folder: to "peft", the adapter alone, which is for the model
-        `base`, or to "transformers", the whole model with the adapter in it. ends: the tokens after which it
-        is to stop. Returns the largest difference of the logits once that is loaded, relative to the largest
-        logit, or to 1 if that is smaller."""
+        """Write the model and its tokenizer to a folder. to: "peft", the adapter alone, which is for the
+        model `base`; or "transformers", the whole model with the adapter in it. ends: the tokens after which
+        it is to stop. Return the largest difference of the logits once that is loaded, relative to the
+        largest logit, or to 1 if that is smaller."""
         net, config = self.net, self.causal.config
         rows = (torch.arange(64) % config.vocab_size).view(2, 32)[:, : config.max_position_embeddings]
         with torch.no_grad():
@@ -146,12 +148,14 @@ class Network(nn.Module):
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, seen: tuple, **options: Any
 ) -> tuple[Tensor, None]:
-    """((B, T, H, D), None), for transformers. query: (B, H, T, D); key, value: (B, H / G, T, D)."""
+    """Return ((B, T, H, D), None), for transformers. query: (B, H, T, D). key, value: (B, H / G, T, D). seen:
+    mask, places and cache of `Network.run`."""
     allowed, places, *cache = seen
     if cache:
-        [layers, is_new] = cache
-        pairs = zip((key, value), layers[module.layer_idx])
-        key, value = (torch.where(is_new, new.to(old.dtype), old) for new, old in pairs)
+        layers, is_new = cache
+        keys, values = layers[module.layer_idx]
+        key = torch.where(is_new, key.to(keys.dtype), keys)
+        value = torch.where(is_new, value.to(values.dtype), values)
         layers[module.layer_idx] = key, value
     if window := options.get("sliding_window"):
         # A row's documents lie one after another, so that places differ as positions do.
@@ -173,39 +177,39 @@ def _attention(
 def write(
     model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int, temperature: float, seed: Any
 ) -> Tensor:
-    """(B, L): prompts on the device, and at least `new` tokens that the model writes after them, if there is
-    room.
+    """Return (B, L): prompts on the device, and at least `new` tokens that the model writes after them, if
+    there is room.
 
-    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more. temperature: 0 takes the
-    most probable token, 1 draws by the model's probabilities. seed: for `np.random.SeedSequence`."""
+    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more. temperature: 0: the most
+    probable token, 1: drawn by the model's probabilities. seed: for `np.random.SeedSequence`."""
     rows, size = tokens.shape
-    config, drawn = model.causal.config, np.random.default_rng(np.random.SeedSequence(seed))
-    numbers = 1 - drawn.random((rows, size), np.float32)  # in (0, 1]
-    cold = np.array([max(temperature, COLDEST)], np.float32)
-    fixed = dict(runtime.put(dict(numbers=numbers, temperature=cold)), prompt=prompt)
+    config, rng = model.causal.config, np.random.default_rng(np.random.SeedSequence(seed))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     empty = torch.zeros(rows, heads, size, config.head_dim, dtype=model.head.dtype)
     # From the host: made on an XLA device, they would be a graph of their own.
     made = [runtime.put(dict(keys=empty, values=empty)) for _ in range(config.num_hidden_layers)]
-    state: dict[str, Any] = dict(tokens=tokens, layers=[(one["keys"], one["values"]) for one in made])
-    state |= runtime.put(dict(place=np.zeros(1, np.int32)))
-    step = runtime.inference(functools.partial(write_token, model))
+    layers = [(layer["keys"], layer["values"]) for layer in made]
+    state: dict[str, Any] = dict(runtime.put(dict(place=np.zeros(1, np.int32))), tokens=tokens, layers=layers)
+    numbers = 1 - rng.random((rows, size), np.float32)  # in (0, 1]
+    fixed = dict(runtime.put(dict(numbers=numbers)), prompt=prompt)
+    step = runtime.inference(functools.partial(write_token, model, max(temperature, COLDEST)))
     for _ in range(min(int(runtime.to_cpu(prompt).max()) + new, size) - 1):
         state = step(state, fixed)
     return state["tokens"]
 
 
-def write_token(model: Network, state: dict[str, Any], fixed: dict[str, Tensor]) -> dict[str, Any]:
-    """The state after one more place: `tokens` (B, L), in which the next one is written unless it is of a
-    prompt; `place` (1,); `layers`, the cache of `run`."""
+def write_token(model: Network, temperature: float, state: dict, fixed: dict[str, Tensor]) -> dict:
+    """Return the state after one more place: `tokens` (B, L), in which the next one is written unless it is
+    of a prompt; `place` (1,); `layers`, the cache of `Network.run`. fixed: numbers (B, L), by each of which a
+    token is drawn, and prompt (B,)."""
     tokens, place, layers = state["tokens"], state["place"], list(state["layers"])
     there = torch.arange(tokens.shape[1], device=tokens.device)
     is_here, is_next = there == place, there == place + 1  # (L,)
-    seen = (there <= place)[None, None, None], place, layers, is_here[:, None]
     token = torch.where(is_here, tokens, 0).sum(1, keepdim=True)  # (B, 1)
-    hidden = model.run(token, place[None].expand(len(tokens), 1), *seen)[:, 0]
+    positions, mask = place[None].expand(len(tokens), 1), (there <= place)[None, None, None]
+    hidden = model.run(token, positions, mask, place, layers, is_here[:, None])[:, 0]
     logits = (hidden @ model.head.t()).float()  # (B, V)
-    shares = (logits / fixed["temperature"]).softmax(-1).cumsum(-1)
+    shares = (logits / temperature).softmax(-1).cumsum(-1)
     number = torch.where(is_next, fixed["numbers"], 0.0).sum(1, keepdim=True)
     drawn = (shares < number * shares[:, -1:]).sum(-1, keepdim=True)
     is_written = is_next & (place + 1 >= fixed["prompt"][:, None])
