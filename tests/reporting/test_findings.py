@@ -152,9 +152,11 @@ def test_a_score_that_is_no_number_to_be_drawn_has_no_point(value):
 ROC = dict(tpr=[1.0, 0.5, 0.0], fpr=[1.0, 0.1, 0.0], precision=[0.1, 0.9, 1.0])
 
 
-def test_an_roc_is_that_of_the_last_evaluation_that_has_one_with_its_thresholds():
-    first, second = evaluated(6, 0, dict(roc=dict(ROC, tpr=[0.0] * 3))), evaluated(12, 1, dict(roc=ROC))
-    records = [first, second, evaluated(18, 2, {}), trained_at(20)]
+def test_an_roc_is_that_of_the_kept_weights_with_its_thresholds_or_of_the_last_evaluation_that_has_one():
+    other, first = dict(roc=dict(ROC, tpr=[0.0] * 3)), evaluated(6, 0, dict(roc=ROC))
+    records = [first, evaluated(12, 1, other), evaluated(18, 2, {}), trained_at(20)]
+    assert findings.roc(records) == findings.roc([records[1]]) != findings.roc([first])
+    records[0] = dict(first, kept=True)
     assert findings.roc(records) == dict(ROC, threshold=[0.0, 0.5, 1.0])
     assert findings.roc(records[2:]) is None and findings.roc([]) is None
 

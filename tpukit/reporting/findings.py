@@ -173,15 +173,17 @@ def labels_of(config: dict) -> Labels:
     return Labels(kind.score, kind.score_names, published, epochs)
 
 
-def _last_evaluated(records, name):
-    """Return a value in the scores of the last evaluation that has it, or None."""
-    evaluations = reversed(_of_kind(readable(records), "evaluation"))
-    return next((record["scores"][name] for record in evaluations if record["scores"].get(name)), None)
+def _of_kept_weights(records, name):
+    """Return a value in the scores of the evaluation whose weights are kept, else of the last one that has
+    it, or None."""
+    evaluations = [one for one in _of_kind(readable(records), "evaluation") if one["scores"].get(name)]
+    kept = [evaluation for evaluation in evaluations if evaluation["kept"]] or evaluations
+    return kept[-1]["scores"][name] if kept else None
 
 
 def roc(records: list) -> dict | None:
-    """Return a dict of lists tpr, fpr, precision, threshold of the last evaluation that has them, or None."""
-    rates = _last_evaluated(records, "roc")
+    """Return a dict of lists tpr, fpr, precision, threshold of the weights that are kept, or None."""
+    rates = _of_kept_weights(records, "roc")
     if rates is None:
         return None
     last = max(len(rates["tpr"]) - 1, 1)
@@ -189,8 +191,8 @@ def roc(records: list) -> dict | None:
 
 
 def confusion(records: list) -> dict | None:
-    """Return classes (K names) and counts (K, K) of the last evaluation that has them, or None."""
-    return _last_evaluated(records, "confusion")
+    """Return classes (K names) and counts (K, K) of the weights that are kept, or None."""
+    return _of_kept_weights(records, "confusion")
 
 
 def per_class_table(confusion: dict) -> Table:
