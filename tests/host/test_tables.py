@@ -1,6 +1,7 @@
 """Tables with rows that a notebook folds away; durations in words."""
 
 from tpukit import TpukitError
+from tpukit.host import tables
 from tpukit.host.tables import Table, format_duration
 
 
@@ -38,3 +39,14 @@ def test_a_title_longer_than_its_table_stays_on_one_line():
 def test_an_error_shows_control_characters_and_does_not_send_them():
     error = TpukitError("class folder \x1b]0;title\x07\nline 2")  # a notebook prints an error as it is
     assert str(error) == "class folder \\x1b]0;title\\x07\nline 2"
+
+
+def test_a_long_line_is_wrapped_at_words_in_a_notebook_and_stays_one_in_a_shell(monkeypatch, capsys):
+    line = f"    {'found in ./data-sets, ' * 6}/a/{'b' * 100}"
+    tables.say(line)
+    assert capsys.readouterr().out == f"{line}\n"
+    monkeypatch.setattr(tables, "in_notebook", lambda: True)
+    tables.say(f"{line}\n\nshort")
+    *lines, path, empty, short = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= tables.PAGE_COLUMNS and " ".join([*lines, path]).split() == line.split()
+    assert all(shown.startswith("    ") for shown in lines) and (empty, short) == ("", "short")

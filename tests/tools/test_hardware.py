@@ -120,7 +120,7 @@ def test_what_a_check_assumes_holds_on_a_device_that_is_right(name, found_on):
     "name, runtime, accelerator, words",
     [
         ("opens", Adding, "cpu", "host processor"),
-        ("opens", Runtime, "cuda", "does not tell"),
+        ("opens", Runtime, "cuda", "unknown size"),
         ("step", Forgetful, "cpu", "fp32 "),
         ("all_reduce", Doubling, "cpu", "wrong by 1.0e+00"),
         ("replays", OfTwoGraphs, "cpu", "graphs: 2"),

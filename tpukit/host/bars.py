@@ -6,15 +6,16 @@ from typing import Any
 
 from tqdm.std import tqdm as shell_bar
 
+from tpukit.host.tables import PAGE_COLUMNS, in_notebook
+
 
 class tqdm(shell_bar):
     """A progress bar, see `tqdm.tqdm`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        self._in_notebook, self._output = hasattr(shell, "kernel"), None
+        self._in_notebook, self._output = in_notebook(), None
         if self._in_notebook:
-            options |= dict(ncols=90, gui=True)  # gui: tqdm itself prints nothing
+            options |= dict(ncols=PAGE_COLUMNS, gui=True)  # gui: tqdm itself prints nothing
         super().__init__(*args, **options)
         if self._in_notebook and not self.disable:
             self.display()

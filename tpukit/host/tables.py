@@ -3,9 +3,12 @@
 import html
 import io
 import re
+import sys
+import textwrap
 from collections.abc import Iterable
 
 GIB = 2**30
+PAGE_COLUMNS = 90  # characters of a printed line that a notebook's page shows without breaking it
 # Control characters, marks of text direction, and surrogates; newlines and tabs are allowed.
 UNPRINTABLE = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
@@ -19,9 +22,27 @@ def printable(text: object) -> str:
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
+def in_notebook() -> bool:
+    """Return True in a kernel, where all that is displayed becomes part of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return hasattr(shell, "kernel")
+
+
+def fit_page(text: str) -> str:
+    """Wrap the lines of a text at words in a notebook, whose page would break them within words."""
+    if not in_notebook():
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        options = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += textwrap.wrap(line, PAGE_COLUMNS, **options) or [""]
+    return "\n".join(lines)
+
+
 def say(text: object) -> None:
     """Print a text with its control characters escaped."""
-    print(printable(text))
+    print(fit_page(printable(text)))
 
 
 class Table:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import Notice, Sentences, Table, printable
+from tpukit.host.tables import Notice, Sentences, Table, say
 from tpukit.reporting import figures, findings
 from tpukit.reporting.output import present_figure
 from tpukit.reporting.presenting import present
@@ -107,7 +107,7 @@ def show_samples(task: Task, *, count: int = 4) -> None:
     if data.num_uniforms:
         uniforms = np.random.default_rng(task.seed).random((len(indices), data.num_uniforms))
     if notes := getattr(data, "notes", ""):
-        print(printable(notes))
+        say(notes)
     present_figure(figures.panels_figure(task.panels(data.batch(indices, uniforms)), "Training samples"))
 
 

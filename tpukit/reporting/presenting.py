@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tpukit.host.tables import in_notebook
 from tpukit.reporting import language
 
 
@@ -14,12 +15,3 @@ def present(thing: Any) -> None:
         display(thing)
     else:
         print(f"\n{thing}")
-
-
-def in_notebook() -> bool:
-    """Return True in a kernel, where all that is displayed becomes part of a notebook."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    return hasattr(get_ipython(), "kernel")
