@@ -35,8 +35,10 @@ def fit_page(text: str) -> str:
     lines = []
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
-        options = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        lines += textwrap.wrap(line, PAGE_COLUMNS, **options) or [""]
+        wrapped = textwrap.wrap(
+            line, PAGE_COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        lines += wrapped or [""]
     return "\n".join(lines)
 
 
