@@ -184,7 +184,7 @@ CLASSES = dict(confusion=dict(classes=["a", "b"], counts=[[1, 1], [1, 1]]))
 @pytest.mark.parametrize(
     "scores, words",
     [
-        ([dict(iou=0.001, pd=1.0, fa=0.99)], "marks nearly everything"),
+        ([dict(iou=0.001, pd=1.0, fa=0.99)], "marks far too many pixels"),
         ([dict(iou=0.0, pd=0.0, fa=0.0)], "finds no target"),
         ([dict(iou=0.5, pd=0.9, fa=1e-5)], None),
         ([dict(pd=0.9, accuracy=0.9), dict(pd=0.0, accuracy=0.1)], "no target any more"),

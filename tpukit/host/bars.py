@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm.std import tqdm as shell_bar
 
-from tpukit.host.tables import PAGE_COLUMNS, in_notebook
+from tpukit.host.tables import in_notebook
 
 
 class tqdm(shell_bar):
@@ -15,7 +15,7 @@ class tqdm(shell_bar):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._in_notebook, self._output = in_notebook(), None
         if self._in_notebook:
-            options |= dict(ncols=PAGE_COLUMNS, gui=True)  # gui: tqdm itself prints nothing
+            options |= dict(ncols=90, gui=True)  # gui: tqdm itself prints nothing
         super().__init__(*args, **options)
         if self._in_notebook and not self.disable:
             self.display()

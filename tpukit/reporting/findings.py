@@ -103,7 +103,7 @@ def verdict(records: list) -> list[str]:
     false, found, right = (_number(scores, name) for name in ("fa", "pd", "accuracy"))
     classes = len((scores.get("confusion") or {}).get("classes") or ())
     if false is not None and false > 0.1:
-        return ["The network marks nearly everything: train longer."]
+        return ["The network marks far too many pixels: train longer."]
     if found == 0:
         return ["The network finds no target yet: train longer."]
     if found and _number(evaluations[-1]["scores"], "pd") == 0:
