@@ -18,6 +18,9 @@ from tpukit.reporting import figures, findings
 from tpukit.reporting.output import as_image, present_figure
 from tpukit.runs.run import Run
 
+# Where a reopened notebook had a control, JupyterLab writes "model not found": the style hides a place without
+# a control in it.
+NO_CONTROL = "<style>.jp-OutputArea-output.jupyter-widgets:not(:has(*)) {display: none}</style>"
 MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
 
 
@@ -129,11 +132,12 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
         present_figure(figure)
         return
     import ipywidgets
-    from IPython.display import display
+    from IPython.display import HTML, display
 
     widgets = {}
     for name, (kind, options) in controls.items():
         widgets[name] = getattr(ipywidgets, kind)(description=name, **options)
+    display(HTML(NO_CONTROL))
     display(ipywidgets.HBox(list(widgets.values())))
     # What is displayed later, when a control calls, belongs to no cell in JupyterLab.
     handle: Any = display(as_image(figure), display_id=True)
