@@ -18,8 +18,8 @@ from tpukit.reporting import figures, findings
 from tpukit.reporting.output import as_image, present_figure
 from tpukit.runs.run import Run
 
-# Where a reopened notebook had a control, JupyterLab writes "model not found": the style hides a place without
-# a control in it.
+# JupyterLab writes "model not found" where a notebook that is reopened had a control: the style hides places
+# without one.
 NO_CONTROL = "<style>.jp-OutputArea-output.jupyter-widgets:not(:has(*)) {display: none}</style>"
 MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
 
