@@ -32,14 +32,8 @@ def fit_page(text: str) -> str:
     """Wrap the lines of a text at words in a notebook, whose page would break them within words."""
     if not in_notebook():
         return text
-    lines = []
-    for line in text.split("\n"):
-        indent = line[: len(line) - len(line.lstrip())]
-        wrapped = textwrap.wrap(
-            line, PAGE_COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-        lines += wrapped or [""]
-    return "\n".join(lines)
+    wrapper = textwrap.TextWrapper(PAGE_COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 def say(text: object) -> None:

@@ -51,15 +51,14 @@ def as_text(findings: list[Finding]) -> str:
 
 
 def as_table(findings: list[Finding]) -> Table:
-    """Return the same as a table, for a notebook. Its files, seen from the working directory, are named once,
-    in the rows of their first findings."""
-    rows, shown = [], ""
+    """Return the same as a table, for a notebook; a file is named in the row of its first finding."""
+    rows, file = [], ""
     for finding in findings:
-        file = "" if finding.path == shown else finding.path.removeprefix(f"{Path.cwd()}/")
         line = finding.place.removeprefix(finding.path).lstrip(": ")
         code, fix = finding.found.replace("`", ""), "--fix" if finding.fixable else ""
-        rows.append((file, line, finding.level, code, finding.what_to_do, fix))
-        shown = finding.path
+        shown = "" if finding.path == file else finding.path
+        rows.append((shown, line, finding.level, code, finding.what_to_do, fix))
+        file = finding.path
     return Table(_summary(findings), ("file", "line", "level", "code", "what to do", "fix"), rows)
 
 
