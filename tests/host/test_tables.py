@@ -1,5 +1,6 @@
 """Tables with rows that a notebook folds away; durations in words."""
 
+from tpukit.host import tables
 from tpukit.host.tables import Table, format_duration
 
 
@@ -31,3 +32,14 @@ def test_a_duration_is_given_in_the_largest_unit_of_which_it_has_two():
 def test_a_title_longer_than_its_table_stays_on_one_line():
     title = "Scores after epoch 7, whose weights are kept"
     assert str(Table(title, ("a", "b"), [(1, 2)])).splitlines()[0] == title
+
+
+def test_a_long_line_is_wrapped_at_words_in_a_notebook_and_stays_one_in_a_shell(monkeypatch, capsys):
+    line = f"{'found in ./data-sets, ' * 6}/a/{'b' * 120}"
+    tables.say(line)
+    assert capsys.readouterr().out == f"{line}\n"
+    monkeypatch.setattr(tables, "notebook_kernel", object)
+    tables.say(f"{line}\n\nshort")
+    *lines, path, empty, short = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= tables.PAGE_COLUMNS and " ".join([*lines, path]) == line
+    assert (empty, short) == ("", "short")

@@ -39,7 +39,7 @@ def test_one_table_has_the_last_scores_and_beside_them_those_of_the_kept_weights
 
 def test_a_sentence_below_the_scores_says_what_is_wrong_with_them(tmp_path, shown):
     display.show(write_run(tmp_path / "run", [evaluated(2, 0, dict(iou=0.01, pd=1.0, fa=0.9), kept=True)]))
-    assert shown[1] == ["The network marks nearly everything: train longer."]
+    assert shown[1] == ["The network marks far too many pixels: train longer."]
 
 
 def test_a_chinese_notebook_has_chinese_tables_and_sentences_and_a_name_that_is_no_word_stays(

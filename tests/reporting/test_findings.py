@@ -135,11 +135,12 @@ def test_a_score_that_is_no_number_to_be_drawn_has_no_point(value):
     assert findings.curves(records) == dict(iou=([1.0], [0.25]))
 
 
-def test_an_roc_is_that_of_the_last_evaluation_that_has_one():
+def test_an_roc_is_that_of_the_kept_weights_or_of_the_last_evaluation_that_has_one():
     first, second = evaluated(6, 0, dict(roc="first")), evaluated(12, 1, dict(roc="second"))
     records = [first, second, evaluated(18, 2, {}), trained_at(20)]
-    assert findings.last_evaluated(records, "roc") == "second"
-    assert findings.last_evaluated(records[2:], "roc") is None
+    assert findings.of_kept_weights(records, "roc") == "second"
+    assert findings.of_kept_weights([dict(first, kept=True), *records[1:]], "roc") == "first"
+    assert findings.of_kept_weights(records[2:], "roc") is None
 
 
 def test_the_headline_names_the_device_and_the_compilations_of_the_session_that_runs_now():
@@ -165,7 +166,7 @@ CLASSES = dict(confusion=dict(classes=["a", "b"], counts=[[1, 1], [1, 1]]))
 @pytest.mark.parametrize(
     "scores, words",
     [
-        ([dict(iou=0.001, pd=1.0, fa=0.99)], "marks nearly everything"),
+        ([dict(iou=0.001, pd=1.0, fa=0.99)], "marks far too many pixels"),
         ([dict(iou=0.0, pd=0.0, fa=0.0)], "finds no target"),
         ([dict(iou=0.5, pd=0.9, fa=1e-5)], None),
         ([dict(pd=0.9, accuracy=0.9), dict(pd=0.0, accuracy=0.1)], "no target any more"),

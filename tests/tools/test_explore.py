@@ -54,10 +54,10 @@ def test_the_scores_at_a_threshold_are_those_of_the_pixels_above_it(drawn, tmp_p
 def test_a_slider_that_is_moved_redraws_the_picture_in_place(drawn, page, tmp_path):
     task, _, calls = drawn
     explore.explore(Run(tmp_path), task)
-    box, _ = page.shown
+    _, box, _ = page.shown  # after a style
     threshold, image = box.children
     threshold.value = 0.3
     assert calls[-1][2] == 0.3 and calls[-1][3][0][0] == "IoU 0.57: 1 of 1 hit, 1 false"
     image.value = 2
     assert calls[-1][2] == 0.3 and calls[-1][3][0][0] == "IoU 0.50: 1 of 1 hit, 0 false"
-    assert len(page.shown) == 2 and len(page.updates) == 2 and image.max == 2
+    assert len(page.shown) == 3 and len(page.updates) == 2 and image.max == 2

@@ -118,7 +118,7 @@ class TakingOverflows(Runtime):
     "name, runtime, accelerator, words",
     [
         ("opens", Adding, "cpu", "host processor"),
-        ("opens", Runtime, "cuda", "does not tell"),
+        ("opens", Runtime, "cuda", "unknown size"),
         ("step", Forgetful, "cpu", "fp32 "),
         ("all_reduce", Doubling, "cpu", "wrong by 1.0e+00"),
         ("replays", OfTwoGraphs, "cpu", "graphs: 2"),

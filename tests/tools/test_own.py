@@ -120,7 +120,7 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_takes_
 ):
     task, run = trained
     own.show_own(run, task)
-    box, picture = page.shown
+    _, box, picture = page.shown  # after a style
     [button] = box.children  # alone, so that no long message makes it narrow
     upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
     upload["content"] = memoryview(b"no image")
@@ -130,7 +130,7 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_takes_
     button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
     assert len(page.updates) == 2 and page.updates[1].data != picture.data
     archive = run.path.with_name("run.zip")
-    assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists() and not archive.exists()
+    assert len(page.shown) == 3 and (run.path / "own/upload-a.png").exists() and not archive.exists()
     # What is uploaded later joins the zip that was made before.
     own.save_zip(run)
     content = memoryview((pictures / "b.jpg").read_bytes())

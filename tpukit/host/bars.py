@@ -6,14 +6,14 @@ from typing import Any
 
 from tqdm.std import tqdm as shell_bar
 
-from tpukit.host import environment
+from tpukit.host.tables import notebook_kernel
 
 
 class tqdm(shell_bar):
     """A progress bar, see `tqdm.tqdm`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._in_notebook, self._output = environment.notebook_kernel() is not None, None
+        self._in_notebook, self._output = notebook_kernel() is not None, None
         if self._in_notebook:
             options |= dict(ncols=90, gui=True)  # gui: tqdm itself prints nothing
         super().__init__(*args, **options)

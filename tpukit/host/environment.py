@@ -10,13 +10,11 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import Table
+from tpukit.host.tables import Table, notebook_kernel
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" if `require("cpu")` chose the processor over an accelerator
@@ -305,13 +303,6 @@ def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
         capability >= (int(major), int(minor)) and (kind == "compute" or capability[0] == int(major))
         for kind, major, minor in architectures
     )
-
-
-def notebook_kernel() -> Any:
-    """Return this process's kernel, in which all that is displayed becomes part of a notebook; None in a
-    shell."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(shell, "kernel", None)
 
 
 def is_interactive_notebook() -> bool:

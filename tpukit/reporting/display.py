@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import Notice, Sentences, Table, printable
+from tpukit.host.tables import Notice, Sentences, Table, say
 from tpukit.reporting import figures, findings
 from tpukit.reporting.figures import RIGHT, WRONG, Panel
 from tpukit.reporting.presenting import present, present_figure
@@ -120,11 +120,11 @@ def _show_run(run: Run) -> None:
     if sentences := findings.verdict(records):
         present(Sentences(sentences))
     present_figure(figures.curves_figure(records, labels), pictures / "curves.png")
-    if roc := findings.last_evaluated(records, "roc"):
+    if roc := findings.of_kept_weights(records, "roc"):
         from tpukit.reporting.evaluation_figures import roc_figure
 
         present_figure(roc_figure(roc), pictures / "roc.png")
-    if confusion := findings.last_evaluated(records, "confusion"):
+    if confusion := findings.of_kept_weights(records, "confusion"):
         from tpukit.reporting.evaluation_figures import confusion_figure, per_class_table
 
         present_figure(confusion_figure(confusion), pictures / "confusion.png")
@@ -165,7 +165,7 @@ def show_samples(task: Task, *, count: int = 4) -> None:
     if data.num_uniforms:
         uniforms = np.random.default_rng(task.seed).random((len(indices), data.num_uniforms))
     if notes := getattr(data, "notes", ""):
-        print(printable(notes))
+        say(notes)
     present_figure(figures.panels_figure(panels_of(task)(data.batch(indices, uniforms)), "Training samples"))
 
 

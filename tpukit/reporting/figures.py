@@ -165,7 +165,9 @@ def fit_scores(axis, scores, paper=None):
     high = max([*scores, paper or max(scores)])
     low = max(min(scores), high - 4 * (high - min(late)))
     low = min(low, high - 0.1 * abs(high))
-    room = (high - low) / 10 or 0.1
+    if high == low:  # all of them are 0
+        high = 1.0
+    room = (high - low) / 10
     axis.set_ylim(low - (room if low < 0 or low > room else room / 3), high + room)
 
 

@@ -97,7 +97,7 @@ def verdict(records: list) -> list[str]:
     false, found, right = (_number(scores, name) for name in ("fa", "pd", "accuracy"))
     classes = len((scores.get("confusion") or {}).get("classes") or ())
     if false is not None and false > 0.1:
-        return ["The network marks nearly everything: train longer."]
+        return ["The network marks far too many pixels: train longer."]
     if found == 0:
         return ["The network finds no target yet: train longer."]
     if found and _number(evaluations[-1]["scores"], "pd") == 0:
@@ -167,10 +167,12 @@ def labels_of(config: dict) -> Labels:
     return Labels(kind.score, kind.score_names, published, epochs)
 
 
-def last_evaluated(records: list, name: str) -> Any:
-    """Return a value in the scores of the last evaluation that has it, or None."""
-    evaluations = reversed(of_kind(readable(records), "evaluation"))
-    return next((record["scores"][name] for record in evaluations if record["scores"].get(name)), None)
+def of_kept_weights(records: list, name: str) -> Any:
+    """Return a value in the scores of the evaluation whose weights are kept, else of the last one that has
+    it, or None."""
+    evaluations = [one for one in of_kind(readable(records), "evaluation") if one["scores"].get(name)]
+    kept = [evaluation for evaluation in evaluations if evaluation["kept"]] or evaluations
+    return kept[-1]["scores"][name] if kept else None
 
 
 # A run that is still training

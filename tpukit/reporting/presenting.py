@@ -4,9 +4,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpukit.host.environment import notebook_kernel
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import printable
+from tpukit.host.tables import notebook_kernel, printable
 from tpukit.reporting import language
 
 if TYPE_CHECKING:

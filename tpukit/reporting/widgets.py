@@ -16,6 +16,10 @@ from tpukit.reporting import figures, findings
 from tpukit.reporting.presenting import as_image, present_figure
 from tpukit.runs.run import Run
 
+# JupyterLab writes "model not found" where a notebook that is reopened had a control: the style hides places
+# without one.
+NO_CONTROL = "<style>.jp-OutputArea-output.jupyter-widgets:not(:has(*)) {display: none}</style>"
+
 
 def show_runs(folder: str | Path) -> None:
     """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score.
@@ -58,11 +62,12 @@ def show_with_controls(draw: Callable, path: Path | None = None, **controls: tup
         present_figure(figure, path)
         return
     import ipywidgets
-    from IPython.display import display
+    from IPython.display import HTML, display
 
     widgets = {}
     for name, (kind, options) in controls.items():
         widgets[name] = getattr(ipywidgets, kind)(description=name, **options)
+    display(HTML(NO_CONTROL))
     display(ipywidgets.HBox(list(widgets.values())))
     # What is displayed later, when a control calls, belongs to no cell in JupyterLab.
     handle: Any = display(as_image(figure), display_id=True)

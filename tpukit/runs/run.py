@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, explained
-from tpukit.host.tables import printable, say
+from tpukit.host.tables import fit_page, printable, say
 from tpukit.runs import hashes, weights
 from tpukit.runs.backup import Backup, find_in_inputs
 from tpukit.runs.checkpoints import Checkpoints
@@ -173,7 +173,7 @@ class Run:
         text = printable(text)
         if self.echo:
             with contextlib.suppress(BrokenPipeError):  # the reader may be gone (`| head`); the run continues
-                tqdm.write(text)
+                tqdm.write(fit_page(text))
         if self._writes:
             files.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tpukit.host import drive, environment
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import printable
+from tpukit.host.tables import say
 from tpukit.tasks import TASKS, find
 from tpukit.tasks.parts import part_of
 
@@ -146,7 +146,7 @@ def is_synthetic(folder: Path | str) -> bool:
 
 def _say(text):
     if environment.rank() == 0:
-        print(printable(text))
+        say(text)
 
 
 def _places(env, name, fallback):
@@ -160,7 +160,7 @@ def _places(env, name, fallback):
     yield from _named(Path("datasets"), name, "found in ./datasets")
     fallback = fallback or part_of(_task_of(name), Findable, "fallback")
     if fallback:
-        yield Path(fallback), f"found at ./{fallback}"
+        yield Path(fallback), f"found at {fallback}"
     if on_drive and drive.ask_for_drive(env):
         yield from _named(on_drive, name, "found on Drive")
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tpukit.runs.run import Run
+    from tpukit.tasks.arrays import Arrays
     from tpukit.training.data import Batch
-    from tpukit.training.task import Arrays, Task
+    from tpukit.training.task import Task
 
 Tensor = TypeVar("Tensor")  # of ONNX
 LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller

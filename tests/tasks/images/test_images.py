@@ -128,7 +128,7 @@ def test_a_run_shows_its_confusion_matrix(finished):
     task, run, _ = finished
     show(run)
     assert (run.path / "pictures/confusion.png").stat().st_size > 5000
-    shown = findings.last_evaluated(run.records(), "confusion")
+    shown = findings.of_kept_weights(run.records(), "confusion")
     assert shown["classes"] == task.class_names and np.sum(shown["counts"]) == 18
 
 

@@ -26,7 +26,7 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files, known_errors
 from tpukit.host.environment import Environment, detect
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import GIB, printable
+from tpukit.host.tables import GIB, printable, say
 from tpukit.tasks.datasets import make_synthetic
 from tpukit.tools import child
 from tpukit.training.step import TrainingStep
@@ -60,7 +60,7 @@ def opens(env: Environment) -> Found:
     runtime = open_runtime(env)
     is_right = multiplies(runtime)
     memory = runtime.memory()
-    size = f"{memory[0][1] / GIB:.1f} GiB" if memory else "memory that it does not tell"
+    size = f"{memory[0][1] / GIB:.1f} GiB" if memory else "memory of unknown size"
     text = f"{runtime.device_names()[0]}, {size}; precision auto is {runtime.precision}"
     return is_right and (bool(memory) or env.accelerator not in HARDWARE), text
 
@@ -267,7 +267,7 @@ def check_hardware(
     only: Iterable[str] = (),
     path: Path | None = None,
     rehearse: bool = False,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] = say,
 ) -> dict[str, Any]:
     """Check the accelerator of this machine, and return the report.
 

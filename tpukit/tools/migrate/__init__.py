@@ -7,4 +7,4 @@ rules.toml and asks surroundings.py about the code around. findings.py prints.""
 
 # ruff: noqa: F401
 from tpukit.tools.migrate.files import Examined, copy_example, examine, files_in
-from tpukit.tools.migrate.findings import RULES, Finding, as_text
+from tpukit.tools.migrate.findings import RULES, Finding, as_table, as_text

@@ -4,7 +4,7 @@ import dataclasses
 import tomllib
 from pathlib import Path
 
-from tpukit.host.tables import printable
+from tpukit.host.tables import Table, printable
 
 TABLES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 RULES = TABLES["rules"]  # name -> (level, message)
@@ -36,15 +36,30 @@ class Finding:
         cell = f" cell {self.cell}" if self.cell else ""
         return f"{self.path}{cell}:{self.line}:{self.column}"
 
+    @property
+    def what_to_do(self) -> str:
+        return self.advice or RULES[self.rule][1]
+
     def __str__(self):
-        what_to_do = self.advice or RULES[self.rule][1]
         fix = " (--fix)" if self.fixable else ""
-        return f"{self.place}: {self.level} [{self.rule}] {self.found}: {what_to_do}{fix}"
+        return f"{self.place}: {self.level} [{self.rule}] {self.found}: {self.what_to_do}{fix}"
 
 
 def as_text(findings: list[Finding]) -> str:
     """Return a line for each finding, and a summary."""
     return printable("\n".join([*map(str, findings), _summary(findings)]))
+
+
+def as_table(findings: list[Finding]) -> Table:
+    """Return the same as a table, for a notebook; a file is named in the row of its first finding."""
+    rows, file = [], ""
+    for finding in findings:
+        line = finding.place.removeprefix(finding.path).lstrip(": ")
+        code, fix = finding.found.replace("`", ""), "--fix" if finding.fixable else ""
+        shown = "" if finding.path == file else finding.path
+        rows.append((shown, line, finding.level, code, finding.what_to_do, fix))
+        file = finding.path
+    return Table(_summary(findings), ("file", "line", "level", "code", "what to do", "fix"), rows)
 
 
 def _summary(findings):
