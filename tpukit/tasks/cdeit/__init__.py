@@ -89,8 +89,6 @@ class CDEIT(Task):
         return train, test
 
     def test_set(self) -> sets.Impedance:
-        from tpukit.tasks.cdeit import scores  # noqa: F401  a missing package is found before the training
-
         return self._read(sets.CONVENTIONS[self.data])
 
     def _read(self, convention):

@@ -148,7 +148,8 @@ class MSHNet(Task):
         raise TpukitError("its authors share it on Google Drive and Baidu, see github.com/RuiZhang97/ISNet")
 
     def data_signature(self, data: InfraredSet) -> dict[str, str]:
-        return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
+        masks = [[mask.shape, digest] for mask, digest in zip(data.masks, data.mask_digests)]
+        return {"image names": arrays.digest(data.names), "masks": arrays.digest(masks)}
 
     def metadata(self, data: InfraredSet) -> dict[str, str]:
         side = max(data.height, data.width)
