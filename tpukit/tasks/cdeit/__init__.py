@@ -95,7 +95,7 @@ class CDEIT(Task):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
         root = Path(self.dataset_dir)
         folder = sets.find_split(root, convention)
-        # By other statistics than in training, the input would be out of distribution for these weights.
+        # With other statistics than in training, the input would be out of distribution for these weights.
         if statistics := self._carried_statistics():
             note = f"voltage statistics: those that {self.weights} was trained with"
             return sets.Impedance(folder, convention, statistics, note)
@@ -154,8 +154,7 @@ class CDEIT(Task):
     # Sampling
 
     def predictor(self, model, runtime, epoch=None):
-        """Two compiled graphs: one draws the initial noise, the other makes a step of DDIM, whichever it
-        is."""
+        """Compile two graphs: one draws the initial noise, the other takes any step of DDIM."""
         import torch
 
         def initial_noise(keys):
@@ -195,9 +194,9 @@ class CDEIT(Task):
             return mean, deviation
 
     def evaluate(self, predictions) -> dict:
-        """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
-        scores of the classical methods and of an empty image, the baselines; `broken`, how many predictions
-        hold NaN or infinity and count as empty."""
+        """Return rmse, psnr, ssim and cc inside the tank, means over the images; `images`, their number;
+        `beside`, the same scores of the classical methods and of an empty image; `broken`, the number of
+        predictions that hold NaN or infinity, which count as empty."""
         from tpukit.tasks.cdeit.scores import image_scores
 
         inside = disk()
@@ -223,8 +222,8 @@ class CDEIT(Task):
         return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=baselines)
 
     def save_predictions(self, folder, predictions, data):
-        """An npz named after the test set: prediction, TR and xs_gn in the units of its files, xs (N, S, S
-        each), names."""
+        """Write an npz named after the test set: prediction, TR and xs_gn in the units of its files, xs
+        (N, S, S each), names."""
         convention = sets.CONVENTIONS[self.data]
         unit = convention.unit
         parts = []
@@ -276,7 +275,7 @@ class CDEIT(Task):
         `data`'s files."""
         statistics = dataclasses.replace(self, weights=best)._carried_statistics()
         if statistics is None:
-            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
+            raise TpukitError(f"{best} does not say how its voltages were normalised: train it again")
         read = [sets.read_voltages(path) for path in paths]
         volts = np.concatenate(read) / np.float32(sets.CONVENTIONS[self.data].volts)
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]
