@@ -1,5 +1,7 @@
 """Infrared sets on disk: their lists, their images, what is wrong with them, and the synthetic one."""
 
+import shutil
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -8,6 +10,7 @@ from tests.conftest import refuses
 from tpukit import MSHNet
 from tpukit.runs import weights
 from tpukit.tasks import pictures
+from tpukit.tasks.mshnet import labels
 from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_list
 from tpukit.tasks.mshnet.scores import regions
 
@@ -45,23 +48,6 @@ def test_colours_that_differ_by_more_than_rounding_are_kept(tmp_path, apart, cha
     planes = read_image(tmp_path / "image.png")
     difference = np.abs(planes.transpose(1, 2, 0) - colours.astype(int)).max()
     assert planes.shape == (channels, 8, 8) and difference <= (apart == 1)
-
-
-@pytest.mark.parametrize(
-    "lists",
-    [
-        ("trainval.txt", "test.txt"),
-        ("img_idx/train_NUDT-SIRST.txt", "img_idx/test_NUDT-SIRST.txt"),
-        ("50_50/train.txt", "50_50/test.txt"),
-        ("idx_427/trainval.txt", "idx_427/test.txt"),
-    ],
-)
-def test_the_published_lists_and_masks_are_found_also_with_the_mark_of_a_windows_editor(tmp_path, lists):
-    write_set(tmp_path, ["a", "b"], lists=lists, mask_suffix="_pixels0")
-    for split, name in zip(("train", "test"), lists):
-        assert InfraredSet(tmp_path, split).names == ["a", "b"]
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbfa\r\nb\r\n")
-        assert InfraredSet(tmp_path, split).names == ["a", "b"]
 
 
 def test_a_list_that_names_an_image_outside_of_the_set_is_refused(tmp_path):
@@ -131,13 +117,16 @@ def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path):
 
 
 @pytest.mark.slow
-def test_real_irstd1k_is_read_whole(real_data):
+def test_real_irstd1k_is_read_whole_and_its_masks_are_right(real_data):
     _, names = read_list(real_data / "IRSTD-1k", "train")
     test = InfraredSet(real_data / "IRSTD-1k", "test", base_size=64, crop_size=64)
     assert (len(names), len(test)) == (800, 201)
     assert test.colours == 1  # one of its images is stored in colour, and grey to within a level
     batch = test.batch([0, 1], np.random.default_rng(0).random((2, 6)))
     assert batch["image"].shape == batch["mask"].shape == (2, 1, 64, 64)
+    sentences, indices = MSHNet().check_labels(test)
+    assert "201 training images of 512x512" in sentences[0] and len(set(indices)) == len(indices) >= 3
+    assert not [notice for notice in labels.notices(test) if "128 or more" in notice or "white" in notice]
 
 
 def test_synthetic_scenes_have_small_targets_warmer_than_what_is_around_them(infrared):
@@ -207,34 +196,50 @@ def test_nothing_is_chosen_among_equals(lists, formats, told, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "image, mask, folders, listed",
+    "image, mask, folders, lists, listed",
     [
-        ("{}_img.png", "{}_mask.png", ("images", "masks"), "{}_img"),
-        ("{}_img.png", "{}_mask.png", ("images", "masks"), "{}"),
-        ("{}.png", "{}_mask.png", ("Images", "Masks"), "{}.png"),
-        ("seq/{}.png", "seq/{}.png", ("IRSTD1k_Img", "IRSTD1k_Label"), "seq/{}"),
+        ("{}.png", "{}_pixels0.png", "images masks", "trainval.txt test.txt", "{}"),
+        ("{}_img.png", "{}_mask.png", "images masks", "img_idx/train_A.txt img_idx/test_A.txt", "{}_img"),
+        ("{}_img.png", "{}_mask.png", "images masks", "50_50/train.txt 50_50/test.txt", "{}"),
+        ("{}.png", "{}_mask.png", "Images Masks", "idx_427/trainval.txt idx_427/test.txt", "{}.png"),
+        ("seq/{}.png", "seq/{}.png", "IRSTD1k_Img IRSTD1k_Label", "train.txt test.txt", "seq/{}"),
     ],
 )
-def test_pairs_of_usual_names_are_found(image, mask, folders, listed, tmp_path):
+def test_pairs_and_lists_of_usual_names_are_found_in_every_encoding_of_windows(
+    image, mask, folders, lists, listed, tmp_path
+):
     target = Image.new("L", (32, 32))
     target.putpixel((5, 5), 255)
-    for name in "ab":
-        for path in (tmp_path / folders[0] / image.format(name), tmp_path / folders[1] / mask.format(name)):
+    names = [listed.format(name) for name in "ab"]
+    for folder, pattern in zip(folders.split(), (image, mask)):
+        for name in "ab":
+            path = tmp_path / folder / pattern.format(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             target.save(path)
-    for split in ("trainval.txt", "test.txt"):
-        (tmp_path / split).write_text("\n".join(listed.format(name) for name in "ab"), "utf-16")
-    train, _ = MSHNet(dataset_dir=tmp_path).datasets()
-    assert len(train) == 2 and (train.targets[:, 0] == 255).all()
+    for path, encoding in zip(lists.split(), ("utf-8-sig", "utf-16")):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("\r\n".join(names), encoding)
+    train, test = MSHNet(dataset_dir=tmp_path).datasets()
+    assert train.names == test.names == names and (train.targets[:, 0] == 255).all()
 
 
-def test_what_is_there_is_named_where_a_pair_is_not_found_and_other_files_are_counted(tmp_path):
-    write_set(tmp_path, "ab", mask_suffix="_other")
-    (tmp_path / "images/c.heic").touch()
-    with refuses("a: no image masks/a; masks/ has a_other.png, b_other.png"):
+@pytest.mark.parametrize(
+    "suffixes, told",
+    [
+        (["_other"], "line 1: a: no image masks/a; masks/ has a_other.png, b_other.png"),
+        (["_0", "_1"], "line 1: a: masks/ has a_0, a_1: put all targets of an image into one mask"),
+    ],
+)
+def test_what_is_there_is_named_if_a_mask_is_not_found(suffixes, told, tmp_path):
+    for suffix in suffixes:
+        write_set(tmp_path, "ab", mask_suffix=suffix)
+    with refuses(told):
         InfraredSet(tmp_path, "train")
-    for name in "ab":
-        (tmp_path / f"masks/{name}_other.png").rename(tmp_path / f"masks/{name}.png")
+
+
+def test_files_that_are_not_read_are_counted_by_their_ending(tmp_path):
+    write_set(tmp_path, "ab")
+    (tmp_path / "images/c.heic").touch()
     assert any("1 .heic" in notice for notice in InfraredSet(tmp_path, "train").notices)
 
 
@@ -242,25 +247,6 @@ def test_folders_of_splits_in_images_are_the_splits(tmp_path):
     write_set(tmp_path, [f"{split}/{number}" for split in ("train", "test") for number in range(6)], lists=())
     for split in ("train", "test"):
         assert InfraredSet(tmp_path, split).names == [f"{split}/{number}.png" for number in range(6)]
-
-
-def other_list(folder):
-    (folder / "val.txt").write_text("a\n")
-
-
-def twice(folder):
-    (folder / "trainval.txt").write_text("a\na\n")
-
-
-def unlisted(folder):
-    for kind in ("images", "masks"):
-        (folder / kind / "a.png").rename(folder / kind / "c.png")
-    (folder / "trainval.txt").write_text("b\n")
-    (folder / "test.txt").write_text("b\n")
-
-
-def second_mask(folder):
-    (folder / "masks/a_1.png").write_bytes((folder / "masks/a.png").read_bytes())
 
 
 def pages(folder):
@@ -272,10 +258,19 @@ def pages(folder):
 @pytest.mark.parametrize(
     "change, told",
     [
-        (other_list, "1 lists are not used (val.txt)"),
-        (twice, "1 names are in the lists more than once (a)"),
-        (unlisted, "1 images are in no list, and not used (c.png)"),
-        (second_mask, "1 masks belong to no image, and are not used (a_1.png)"),
+        (lambda folder: (folder / "val.txt").touch(), "1 lists are not used (val.txt)"),
+        (
+            lambda folder: (folder / "trainval.txt").write_text("a\na\n"),
+            "1 names are in the lists more than once (a)",
+        ),
+        (
+            lambda folder: (folder / "trainval.txt").write_text("b\n"),
+            "1 images are in no list, and not used (a.png)",
+        ),
+        (
+            lambda folder: shutil.copy(folder / "masks/a.png", folder / "masks/a_1.png"),
+            "1 masks belong to no image, and are not used (a_1.png)",
+        ),
         (pages, "1 images have several pages or frames, of which the first is used (a)"),
     ],
 )
@@ -292,10 +287,3 @@ def test_what_is_in_no_split_is_counted_and_named(change, told, tmp_path):
 def test_frames_of_one_sequence_in_both_splits_are_told(tmp_path):
     write_set(tmp_path, [f"seq/{number}" for number in range(6)], lists=())
     assert any("1 folders are in training and test" in n for n in InfraredSet(tmp_path, "train").notices)
-
-
-def test_masks_numbered_for_each_target_are_answered_with_what_is_needed(tmp_path):
-    write_set(tmp_path, "ab", mask_suffix="_0")
-    write_set(tmp_path, "ab", mask_suffix="_1")
-    with refuses("line 1: a: masks/ has a_0, a_1: put all targets of an image into one mask"):
-        InfraredSet(tmp_path, "train")

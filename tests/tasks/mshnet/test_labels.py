@@ -8,8 +8,7 @@ from PIL import Image
 from tests.conftest import refuses
 from tests.tasks.mshnet.test_data import write_set
 from tpukit import MSHNet, show_labels
-from tpukit.tasks.mshnet.data import InfraredSet, read_mask
-from tpukit.tasks.mshnet.labels import notices
+from tpukit.tasks.mshnet.data import read_mask
 
 
 def write(folder, masks):
@@ -122,11 +121,3 @@ def test_equal_images_with_different_masks_and_images_of_two_levels_are_told(tmp
         "1 of 3 training images equal another one, and their masks differ (b)" in n for n in train.notices
     )
     assert any("3 of 3 training images have at most two levels of grey" in n for n in train.notices)
-
-
-def test_the_masks_of_a_real_set_are_right(real_data):
-    data = InfraredSet(real_data / "IRSTD-1k", "test")
-    sentences, indices = MSHNet().check_labels(data)
-    assert "201 training images of 512x512" in sentences[0]
-    assert not [line for line in notices(data) if "128 or more" in line or "white" in line]
-    assert len(set(indices)) == len(indices) >= 3
