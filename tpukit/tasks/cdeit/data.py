@@ -112,7 +112,7 @@ def _doubts(folder, values):
         )
     others = [path.name for path in sorted(folder.iterdir()) if path.suffix != ".npz" and path.name[0] != "."]
     if others:
-        notices.append(f"{folder.name}: {len(others)} files are no npz, and not read ({some(others)})")
+        notices.append(f"{folder.name}: {len(others)} files are not npz, and are not read ({some(others)})")
     return notices
 
 
@@ -121,7 +121,7 @@ def find_copies(train: Impedance, test: Impedance) -> list[str]:
     learned = {row.tobytes() for row in train.arrays["voltages"]}
     found = [name for name, row in zip(test.names, test.arrays["voltages"]) if row.tobytes() in learned]
     told = f"{len(found)} of {len(test)} test samples are training samples, too ({some(found)})"
-    return [f"{told}: the scores say nothing of new ones"] if found else []
+    return [f"{told}: the scores say nothing about new ones"] if found else []
 
 
 def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
@@ -174,7 +174,7 @@ def _read_file(path, names):
     """Return float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
     missing = dict.fromkeys(BASELINES, np.full((SIZE, SIZE), np.nan))
     sample = {}
-    wrong = f"{path} is no sample, which has xs, an image, and ys, voltages: copy or make it again"
+    wrong = f"{path} is not a sample with xs, an image, and ys, voltages: copy or make it again"
     with explained(wrong), arrays.load(path) as file:
         for name in names:
             values = _real(file[name] if name in file else missing[name])

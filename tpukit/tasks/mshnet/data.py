@@ -59,7 +59,6 @@ class InfraredSet:
         levels: pictures.Levels | None = None,
     ) -> None:
         self.split, self.base_size, self.crop_size = split, base_size, crop_size
-        folder = Path(folder)
         listing, names = read_list(folder, split)
         images, masks = (find_folder(folder, kind) for kind in FOLDERS)
         files = _image_files(images), _image_files(masks)

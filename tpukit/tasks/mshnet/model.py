@@ -124,9 +124,9 @@ class Block(nn.Module):
 
 
 class ChannelAttention(nn.Module):
-    def __init__(self, channels: int, reduction: int = 16) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        hidden = max(channels // reduction, 1)
+        hidden = max(channels // 16, 1)
         self.fc1 = nn.Conv2d(channels, hidden, 1, bias=False)
         self.fc2 = nn.Conv2d(hidden, channels, 1, bias=False)
 
