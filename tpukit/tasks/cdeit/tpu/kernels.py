@@ -1,9 +1,9 @@
-"""Attention as TPU kernels in Pallas: what `attention.py` hands to the compiler. A script, run where jax is
-installed.
+"""Attention as TPU kernels in Pallas, for `attention.py` to hand to the compiler. A script, for a Python with
+jax.
 
     python kernels.py '{"shape": [16, 4096, 1536], "heads": 16, "biased": false}'
 
-Prints a line of JSON: what a `tpu_custom_call` of each kernel carries. Imports nothing of tpukit: jax stays
+Prints a line of JSON, the payload of each kernel's `tpu_custom_call`. Imports nothing of tpukit: jax stays
 out of the process in which torch_xla holds the TPU.
 
 Shapes: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of a
@@ -117,7 +117,7 @@ class Shape:
 
     def head_of_lane(self, rows):
         """(rows, 128) int32: which head of the group a lane belongs to."""
-        # Not `//`, which jax 0.10 lowers only where there is a TPU.
+        # Not `//`, which jax 0.10 lowers only if there is a TPU.
         return jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1), self.dim)
 
     def spread(self, x):
