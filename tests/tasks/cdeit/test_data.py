@@ -31,7 +31,7 @@ def save_statistics(folder, mean, deviation=1.0):
         torch.save(torch.full((1, 16, 13), value), folder / name)
 
 
-def test_statistics_are_taken_beside_the_split_or_computed(tank, tmp_path):
+def test_statistics_are_read_next_to_the_split_or_computed(tank, tmp_path):
     for split in ("train", "test"):
         (tmp_path / split).symlink_to(tank / split)
     task = task_of(tmp_path)

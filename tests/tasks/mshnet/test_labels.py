@@ -74,12 +74,16 @@ def test_a_mask_of_black_and_one_other_value_labels_that_value(kind, tmp_path):
 def test_grey_between_the_two_values_and_the_noise_of_a_jpeg_are_no_targets(tmp_path):
     mask = square(4)
     mask[8, 8:12] = 64
-    Image.fromarray(mask.astype(np.uint8)).save(tmp_path / "soft.png")
-    assert (read_mask(tmp_path / "soft.png")[0] >= 128).sum() == 12
+    for values in (mask.astype(np.uint8), (mask * 257).astype(np.uint16), (mask / 255).astype(np.float32)):
+        Image.fromarray(values).save(tmp_path / "soft.tif")
+        assert (read_mask(tmp_path / "soft.tif")[0] >= 128).sum() == 12
     noise = np.zeros((64, 64), np.uint8)
     noise[:8, :8] = 1
-    Image.fromarray(noise).save(tmp_path / "noise.jpg", quality=100)
-    assert read_mask(tmp_path / "noise.jpg").max() < 128
+    for target, labels in ((0, 0), (255, 64)):  # without and with a target
+        noise[16:24, 16:24] = target
+        Image.fromarray(noise).save(tmp_path / "noise.jpg", quality=100)
+        found = read_mask(tmp_path / "noise.jpg")
+        assert (found >= 128).sum() == labels and (not labels or not found[0, :8].any())
 
 
 def test_a_mask_of_many_colours_is_refused(tmp_path):
