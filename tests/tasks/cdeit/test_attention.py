@@ -183,21 +183,15 @@ def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_whose_arithmeti
     assert "error" not in compile_graph(graph, MACHINES["v5e-1"], "", lambda text: None)
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("cores", [1, 2])
-def test_attention_in_slices_is_attention_forward_and_backward(device, biased, cores, request, monkeypatch):
+@pytest.mark.parametrize("cores, biased", [(1, False), (2, False), (1, True)])
+def test_attention_in_slices_is_attention_forward_and_backward(cores, biased, xla, monkeypatch):
     monkeypatch.setattr(module, "MAX_PAIRS", 2 * 4 * 24**2)  # 2 of a core's 3 images
     monkeypatch.setattr(module, "cores_sharing", lambda tensor: cores)
     torch.manual_seed(0)
-    place = request.getfixturevalue(device).device
-    qkv, bias = (
-        torch.randn(3 * cores, 24, 3 * 32, dtype=torch.float64),
-        torch.randn(1, 4, 24, 24, dtype=torch.float64),
-    )
-    inputs = [x.to(place).requires_grad_() for x in (qkv, bias)][: 1 + biased]
-    found = with_gradients(attention(inputs[0], 4, *inputs[1:]), inputs)
-    for a, b in zip(found, wanted(qkv, 4, bias if biased else None)):
+    inputs = [torch.randn(3 * cores, 24, 3 * 32).double(), torch.randn(1, 4, 24, 24).double()][: 1 + biased]
+    on_xla = [x.to(xla.device).requires_grad_() for x in inputs]
+    found = with_gradients(attention(on_xla[0], 4, *on_xla[1:]), on_xla)
+    for a, b in zip(found, wanted(inputs[0], 4, *inputs[1:])):
         torch.testing.assert_close(a.cpu(), b, atol=1e-11, rtol=1e-11)
 
 
@@ -205,11 +199,8 @@ BF16 = torch.bfloat16
 CALLS = [
     ((2, 128, 384), 4, BF16, False, True),
     ((1, 256, 384), 4, BF16, True, True),
-    ((1, 512, 384), 4, BF16, False, True),
     ((1, 512, 384), 4, BF16, True, False),  # with a bias more than fast memory holds
     ((1, 256, 384), 4, torch.float32, False, False),
-    ((1, 64, 384), 4, BF16, False, False),  # fewer tokens than lanes
-    ((1, 384, 384), 4, BF16, False, False),
     ((1, 8192, 384), 1, BF16, False, False),  # more than fast memory holds
     ((1, 256, 3 * 64), 2, BF16, False, False),  # heads do not fill the lanes
     ((1, 256, 3 * 384), 8, BF16, False, False),  # a head of 48 channels lies across two registers

@@ -8,7 +8,6 @@ import torch
 
 from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
-from tpukit.tasks.cdeit import simulator
 from tpukit.tasks.cdeit.data import read_voltages, voltage_map
 
 
@@ -32,7 +31,7 @@ def save_statistics(folder, mean, deviation=1.0):
         torch.save(torch.full((1, 16, 13), value), folder / name)
 
 
-def test_statistics_are_taken_beside_the_split_or_computed(tank, tmp_path):
+def test_statistics_are_read_next_to_the_split_or_computed(tank, tmp_path):
     for split in ("train", "test"):
         (tmp_path / split).symlink_to(tank / split)
     task = task_of(tmp_path)
@@ -62,20 +61,15 @@ def test_statistics_of_a_sample_with_nan_are_refused_and_those_that_are_there_no
             task_of(root).datasets()
 
 
-@pytest.mark.parametrize("spelling", ["data2017", "test2017"])
-def test_real_sets_are_found_in_both_spellings_and_in_their_own_units(uef2017, tmp_path, spelling):
-    (tmp_path / spelling).symlink_to(uef2017 / "test")
+def test_real_sets_are_in_their_own_units(uef2017, tmp_path):
+    (tmp_path / "test2017").symlink_to(uef2017 / "test")
     for name in ("mean.pth", "std.pth"):
         (tmp_path / name).symlink_to(uef2017 / name)
     data = task_of(tmp_path, data="uef2017").test_set()
     assert len(data) == 22
-    batch = data.batch(np.arange(22))
-    truth = batch["image"][:, 0]
+    truth = data.batch(np.arange(22))["image"][:, 0]
     of_empty = np.mean(np.sqrt((truth**2).mean((1, 2))))
     assert of_empty == pytest.approx(0.253, abs=5e-4)  # as published
-    inside = simulator.disk()
-    correlation = np.mean([np.corrcoef(a[inside], b[inside])[0, 1] for a, b in zip(batch["TR"], truth)])
-    assert correlation == pytest.approx(0.695, abs=1e-3)  # Tikhonov's, as published
 
 
 @pytest.mark.parametrize(
@@ -83,8 +77,7 @@ def test_real_sets_are_found_in_both_spellings_and_in_their_own_units(uef2017, t
     [
         (None, None, "bad.npz"),
         ((128, 128), None, "'ys'"),
-        ((64, 64), (208,), "xs has shape (64, 64), not (128, 128)"),
-        ((2, 128, 128), (208,), "xs has shape (2, 128, 128)"),
+        ((2, 128, 128), (208,), "xs has shape (2, 128, 128), not (128, 128)"),
         ((128, 128), (208, 2), "ys has shape (208, 2), not (208,)"),
     ],
 )
@@ -113,7 +106,6 @@ SPREADSHEET = "\ufeff" + "\n".join(",".join(map(str, row)) for row in VOLTS)
 @pytest.mark.parametrize(
     "name, write",
     [
-        ("a.csv", lambda path: np.savetxt(path, VOLTS, delimiter=",")),
         ("b.csv", lambda path: path.write_text(SPREADSHEET, "utf-8")),
         ("c.npy", lambda path: np.save(path, VOLTS.reshape(2, 16, 13))),
         ("d.npz", lambda path: np.savez(path, ys=VOLTS)),
@@ -125,7 +117,7 @@ SPREADSHEET = "\ufeff" + "\n".join(",".join(map(str, row)) for row in VOLTS)
 )
 def test_voltages_are_read_from_every_kind_of_file_and_a_file_without_any_is_named(name, write, tmp_path):
     write(tmp_path / name)
-    if name in ("a.csv", "b.csv", "c.npy", "d.npz"):
+    if name in ("b.csv", "c.npy", "d.npz"):
         assert np.allclose(read_voltages(tmp_path / name), VOLTS, rtol=1e-6)
         return
     with refuses(name, "208 finite numbers"):
@@ -164,7 +156,10 @@ def scaled(name, factor):
             lambda folder: shutil.copy(folder / "train/000003.npz", folder / "test"),
             "1 of 5 test samples are training samples, too (000003)",
         ),
-        (lambda folder: (folder / "test/more.mat").touch(), "1 files are no npz, and not read (more.mat"),
+        (
+            lambda folder: (folder / "test/more.mat").touch(),
+            "1 files are not npz, and are not read (more",
+        ),
     ],
 )
 def test_another_unit_copies_and_other_files_are_told(change, told, tank, tmp_path):

@@ -33,13 +33,6 @@ def test_a_false_region_as_large_as_a_matched_one_counts_here_but_not_in_the_pub
     assert ours["pd"] == published["pd"] == 1
 
 
-def test_the_share_of_labelled_pixels_that_are_predicted_is_called_a_recall():
-    target = square(32, (20, 20), 3)[None]
-    ours, _ = scores_of(np.ones_like(target), target)  # nearly all wrongly
-    assert ours["pixel_recall"] == 1 and ours["iou"] == 9 / 32**2
-    assert not [name for name in ours if "accuracy" in name]
-
-
 def test_grey_labels_count_from_one_half_here_and_only_at_one_in_the_published_intersection():
     target = np.zeros((1, 8, 8))
     target[0, 2, 2:6] = [1, 0.6, 0.5, 0.4]

@@ -75,7 +75,7 @@ class CDEIT(Task):
     window: int = 16
     """Side, in tokens, of the windows of the first two and last two blocks."""
     levels: int = 4
-    """How often the token grid is halved on the way down."""
+    """How many times the token grid is halved on the way down."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -89,19 +89,16 @@ class CDEIT(Task):
         return train, test
 
     def test_set(self) -> sets.Impedance:
-        from tpukit.tasks.cdeit import scores  # noqa: F401  a missing package is found before the training
-
         return self._read(sets.CONVENTIONS[self.data])
 
     def _read(self, convention):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        root = Path(self.dataset_dir)
-        folder = sets.find_split(root, convention)
-        # By other statistics than in training, the input would be out of distribution for these weights.
-        if statistics := self._carried_statistics():
+        folder = sets.find_split(self.dataset_dir, convention)
+        # With other statistics than in training, the input would be out of distribution for these weights.
+        if self.weights and (statistics := _carried_statistics(self.weights)):
             note = f"voltage statistics: those that {self.weights} was trained with"
             return sets.Impedance(folder, convention, statistics, note)
-        return sets.Impedance(folder, convention, *sets.find_statistics(folder, root))
+        return sets.Impedance(folder, convention, *sets.find_statistics(folder, self.dataset_dir))
 
     def data_signature(self, data):
         if "TR" not in data.arrays:  # a training set
@@ -156,8 +153,7 @@ class CDEIT(Task):
     # Sampling
 
     def predictor(self, model, runtime, epoch=None):
-        """Two compiled graphs: one draws the initial noise, the other makes a step of DDIM, whichever it
-        is."""
+        """Compile two graphs: one draws the initial noise, the other takes any step of DDIM."""
         import torch
 
         def initial_noise(keys):
@@ -183,23 +179,14 @@ class CDEIT(Task):
 
     def export_inputs(self, batch):
         raise TpukitError(
-            "CDEIT samples in several steps, with noise in each, which is no graph to export: `tpukit"
-            " predict` reconstructs the images of voltages"
+            "CDEIT samples in several steps with noise in each, so there is no single graph to export:"
+            " `tpukit predict` reconstructs the images of voltages"
         )
 
-    def _carried_statistics(self) -> sets.Statistics | None:
-        """Return what `weights` was trained with, or None if it does not say."""
-        carried = weights.metadata(self.weights).get("voltages") if self.weights else None
-        if not carried:
-            return None
-        with explained(f"{self.weights}: the statistics of the voltages in its metadata are damaged"):
-            mean, deviation = np.array(json.loads(carried), np.float32).reshape(2, *sets.PATTERN)
-            return mean, deviation
-
     def evaluate(self, predictions) -> dict:
-        """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
-        scores of the classical methods and of an empty image, the baselines; `broken`, how many predictions
-        hold NaN or infinity and count as empty."""
+        """Return rmse, psnr, ssim and cc inside the tank, means over the images; `images`, their number;
+        `beside`, the same scores of the classical methods and of an empty image; `broken`, the number of
+        predictions that hold NaN or infinity, which count as empty."""
         from tpukit.tasks.cdeit.scores import image_scores
 
         inside = disk()
@@ -225,8 +212,8 @@ class CDEIT(Task):
         return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=baselines)
 
     def save_predictions(self, folder, predictions, data):
-        """An npz named after the test set: prediction, TR and xs_gn in the units of its files, xs (N, S, S
-        each), names."""
+        """Write an npz named after the test set: prediction, TR and xs_gn in the units of its files, xs
+        (N, S, S each), names."""
         convention = sets.CONVENTIONS[self.data]
         unit = convention.unit
         parts = []
@@ -276,13 +263,23 @@ class CDEIT(Task):
     def read_files(self, paths, best):
         """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of
         `data`'s files."""
-        statistics = dataclasses.replace(self, weights=best)._carried_statistics()
+        statistics = _carried_statistics(best)
         if statistics is None:
-            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
+            raise TpukitError(f"{best} does not say how its voltages were normalised: train it again")
         read = [sets.read_voltages(path) for path in paths]
         volts = np.concatenate(read) / np.float32(sets.CONVENTIONS[self.data].volts)
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]
         return dict(voltages=sets.voltage_map(volts, *statistics), key=np.arange(len(volts))), names
+
+
+def _carried_statistics(file: Path) -> sets.Statistics | None:
+    """Return the statistics that weights were trained with, or None if their file does not say."""
+    carried = weights.metadata(file).get("voltages")
+    if not carried:
+        return None
+    with explained(f"{file}: the statistics of the voltages in its metadata are damaged"):
+        mean, deviation = np.array(json.loads(carried), np.float32).reshape(2, *sets.PATTERN)
+        return mean, deviation
 
 
 def _noisy(batch):

@@ -95,7 +95,7 @@ class Impedance:
 
 
 def _doubts(folder, values):
-    """Return sentences about a split whose numbers may be in another unit, and about files that are not
+    """Return sentences about a split's numbers, if they may be in another unit, and about files that are not
     read."""
     notices = []
     measured = values["voltages"][values["voltages"] != 0]
@@ -112,7 +112,7 @@ def _doubts(folder, values):
         )
     others = [path.name for path in sorted(folder.iterdir()) if path.suffix != ".npz" and path.name[0] != "."]
     if others:
-        notices.append(f"{folder.name}: {len(others)} files are no npz, and not read ({some(others)})")
+        notices.append(f"{folder.name}: {len(others)} files are not npz, and are not read ({some(others)})")
     return notices
 
 
@@ -121,7 +121,7 @@ def find_copies(train: Impedance, test: Impedance) -> list[str]:
     learned = {row.tobytes() for row in train.arrays["voltages"]}
     found = [name for name, row in zip(test.names, test.arrays["voltages"]) if row.tobytes() in learned]
     told = f"{len(found)} of {len(test)} test samples are training samples, too ({some(found)})"
-    return [f"{told}: the scores say nothing of new ones"] if found else []
+    return [f"{told}: the scores say nothing about new ones"] if found else []
 
 
 def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
@@ -139,8 +139,8 @@ def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> n
 
 
 def find_split(root: Path, convention: Convention) -> Path:
-    """The folder of a split below root: one of the convention's names, or root itself if it holds a test
-    set's files. Raises TpukitError with the folders that were searched for."""
+    """Return the folder of a split below root: one of the convention's names, or root itself if it holds a
+    test set's files. Raises TpukitError with the folders that were searched for."""
     for name in convention.folders:
         if (root / name).is_dir():
             return root / name
@@ -152,8 +152,8 @@ def find_split(root: Path, convention: Convention) -> Path:
 
 
 def _read_split(folder, names):
-    """(arrays, contents) of a folder's files: dict of their arrays, (N, ...) each, mapped into memory, and of
-    their `names`; a digest of the files, as str."""
+    """Return (arrays, contents) of a folder's files: their arrays, (N, ...) each, mapped into memory, and
+    their `names`; a digest of the files."""
     from tpukit.host.bars import tqdm
 
     def read():
@@ -171,10 +171,10 @@ def _read_split(folder, names):
 
 
 def _read_file(path, names):
-    """dict of float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
+    """Return float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
     missing = dict.fromkeys(BASELINES, np.full((SIZE, SIZE), np.nan))
     sample = {}
-    wrong = f"{path} is no sample, which has xs, an image, and ys, voltages: copy or make it again"
+    wrong = f"{path} is not a sample with xs, an image, and ys, voltages: copy or make it again"
     with explained(wrong), arrays.load(path) as file:
         for name in names:
             values = _real(file[name] if name in file else missing[name])
@@ -186,16 +186,16 @@ def _read_file(path, names):
 
 
 def _real(values):
-    """A float32 array. Raises TypeError for complex numbers, which would lose their imaginary part."""
+    """Return a float32 array. Raises TypeError for complex numbers, which would lose their imaginary part."""
     return np.asarray(values).astype(np.float32, casting="same_kind")
 
 
 def read_voltages(path: Path) -> np.ndarray:
-    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers in a text (.csv,
-    .txt).
+    """Return the voltages of a file, (N, 208) float32: .npz (its array ys), .npy, or rows of numbers in a
+    text file (.csv, .txt).
 
-    A sample is a row of 208, or 16 rows of 13; one alone may be a column. Raises TpukitError for a file that
-    cannot be read, has another shape, or holds a number that is not finite."""
+    A sample is a row of 208, or 16 rows of 13; a single one may be a column. Raises TpukitError for a file
+    that cannot be read, has another shape, or holds a number that is not finite."""
     ending = path.suffix.lower()
     wrong = f"{path} holds no voltages, 208 finite numbers a sample, in .npz (ys), .npy, .csv or .txt"
     with explained(wrong):
@@ -210,7 +210,7 @@ def read_voltages(path: Path) -> np.ndarray:
         if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # of another, samples would be mixed
             raise ValueError(f"shape {volts.shape}")
         if not len(volts) or not np.isfinite(volts).all():
-            raise ValueError(f"{len(volts)} rows, of which some hold NaN or infinity")
+            raise ValueError(f"{len(volts)} rows, some with NaN or infinity")
         return volts.reshape(-1, VOLTAGES)
 
 
@@ -218,10 +218,10 @@ def read_voltages(path: Path) -> np.ndarray:
 
 
 def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
-    """((mean, deviation), note): what voltages are normalised by, and where it comes from, a sentence.
+    """Return the (mean, deviation) that normalise voltages, and a sentence that says where they come from:
+    mean.pth and std.pth next to the split's folder, else computed from root's training set.
 
-    In this order: mean.pth and std.pth beside the split's folder; computed from root's training set. Raises
-    TpukitError where there is none of these, or one is damaged."""
+    Raises TpukitError if there is neither, or one is damaged."""
     folder = split_folder.parent
     if all((folder / name).is_file() for name in STATISTICS):
         mean, deviation = (_read_statistic(folder / name) for name in STATISTICS)
@@ -230,8 +230,8 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
         training = find_split(root, TRAINING)
     except TpukitError as error:
         raise TpukitError(
-            f"no {' and '.join(STATISTICS)} beside {split_folder}, and no training set in {root} to compute"
-            " them from: copy both files from the set that the network learnt from"
+            f"no {' and '.join(STATISTICS)} next to {split_folder}, and no training set in {root} to compute"
+            " them from: copy both files from the set that the network was trained on"
         ) from error
     split, _ = _read_split(training, ("xs", "ys"))
     volts = split["ys"].reshape(-1, *PATTERN)

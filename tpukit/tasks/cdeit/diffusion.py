@@ -31,8 +31,8 @@ def alphas_cumprod() -> np.ndarray:
 
 
 def add_noise(image: Tensor, t: Tensor, noise: Tensor, alphas: Tensor) -> Tensor:
-    """The image after t + 1 steps of noise. image, noise: (B, 1, S, S). t: (B,) int64. alphas: (STEPS,) on
-    the device."""
+    """Return the image after t + 1 steps of noise. image, noise: (B, 1, S, S). t: (B,) int64. alphas:
+    (STEPS,) on the device."""
     left = alphas[t].view(-1, 1, 1, 1)
     return left.sqrt() * image + (1 - left).sqrt() * noise
 
@@ -40,13 +40,13 @@ def add_noise(image: Tensor, t: Tensor, noise: Tensor, alphas: Tensor) -> Tensor
 def loss(
     model: Module, image: Tensor, voltages: Tensor, t: Tensor, noise: Tensor, alphas: Tensor, *, squared=False
 ) -> Tensor:
-    """Mean |image - model(noisy image)|, or its square, a float32 scalar."""
+    """Return the mean of |image - model(noisy image)|, or of its square, a float32 scalar."""
     error = image - model(add_noise(image, t, noise, alphas), t, voltages).float()
     return error.square().mean() if squared else error.abs().mean()
 
 
 def ddim_schedule(steps: int, eta: float = 1.0) -> np.ndarray:
-    """The steps of DDIM, (steps, 4) float64 numpy: for each its time t and the weights a, b, c of
+    """Return the steps of DDIM, (steps, 4) float64 numpy: for each its time t and the weights a, b, c of
     `sampling_step`.
 
     eta: the noise added on the way, 0 to 1; 1000 steps with eta 1 are ancestral sampling (Ho et al., eq. 7).
@@ -55,7 +55,7 @@ def ddim_schedule(steps: int, eta: float = 1.0) -> np.ndarray:
     if not 1 <= steps <= STEPS:
         raise TpukitError(f"sampling_steps={steps}: choose 1 to {STEPS}")
     if not 0 <= eta <= 1:
-        raise TpukitError(f"eta={eta}: choose 0, no noise, to 1, as much as the training added")
+        raise TpukitError(f"eta={eta}: choose from 0, no noise, to 1, as much as in training")
     times = np.linspace(-1, STEPS - 1, steps + 1).astype(int)[::-1]
     left = alphas_cumprod()
     schedule = []

@@ -1,4 +1,4 @@
-"""Scores of reconstructed conductivity images, each taken inside the disk of the tank."""
+"""Scores of reconstructed conductivity images, computed inside the disk of the tank."""
 
 import numpy as np
 from scipy import ndimage
@@ -7,10 +7,10 @@ RANGE = 2.0  # of the images: -1 to 1
 
 
 def image_scores(image: np.ndarray, truth: np.ndarray, inside: np.ndarray) -> dict[str, float]:
-    """dict of rmse, psnr (dB, for a range of 2), ssim and cc, the correlation coefficient.
+    """Return rmse, psnr (dB, for a range of 2), ssim and cc, the correlation coefficient.
 
     image, truth: (S, S) float. inside: (S, S) bool, the pixels that count; SSIM is the mean of its map there.
-    Zero correlation where an image is constant."""
+    The correlation with a constant image is 0."""
     a, b = image[inside].astype(np.float64), truth[inside].astype(np.float64)
     error = np.mean((a - b) ** 2)
     spread = a.std() * b.std()

@@ -6,6 +6,7 @@ pairs: 208 numbers. Images are 128 x 128 with the disk inscribed: 0 is the backg
 a resistive inclusion."""
 
 import concurrent.futures
+import contextlib
 import functools
 import multiprocessing
 import sys
@@ -39,8 +40,8 @@ CHUNK = 25  # samples that a worker gets at a time
 
 
 def scene(rng: np.random.Generator) -> np.ndarray:
-    """A synthetic conductivity image: 1 to 4 circles, polygons or L-shapes that do not touch. Returns (SIZE,
-    SIZE) float32."""
+    """Return a synthetic conductivity image, (SIZE, SIZE) float32: 1 to 4 circles, polygons or L-shapes that
+    do not touch."""
     x, y = pixel_places()
     image = np.zeros((SIZE, SIZE), np.float32)
     taken = []
@@ -76,14 +77,14 @@ def _inside(shape, u, v, rng):
 
 
 def pixel_places() -> tuple[np.ndarray, ...]:
-    """(x, y), each (SIZE, SIZE): where a pixel's centre lies. Rows run down x and columns up y, as in the
-    UEF2017 images."""
+    """Return (x, y), (SIZE, SIZE) each: the centres of the pixels. Rows run down x and columns up y, as in
+    the UEF2017 images."""
     line = (np.arange(SIZE) + 0.5) / (SIZE / 2) - 1
     return np.meshgrid(-line, line, indexing="ij")
 
 
 def disk() -> np.ndarray:
-    """(SIZE, SIZE) bool: the pixels inside the tank."""
+    """Return the pixels inside the tank, (SIZE, SIZE) bool."""
     x, y = pixel_places()
     return x**2 + y**2 <= 1
 
@@ -129,7 +130,8 @@ class Tank:
         self.empty = self.volts(np.ones(self.elements))
 
     def volts(self, conductivity: np.ndarray) -> np.ndarray:
-        """(208,) voltages of the 16 drive patterns for (elements,) conductivities, the background being 1."""
+        """Return the voltages of the 16 drive patterns, (208,), for (elements,) conductivities; the
+        background is 1."""
         from scipy import sparse
         from scipy.sparse.linalg import splu
 
@@ -207,17 +209,16 @@ def simulate(out: Path | str, *, samples: int = 1000, test_samples: int = 100, w
             (folder / split).mkdir(parents=True, exist_ok=True)
         missing = [path for path in wanted if not path.exists()]
         workers = min(workers, len(missing) // CHUNK + 1)
-        bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc="simulating", unit="sample")
-        with bar:
-            if workers == 1:
-                for _ in map(_make_file, missing):
-                    bar.update()
-                return folder
-            # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
-            spawn = multiprocessing.get_context("spawn")
-            with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-                for _ in pool.map(_make_file, missing, chunksize=CHUNK):
-                    bar.update()
+        with contextlib.ExitStack() as stack:
+            made = map(_make_file, missing)
+            if workers > 1:
+                # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
+                spawn = multiprocessing.get_context("spawn")
+                pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn)
+                made = stack.enter_context(pool).map(_make_file, missing, chunksize=CHUNK)
+            done = len(wanted) - len(missing)
+            for _ in tqdm(made, total=len(wanted), initial=done, desc="simulating", unit="sample"):
+                pass
     return folder
 
 

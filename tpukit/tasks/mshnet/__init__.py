@@ -73,8 +73,8 @@ class MSHNet(Task):
     warm_epoch: int = 5
     """Last epoch of the warm-up phase (counted from 0), which trains one output with a plain IoU loss."""
     final_init: Literal["mask0", "random"] = "mask0"
-    """Initial weights of the last convolution. mask0: those that copy the output that the warm-up trained.
-    random: as published, which after the warm-up can saturate the sigmoid on the wrong side, where it hardly
+    """Initial weights of the last convolution. mask0: they copy the output that the warm-up trained. random:
+    as published, which after the warm-up can saturate the sigmoid on the wrong side, so that it hardly
     learns."""
     skip_bad: bool = False
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
@@ -92,7 +92,7 @@ class MSHNet(Task):
 
         assert self.dataset_dir is not None  # `check_dataset_dir` explained it
         settings = (self.base_size, self.crop_size, self.skip_bad)
-        # By other levels than in training, an image would be another for these weights.
+        # With other levels than in training, these weights would see another image.
         train = InfraredSet(self.dataset_dir, "train", *settings, pictures.kept_levels(self.weights))
         test = InfraredSet(self.dataset_dir, "test", *settings, train.levels)
         labels.require_targets(train)
@@ -148,7 +148,8 @@ class MSHNet(Task):
         raise TpukitError("its authors share it on Google Drive and Baidu, see github.com/RuiZhang97/ISNet")
 
     def data_signature(self, data: InfraredSet) -> dict[str, str]:
-        return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
+        masks = [[mask.shape, digest] for mask, digest in zip(data.masks, data.mask_digests)]
+        return {"image names": arrays.digest(data.names), "masks": arrays.digest(masks)}
 
     def metadata(self, data: InfraredSet) -> dict[str, str]:
         side = max(data.height, data.width)
@@ -190,8 +191,8 @@ class MSHNet(Task):
 
     @functools.cached_property
     def _smallest_scale(self):
-        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, if they do
-        not say."""
+        """Return the factor by which the training run of `weights` shrank its largest images; a half, as for
+        IRSTD-1k's, if they do not say."""
         side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
         known = re.fullmatch("[1-9][0-9]{0,4}", side)  # Python refuses to read long numbers
         return min(self.base_size / int(side), 1.0) if known else 0.5

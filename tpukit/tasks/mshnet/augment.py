@@ -33,8 +33,8 @@ class Crop(NamedTuple):
 def random_crop(
     numbers: Sequence[float], image_size: tuple[int, int], base_size: int, crop_size: int
 ) -> Crop:
-    """The crop of six uniform numbers in [0, 1). image_size: (width, height) of the original. The long side
-    is uniform in [base/2, 2 base], both ends included."""
+    """Return the crop of six uniform numbers in [0, 1). image_size: (width, height) of the original. The long
+    side is uniform in [base/2, 2 base], both ends included."""
     flip, scale, x, y, blur, radius = numbers
     shortest, longest = base_size // 2, base_size * 2
     width, height = scaled_size(image_size, shortest + int(scale * (longest - shortest + 1)))
@@ -44,13 +44,14 @@ def random_crop(
 
 
 def scaled_size(image_size: tuple[int, int], long_size: int) -> tuple[int, int]:
-    """(width, height) with the long side at long_size; the short side keeps the ratio, rounded half up."""
+    """Return (width, height) with the long side at long_size; the short side keeps the ratio, rounded half
+    up."""
     width, height = (max(int(side * long_size / max(image_size) + 0.5), 1) for side in image_size)
     return width, height
 
 
 def on_host(image: np.ndarray, mask: np.ndarray, crop: Crop) -> tuple[np.ndarray, np.ndarray]:
-    """The sample of an image, (C, H, W), and its mask, (H, W), both uint8 -> (C, S, S), (1, S, S) uint8."""
+    """Cut the sample of an image (C, H, W) and its mask (H, W), both uint8 -> (C, S, S), (1, S, S) uint8."""
     box = (crop.x1, crop.y1, crop.x1 + crop.size, crop.y1 + crop.size)
 
     def cut(plane, method):
@@ -60,13 +61,12 @@ def on_host(image: np.ndarray, mask: np.ndarray, crop: Crop) -> tuple[np.ndarray
 
     blur = ImageFilter.GaussianBlur(crop.blur)  # of radius 0: none
     planes = [cut(plane, Image.Resampling.BILINEAR).filter(blur) for plane in image]
-    return np.stack([np.asarray(plane) for plane in planes]), np.asarray(cut(mask, Image.Resampling.NEAREST))[
-        None
-    ]
+    mask = np.asarray(cut(mask, Image.Resampling.NEAREST))
+    return np.stack([np.asarray(plane) for plane in planes]), mask[None]
 
 
 def device_parameters(image_size: tuple[int, int], crop: Crop) -> dict[str, np.ndarray]:
-    """Parameters of one sample for `on_device`. image_size: (width, height) of the original.
+    """Return the parameters of one sample for `on_device`. image_size: (width, height) of the original.
 
     axes (2, 4) float32: for rows and columns, each the original's and the scaled length, where the crop
     starts, and whether to flip. blur (): the weight of a neighbour in one pass of the blur. mask_rows,

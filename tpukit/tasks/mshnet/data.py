@@ -35,17 +35,17 @@ FOLDERS = dict(images=("images", "image", "imgs", "img"), masks=("masks", "mask"
 IMAGE_SUFFIXES = ("", "_img", "_image")
 MASK_SUFFIXES = ("", "_pixels0", "_mask", "_masks", "_gt", "_label")
 TEST_SHARE = 0.2  # of the images, without lists
-NOISE = 64  # of the masks that are JPEG files: what is darker is no label
-VERSION = 8  # of what `_read_split` returns for the same files, which is cached
+NOISE = 64  # of masks that are JPEG files: what is darker is not a label
+VERSION = 9  # of what `_read_split` returns for the same files, which is cached
 
 
 class InfraredSet:
     """One split of a set, decoded once to uint8, in memory that all processes of a host share.
 
     `batch(indices, numbers)` -> dict of image (B, C, S, S) uint8 and mask (B, 1, S, S) uint8, where S is
-    crop_size with augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). C is 1
-    where all images are grey, else 3. `compose` makes the same on a device, with the image in float32, not
-    rounded to whole grey levels."""
+    crop_size with augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). C is 1 if
+    all images are grey, else 3. `compose` makes the same on a device, with the image in float32, not rounded
+    to whole grey levels."""
 
     num_uniforms = augment.NUM_UNIFORMS
 
@@ -59,16 +59,14 @@ class InfraredSet:
         levels: pictures.Levels | None = None,
     ) -> None:
         self.split, self.base_size, self.crop_size = split, base_size, crop_size
-        folder = Path(folder)
-        listing, lines = read_list(folder, split)
+        listing, names = read_list(folder, split)
         images, masks = (find_folder(folder, kind) for kind in FOLDERS)
         files = _image_files(images), _image_files(masks)
-        names = [line.strip() for line in lines]
         self.levels, levels_note = levels, ""
         if levels is None:
-            listed = [path for name in filter(None, names) for path in _find_image(files[0], name)]
+            listed = [path for name in names.values() for path in _find_image(files[0], name)]
             self.levels, levels_note = pictures.find_levels(listed)
-        key = [VERSION, skip_bad, lines, self.levels, arrays.content_key(images, masks, like=("**/*",))]
+        key = [VERSION, skip_bad, names, self.levels, arrays.content_key(images, masks, like=("**/*",))]
         decoded = arrays.mapped(
             f"{folder.name}-{split}", key, lambda: _read_split(files, listing, names, skip_bad, self.levels)
         )
@@ -78,12 +76,12 @@ class InfraredSet:
         self.levels_used = decoded["levels_used"]  # (N,) how many values an image has
         self.digests = decoded["digests"].tolist()
         self.names = decoded["names"].tolist()
-        self.masks_digest = str(decoded["masks_digest"])
+        self.mask_digests = decoded["mask_digests"].tolist()
         self.samples = _unpacked(decoded["pixels"], decoded["shapes"])  # image planes, then the mask
         self.masks = [sample[-1] for sample in self.samples]  # (H, W) each
         channels, self.height, self.width = decoded["shapes"].max(0).tolist()
         self.colours = channels - 1
-        self.notices = _find_unused(folder, listing, files, images) if split == "train" else []
+        self.notices = _find_unused(folder, images, files) if split == "train" else []
 
     def __len__(self) -> int:
         return len(self.names)
@@ -108,7 +106,7 @@ class InfraredSet:
         return len(self) * (self.colours + 1) * self.height * self.width
 
     def device_arrays(self) -> dict[str, np.ndarray]:
-        """Images of many sizes, each in the upper left corner of (N, C or 1, H, W) uint8."""
+        """Return images of many sizes, each in the upper left corner of (N, C or 1, H, W) uint8."""
         pixels = np.zeros((len(self), self.colours + 1, self.height, self.width), np.uint8)
         for padded, sample in zip(pixels, self.samples):
             padded[:, : sample.shape[1], : sample.shape[2]] = sample
@@ -127,30 +125,24 @@ class InfraredSet:
 
 
 def _unpacked(pixels, shapes):
-    """Views of arrays that lie one after another in a vector."""
+    """Return views of arrays that lie one after another in a vector."""
     parts = np.split(np.asarray(pixels), np.cumsum(shapes.prod(1))[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes)]
 
 
-def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
-    """(The file that lists a split's names, its lines). Without any list, (images/, the names that are chosen
-    of it).
+def read_list(folder: Path, split: str) -> tuple[Path, dict[int, str]]:
+    """Return the file that lists a split's names, and {number of the line: name}. Without any list, images/
+    and the names that are chosen from it.
 
     Raises TpukitError naming the places that were searched."""
-    lists = {
-        name: [path for each in patterns.split() for path in sorted(folder.glob(each)) if path.is_file()]
-        for name, patterns in LISTS.items()
-    }
-    if lists[split]:
-        # The patterns are in order; of one pattern, none comes before the others.
-        first = lists[split][0]
-        equals = [path for path in lists[split] if path.parent == first.parent]
-        if len(equals) > 1 and first.parent != folder:
-            names = ", ".join(path.name for path in equals)
+    lists = {name: _find_lists(folder, patterns) for name, patterns in LISTS.items()}
+    if found := lists[split]:
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
             raise TpukitError(
-                f"{first.parent} has {len(equals)} {split} lists ({names}): keep one there, move the others"
+                f"{found[0].parent} has {len(found)} {split} lists ({names}): keep one there, move the others"
             )
-        return first, _read_lines(first)
+        return found[0], _read_lines(found[0])
     images = find_folder(folder, "images")
     if images.is_dir() and not any(lists.values()):
         return images, _split_by_name(images, split)
@@ -162,17 +154,24 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
     )
 
 
+def _find_lists(folder, patterns):
+    """Return the files of the first of these patterns that has any."""
+    found = (sorted(filter(Path.is_file, folder.glob(pattern))) for pattern in patterns.split())
+    return next(filter(None, found), [])
+
+
 def _read_lines(path):
-    """The lines of a list. Windows' editors write a mark first, in UTF-8 or UTF-16; in another encoding a
-    name is shown with what is no UTF-8."""
+    """Return {number: name} of the lines of a list. Windows' editors write a mark first, in UTF-8 or UTF-16;
+    in another encoding, a name is shown with what is not UTF-8."""
     content = path.read_bytes()
     is_utf16 = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace").splitlines()
+    lines = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace").splitlines()
+    return {number: line.strip() for number, line in enumerate(lines, 1) if line.strip()}
 
 
 def find_folder(folder: Path, kind: str) -> Path:
-    """The folder of a set's images or masks: of the usual name, or the one whose last word is such a name, as
-    IRSTD1k_Img. Raises TpukitError for several."""
+    """Return the folder of a set's images or masks: that of the usual name, or the one whose last word is
+    such a name, as in IRSTD1k_Img. Raises TpukitError for several."""
     if (folder / kind).is_dir():
         return folder / kind
     last_words = {path: re.split("[-_ ]", path.name.lower())[-1] for path in sorted(folder.glob("*/"))}
@@ -184,7 +183,7 @@ def find_folder(folder: Path, kind: str) -> Path:
 
 
 def _image_files(folder):
-    """dict of name without ending, relative to the folder -> paths: more than one in several formats."""
+    """Return {name without ending, relative to the folder: paths}, several of an image in several formats."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() in pictures.ENDINGS and path.name[0] != ".":
@@ -193,7 +192,7 @@ def _image_files(folder):
 
 
 def _find(files, stems):
-    """Return the paths of the first of these stems that there is."""
+    """Return the paths of the first of these stems that exists."""
     return next((files[stem] for stem in stems if stem in files), [])
 
 
@@ -203,7 +202,7 @@ def _stem(name):
 
 
 def _find_image(images, name):
-    """Return the paths of the image of a name in a list: of one in several formats the one it names."""
+    """Return the paths of the image of a name in a list: if it has several formats, the one it names."""
     paths = _find(images, [_stem(name) + suffix for suffix in IMAGE_SUFFIXES])
     return [path for path in paths if path.name == Path(name).name] or paths
 
@@ -214,35 +213,34 @@ def _find_mask(masks, name):
     return _find(masks, [base + suffix for base in bases for suffix in MASK_SUFFIXES])
 
 
-def _find_unused(folder, listing, files, images):
+def _find_unused(folder, images, files):
     """Return sentences about what is in a set's folders and in no split."""
     image_files, mask_files = files
-    lists = {split: read_list(folder, split) for split in LISTS}
-    names = {split: [line.strip() for line in lines if line.strip()] for split, (_, lines) in lists.items()}
-    listed = list(itertools.chain(*names.values()))
+    (train_list, train), (test_list, test) = (read_list(folder, split) for split in LISTS)
+    listed = [*train.values(), *test.values()]
     used = {path for name in listed for path in _find_image(image_files, name)}
-    unlisted = [path.name for paths in image_files.values() for path in paths if path not in used]
     masks = {path for stem in image_files for path in _find_mask(mask_files, stem)}
-    unpaired = [path.name for paths in mask_files.values() for path in paths if path not in masks]
-    trained, tested = ({Path(name).parent.as_posix() for name in names[split]} for split in LISTS)
-    is_listed, given = not listing.is_dir(), {path for path, _ in lists.values()}
+    lists = [path for path in sorted(train_list.parent.glob("*.txt")) if split_of(path.stem)]
+    trained, tested = ({Path(name).parent.as_posix() for name in names.values()} for names in (train, test))
+    is_listed = train_list.is_file()
     found = {
-        "images are in no list, and not used": unlisted,
-        "masks are of no image, and not used": unpaired,
-        "lists are not used": [
-            path.name
-            for path in sorted(listing.parent.glob("*.txt"))
-            if is_listed and split_of(path.stem) and path not in given
+        "images are in no list, and not used": [
+            path.name for path in itertools.chain(*image_files.values()) if path not in used
         ],
+        "masks belong to no image, and are not used": [
+            path.name for path in itertools.chain(*mask_files.values()) if path not in masks
+        ],
+        "lists are not used": [path.name for path in lists if path not in (train_list, test_list)],
         "names are in the lists more than once": [
             name for name, count in collections.Counter(listed).items() if count > 1
         ],
         "folders are in training and test: if these are sequences, their frames are much alike, so list whole"
         " ones in trainval.txt and test.txt": [] if is_listed else sorted((trained & tested) - {"."}),
     }
-    left_out = pictures.left_out(path for path in images.rglob("*") if path.is_file())
-    told = [_counted(names, text) for text, names in found.items() if names]
-    return told + [left_out] * bool(left_out)
+    notices = [_counted(names, text) for text, names in found.items() if names]
+    if left_out := pictures.left_out(path for path in images.rglob("*") if path.is_file()):
+        notices.append(left_out)
+    return notices
 
 
 def _counted(names, text):
@@ -250,8 +248,8 @@ def _counted(names, text):
 
 
 def _split_by_name(images, split):
-    """Return the names of a split's images: by the folders train/ and test/ in images/, or a fifth of all to
-    test."""
+    """Return {number: name} of a split's images: by the folders train/ and test/ in images/, or a fifth of
+    them all to test."""
     files = _image_files(images)
     if len(files) < 2:
         raise TpukitError(
@@ -264,73 +262,73 @@ def _split_by_name(images, split):
         tests = hold_out(files, TEST_SHARE)
     chosen = [stem for stem in files if (stem in tests) == (split == "test")]
     # A stem of several formats stays without an ending, and is refused.
-    return sorted(stem + files[stem][0].suffix if len(files[stem]) == 1 else stem for stem in chosen)
+    names = [stem + files[stem][0].suffix if len(files[stem]) == 1 else stem for stem in chosen]
+    return dict(enumerate(sorted(names), 1))
 
 
 def _read_split(files, listing, names, skip_bad, levels):
     """Return the arrays that `InfraredSet` keeps of a split. Decodes on all cores.
 
     files: of images and masks, by `_image_files`. listing, names: of `read_list`."""
-    entries = [(number, name) for number, name in enumerate(names, 1) if name]
-    if not entries:
+    if not names:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    image_files, mask_files = files
-    samples, bad, stacks = {}, [], []
+    kept, samples, bad, stacks = [], [], [], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        futures = [pool.submit(_read_pair, image_files, mask_files, name, levels) for _, name in entries]
-    for (number, name), future in zip(entries, futures):
+        futures = [pool.submit(_read_pair, files, name, levels) for name in names.values()]
+    for (number, name), future in zip(names.items(), futures):
         try:
-            samples[number, name], is_stack = future.result()
-            stacks += [name] * is_stack
+            sample, is_stack = future.result()
         except TpukitError as error:
             where = name if listing.is_dir() else f"line {number}: {name}"
             bad.append(f"  {where}: {error}")
-    kind = "images" if listing.is_dir() else "entries"
-    notes = f"{len(bad)} of {len(entries)} {kind} of {listing} cannot be used:\n" if bad else ""
+            continue
+        kept.append(name)
+        samples.append(sample)
+        stacks += [name] * is_stack
+    notes = f"{len(bad)} of {len(names)} names of {listing} cannot be used:\n" if bad else ""
     notes += "\n".join(bad[:20] + ["  ..."] * (len(bad) > 20))
     if bad and not (skip_bad and samples):
         raise TpukitError(f"{notes}\nFix them, or leave them out with skip_bad=True (--skip-bad).")
     if stacks:
         notes += "\n" + _counted(stacks, "images have several pages or frames, of which the first is used")
-    # Kept with the arrays: at the start of a training no pixels are read.
-    masks = [[sample.shape[1:], hashlib.sha256(sample[-1]).hexdigest()] for sample in samples.values()]
-    channels = max(map(len, samples.values()))
-    pixels = [sample if len(sample) == channels else sample[[0, 0, 0, 1]] for sample in samples.values()]
+    # Kept with the arrays, so that the start of a training run reads no pixels.
+    channels = max(map(len, samples))
+    pixels = [sample if len(sample) == channels else sample[[0, 0, 0, 1]] for sample in samples]
     return dict(
-        names=np.array([name for _, name in samples]),
+        names=np.array(kept),
         notes=np.array(notes),
-        masks_digest=np.array(arrays.digest(masks)),
-        digests=np.array([hashlib.sha256(sample[:-1]).hexdigest() for sample in samples.values()]),
-        targets=np.array([_measure_targets(sample[-1]) for sample in samples.values()]),
-        levels_used=np.array(
-            [np.count_nonzero(np.bincount(sample[:-1].ravel())) for sample in samples.values()]
-        ),
+        digests=np.array([hashlib.sha256(sample[:-1]).hexdigest() for sample in samples]),
+        mask_digests=np.array([hashlib.sha256(sample[-1]).hexdigest() for sample in samples]),
+        targets=np.array([_measure_targets(sample[-1]) for sample in samples]),
+        levels_used=np.array([np.count_nonzero(np.bincount(sample[:-1].ravel())) for sample in samples]),
         shapes=np.array([sample.shape for sample in pixels]),
         pixels=np.concatenate([sample.ravel() for sample in pixels]),
     )
 
 
 def _measure_targets(mask):
-    """(The brightest value of a mask (H, W) uint8, the share of the image that its targets are, the share of
-    the smallest and of the largest target, how many regions are darker than a target); the last four are 0
-    without one."""
+    """Return of a mask (H, W) uint8: its brightest value; the shares of the image that all its targets, the
+    smallest and the largest one cover; how many regions are darker than a target. The last four are 0 without
+    any."""
     areas = [area / mask.size for area, _ in regions(mask >= 128)]
     dark = np.count_nonzero(brightest(mask) < 128)
     return float(mask.max()), sum(areas), min(areas, default=0.0), max(areas, default=0.0), dark
 
 
-def _read_pair(images, masks, name, levels):
-    """(The planes of an image and its mask, (C + 1, H, W), whether the image has several pages) of a name in
-    a list, which is looked up in these folders' files and so leads nowhere else. Raises TpukitError with what
-    is wrong."""
+def _read_pair(files, name, levels):
+    """Return (the planes of an image and its mask, (C + 1, H, W), whether the image has several pages).
+
+    The name is looked up among these files, and so leads nowhere else. Raises TpukitError with what is
+    wrong."""
+    images, masks = files
     image = _one(_find_image(images, name), images, "images", name)
     mask = _one(_find_mask(masks, name), masks, "masks", name)
+    read_grey = functools.partial(read_image, levels=levels)
     planes = []
-    for path, read in ((image, functools.partial(read_image, levels=levels)), (mask, read_mask)):
+    for kind, path, read in (("images", image, read_grey), ("masks", mask, read_mask)):
         try:
             planes.append(read(path))
         except Exception as error:  # Pillow raises many types for a damaged file
-            kind = "images" if path is image else "masks"
             raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
     sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
     if sizes[0] != sizes[1]:
@@ -339,7 +337,7 @@ def _read_pair(images, masks, name, levels):
 
 
 def _one(paths, files, kind, name):
-    """The only one of some paths. Raises TpukitError for several, and for none, naming what is there."""
+    """Return the only one of some paths. Raises TpukitError for several or none, naming what is there."""
     if len(paths) > 1:
         found = ", ".join(path.name for path in paths)
         raise TpukitError(f"{kind}/ has {found}: keep one of them")
@@ -355,11 +353,11 @@ def _one(paths, files, kind, name):
 
 
 def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
-    """The planes of an image file: uint8, (1, H, W) for grey images and (3, H, W) for colour.
+    """Return the planes of an image file: uint8, (1, H, W) for grey images and (3, H, W) for colour.
 
     Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and grey of 16 or 32 bits, see
-    `pictures.to_uint8`. Colours that differ by one level at most are a grey image that some software has
-    converted and rounded (three of IRSTD-1k's are such). Raises what `pictures.opened` does."""
+    `pictures.to_uint8`. If colours differ by one level at most, it is a grey image that some software has
+    converted and rounded (as three of IRSTD-1k's). Raises what `pictures.opened` does."""
     with pictures.opened(path) as image:
         image = pictures.to_uint8(image, levels)
         image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
@@ -368,8 +366,8 @@ def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
 
 
 def read_mask(path: Path) -> np.ndarray:
-    """The plane of a mask file, uint8 (1, H, W): a pixel of 128 or more is a target. If black and one other
-    value are all that it has, the other is 255, whatever it was. Raises what `pictures.opened` does."""
+    """Return the plane of a mask file, uint8 (1, H, W): a pixel of 128 or more is a target. If black and one
+    other value are all that it has, the other becomes 255. Raises what `pictures.opened` does."""
     with pictures.opened(path) as image:
         is_lossy, is_palette = image.format in ("JPEG", "MPO"), image.mode == "P"
         if image.mode.startswith(("I", "F")):
@@ -381,7 +379,7 @@ def read_mask(path: Path) -> np.ndarray:
             if len(colours) > 2 and np.ptp(colours, axis=1).max() > 0:
                 raise TpukitError(f"it has {len(colours)} colours: targets must be white, all else black")
     found = np.unique(values)
-    if len(found) == 2 and found[0] == 0 and not is_lossy:  # the noise of a JPEG is no label
+    if len(found) == 2 and found[0] == 0 and not is_lossy:  # the noise of a JPEG is not a label
         values = np.where(values == found[1], 255, 0)
     elif found[-1] > 255:
         values = values / 257

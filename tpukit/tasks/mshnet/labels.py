@@ -23,52 +23,38 @@ def require_targets(data: InfraredSet) -> None:
     """Raise TpukitError for a training set in which no mask labels a target on black."""
     share = data.targets[:, 1]
     if not ((share > 0) & (share <= WHITE)).any():
-        problems = "; ".join(_count(data, text, indices) for text, indices in find_problems(data).items())
+        problems = "; ".join(notices(data))
         raise TpukitError(f"no training image has a target, so there is nothing to learn: {problems}")
 
 
 def notices(data: InfraredSet) -> list[str]:
-    """Return what may be wrong with masks and images, a sentence each."""
-    found = [_count(data, text, indices) for text, indices in find_problems(data).items()]
-    if plain := np.flatnonzero(data.levels_used <= 2).tolist():
-        found.append(
-            f"{len(plain)} of {len(data)} {_kind(data)} images have at most two levels of grey"
-            f" ({some([data.names[index] for index in plain])}): are they masks, or was their range lost?"
-        )
-    return found + _contradictions(data)
-
-
-def _contradictions(data):
-    """Return a sentence if equal images have different masks; else none."""
-    first, found = {}, []
-    for index, digest in enumerate(data.digests):
-        other = first.setdefault(digest, index)
-        if not np.array_equal(data.masks[other], data.masks[index]):
-            found.append(data.names[index])
-    equal = f"{len(found)} of {len(data)} {_kind(data)} images equal another one, and their masks differ"
-    return [f"{equal} ({some(found)})"] if found else []
+    """Return what may be wrong with images and masks, a sentence each."""
+    return [_count(data, text, indices) for text, indices in find_problems(data).items()]
 
 
 def find_problems(data: InfraredSet) -> dict[str, list[int]]:
-    """Return what may be wrong with masks: the rest of a sentence -> their indices."""
+    """Return what may be wrong with images and masks: the rest of a sentence -> their indices."""
     brightest, share, smallest, largest, dark = data.targets.T
+    is_dim = (brightest > 0) & (brightest < 128)
+    has_dark = (brightest >= 128) & (dark > 0)
     is_white = share > WHITE
     has_target = (share > 0) & ~is_white
+    is_tiny = has_target & (np.rint(smallest * data.base_size**2) < TINY)
+    is_large = has_target & (largest > SMALL)
+    is_plain = data.levels_used <= 2
+    images_and_masks = list(zip(data.digests, data.mask_digests))
+    first = dict(reversed(images_and_masks))  # an image -> the mask of the first one that equals it
+    contradicts = np.array([first[image] != mask for image, mask in images_and_masks])
     rules = {
-        "hold no value of 128 or more and so label no target: multiply them, so that targets are 255": (
-            (brightest > 0) & (brightest < 128)
-        ),
-        "are white for the most part: targets must be white on black": is_white,
-        "are black: an image without a target teaches the network what is none": brightest == 0,
-        "have regions darker than 128, which are no targets: make them 255 if they are": (
-            (brightest >= 128) & (dark > 0)
-        ),
-        f"have a target of less than {TINY} pixels as the network sees it: a larger base_size keeps it": (
-            has_target & (np.rint(smallest * data.base_size**2) < TINY)
-        ),
-        f"have a target of more than {SMALL:.2%} of the image: MSHNet is made for smaller ones": (
-            has_target & (largest > SMALL)
-        ),
+        "masks hold no value of 128 or more and so label no target: make their targets 255": is_dim,
+        "masks are white for the most part: targets must be white on black": is_white,
+        "masks are black: an image without a target teaches the network what is not one": brightest == 0,
+        "masks have regions darker than 128, which are not targets: make them 255 if they are": has_dark,
+        f"masks have a target of less than {TINY} pixels as the network sees it: a larger base_size keeps"
+        " it": is_tiny,
+        f"masks have a target of over {SMALL:.2%} of the image: MSHNet is made for smaller ones": is_large,
+        "images have at most two levels of grey: are they masks, or was their range lost?": is_plain,
+        "images equal another one, and their masks differ": contradicts,
     }
     return {text: np.flatnonzero(found).tolist() for text, found in rules.items() if found.any()}
 
@@ -77,13 +63,8 @@ def find_leaks(train: InfraredSet, test: InfraredSet) -> list[str]:
     """Return a sentence if test images are training images, by their pixels; else none."""
     learned = set(train.digests)
     found = [index for index, digest in enumerate(test.digests) if digest in learned]
-    if not found:
-        return []
-    names = some([test.names[index] for index in found])
-    return [
-        f"{len(found)} of {len(test)} test images are training images, too ({names}): the scores say nothing"
-        " of new images"
-    ]
+    text = "images are training images, too, so the scores say nothing about new ones"
+    return [_count(test, text, found)] if found else []
 
 
 def check(data: InfraredSet) -> tuple[list[str], list[int]]:
@@ -105,9 +86,5 @@ def check(data: InfraredSet) -> tuple[list[str], list[int]]:
 
 
 def _count(data, text, indices):
-    names = some([data.names[index] for index in indices])
-    return f"{len(indices)} of {len(data)} {_kind(data)} masks {text} ({names})"
-
-
-def _kind(data):
-    return "training" if data.split == "train" else data.split
+    kind = "training" if data.split == "train" else data.split
+    return f"{len(indices)} of {len(data)} {kind} {text} ({some([data.names[index] for index in indices])})"

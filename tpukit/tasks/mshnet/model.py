@@ -124,18 +124,15 @@ class Block(nn.Module):
 
 
 class ChannelAttention(nn.Module):
-    def __init__(self, channels: int, reduction: int = 16) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        hidden = max(channels // reduction, 1)
+        hidden = max(channels // 16, 1)
         self.fc1 = nn.Conv2d(channels, hidden, 1, bias=False)
         self.fc2 = nn.Conv2d(hidden, channels, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
         pixels, axis = as_in_memory(x)
-        if x.device.type == "cuda":  # where pooling would read a whole channel by one thread
-            largest = pixels.max(axis).values
-        else:
-            largest = F.adaptive_max_pool2d(x, 1).flatten(1)
+        largest = pixels.max(axis).values  # by pooling, one thread of a GPU would read a whole channel
         return self.from_pooled(pixels.mean(axis)[..., None, None], largest[..., None, None])
 
     def from_pooled(self, mean: Tensor, largest: Tensor) -> Tensor:  # (B, C, 1, 1) each

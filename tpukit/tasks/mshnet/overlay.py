@@ -65,10 +65,9 @@ def _stroke(picture):
 
 def _dot_edge(picture, window):
     """Draw dots around a window, on its outermost pixels."""
-    stroke = _stroke(picture)
-    (top, bottom), (left, right) = ((part.start, part.stop) for part in window)
-    rows, columns = np.ogrid[top:bottom, left:right]
-    is_edge = np.minimum(rows - top, bottom - 1 - rows) < stroke
-    is_edge = is_edge | (np.minimum(columns - left, right - 1 - columns) < stroke)
-    is_dot = ((rows - top) // stroke + (columns - left) // stroke) % 3 == 0
-    picture[window][is_edge & is_dot] = FRAME
+    stroke, inside = _stroke(picture), picture[window]
+    side = len(inside)
+    rows, columns = np.ogrid[:side, :side]
+    is_edge = np.minimum(np.minimum(rows, side - 1 - rows), np.minimum(columns, side - 1 - columns)) < stroke
+    is_dot = (rows // stroke + columns // stroke) % 3 == 0
+    inside[is_edge & is_dot] = FRAME

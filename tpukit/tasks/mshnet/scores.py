@@ -18,8 +18,8 @@ Region = tuple[int, tuple[float, float]]  # area in pixels, (row, column) of the
 
 
 def count(logits: np.ndarray, label: np.ndarray, threshold: float = 0.5) -> dict[str, Any]:
-    """The counts of one image, which `summary` adds up. logits: (H, W), unbounded. label: (H, W) bool. A
-    pixel is predicted above the threshold of its probability, in (0, 1)."""
+    """Return the counts of one image, which `summary` adds up. logits: (H, W), unbounded. label: (H, W) bool.
+    A pixel is predicted above the threshold of its probability, in (0, 1)."""
     prediction = logits > special.logit(threshold)
     targets = regions(label)
     true, false = _positives(logits, label)
@@ -52,8 +52,9 @@ def _positives(logits, label):
 
 
 def summary(counts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The scores of the counts of all images: iou, niou, pixel_recall, pd in [0, 1]; fa in false pixels per
-    pixel; images, targets; roc, a dict of lists over `THRESHOLDS`: tpr (= recall), fpr, precision."""
+    """Return the scores of the counts of all images: iou, niou, pixel_recall, pd in [0, 1]; fa in false
+    pixels per pixel; images, targets; roc, a dict of lists over `THRESHOLDS`: tpr (= recall), fpr,
+    precision."""
     total: dict[str, Any] = {name: sum(image[name] for image in counts) for name in counts[0]}
     true, false, labelled = total["true_positives"], total["false_positives"], total["labelled"]
     rates = dict(  # the 0.001 is published
@@ -115,9 +116,8 @@ def boxes(logits: np.ndarray, threshold: float = 0.5) -> tuple[np.ndarray, list[
 
 
 def match(targets: list[Region], predictions: list[Region]) -> tuple[list[Region], list[Region]]:
-    """Each target takes the first unused prediction whose centroid is closer than 3 pixels.
-
-    Returns (matched predictions, unmatched predictions)."""
+    """Return (matched predictions, unmatched predictions): each target takes the first unused prediction
+    whose centroid is closer than 3 pixels."""
     unmatched, matched = list(predictions), []
     for _, centre in targets:
         near = (region for region in unmatched if math.dist(region[1], centre) < MATCH_DISTANCE)

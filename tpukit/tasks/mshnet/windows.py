@@ -1,8 +1,8 @@
 """An image of any size as overlapping windows of the size that the network was trained on, and their
 predictions as one.
 
-Its long side is scaled to that size, as in an evaluation, but it is never shrunk more than the images of the
-training were, so that no target is lost: what is larger is cut. Shapes: C channels, H and W the size of the
+Its long side is scaled to that size, as in an evaluation, but it is never shrunk more than the training
+images were, so that no target is lost: a larger one is cut. Shapes: C channels, H and W the size of the
 image, S the side of a window."""
 
 import itertools
@@ -36,7 +36,7 @@ def split(image: np.ndarray, size: int) -> tuple[list[np.ndarray], Callable[[lis
     mirrored.
 
     join: a function from the list of their predictions, (1, S, S) each, to that of the image, (1, 1, H, W).
-    Every pixel is taken from the window whose edge is the farthest."""
+    Every pixel comes from the window whose edge is farthest away."""
     height, width = image.shape[1:]
     padded = np.pad(image, ((0, 0), (0, max(size - height, 0)), (0, max(size - width, 0))), "symmetric")
     places = list(itertools.product(*(_places(length, size) for length in padded.shape[1:])))
@@ -52,8 +52,8 @@ def split(image: np.ndarray, size: int) -> tuple[list[np.ndarray], Callable[[lis
 
 
 def _places(length, size):
-    """Windows along an axis, each of which takes over from the one before: a list of (start, the first pixel
-    that is taken from it)."""
+    """Return the windows along an axis: a list of (start, the first pixel that comes from this window and no
+    longer from the one before)."""
     stride = size - 2 * (size // MARGIN)
     starts = np.linspace(0, length - size, -(-(length - size) // stride) + 1).astype(int).tolist()
     middles = [(before + after + size) // 2 for before, after in zip(starts, starts[1:])]

@@ -1,9 +1,9 @@
-"""Attention as TPU kernels in Pallas: what `attention.py` hands to the compiler. A script, run where jax is
-installed.
+"""Attention as TPU kernels in Pallas, for `attention.py` to hand to the compiler. A script, for a Python with
+jax.
 
     python kernels.py '{"shape": [16, 4096, 1536], "heads": 16, "biased": false}'
 
-Prints a line of JSON: what a `tpu_custom_call` of each kernel carries. Imports nothing of tpukit: jax stays
+Prints a line of JSON, the payload of each kernel's `tpu_custom_call`. Imports nothing of tpukit: jax stays
 out of the process in which torch_xla holds the TPU.
 
 Shapes: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of a
@@ -55,7 +55,7 @@ def forward(qkv, bias=None, *, heads, interpret=False):
 
 
 def backward(qkv, gradient, bias=None, *, heads, interpret=False):
-    """gradient: (B, T, C). -> [the gradient of qkv], and that of the bias (float32) where there is one."""
+    """gradient: (B, T, C). -> [the gradient of qkv], and that of the bias (float32) if there is one."""
     shape = Shape(qkv, heads)
     steps = shape.tokens // shape.queries
     operands, specs = shape.inputs(qkv, bias, gradient)
@@ -104,8 +104,8 @@ class Shape:
         self.table = pallas.BlockSpec((1, self.tokens, self.heads * self.tokens), lambda h, b, i: (h, 0, 0))
 
     def inputs(self, qkv, bias, *more):
-        """(operands, their blocks): queries, keys, values, more blocks of rows, and the bias where there is
-        one."""
+        """Return (operands, their blocks): queries, keys, values, more blocks of rows, and the bias if there
+        is one."""
         groups, columns = self.groups, (1, self.tokens, LANES)
         keys = pallas.BlockSpec(columns, lambda h, b, i: (b, 0, groups + h))
         values = pallas.BlockSpec(columns, lambda h, b, i: (b, 0, 2 * groups + h))
@@ -117,7 +117,7 @@ class Shape:
 
     def head_of_lane(self, rows):
         """(rows, 128) int32: which head of the group a lane belongs to."""
-        # Not `//`, which jax 0.10 lowers only where there is a TPU.
+        # Not `//`, which jax 0.10 lowers only if there is a TPU.
         return jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1), self.dim)
 
     def spread(self, x):
@@ -202,33 +202,26 @@ def _dot(a, b, axis_of_a, axis_of_b):
     )
 
 
-def arguments(kind, shape, heads, biased):
-    """The types of what a kernel is given, "forward" or "backward". shape: (B, T, 3 C)."""
-    batch, tokens, width = shape
-    found = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
-    if kind == "backward":
-        found.append(jax.ShapeDtypeStruct((batch, tokens, width // 3), jnp.bfloat16))
-    if biased:
-        groups = width // 3 // LANES
-        found.append(jax.ShapeDtypeStruct((groups, tokens, heads // groups * tokens), jnp.float32))
-    return found
-
-
 def payloads(shape, heads, biased):
-    """The JSON that the `tpu_custom_call` of each kernel carries, by its name."""
+    """Return the JSON that the `tpu_custom_call` of each kernel carries, by its name. shape: (B, T, 3 C)."""
     from jax._src import tpu_custom_call
 
+    batch, tokens, width = shape
+    groups = width // 3 // LANES
+    qkv = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    gradient = jax.ShapeDtypeStruct((batch, tokens, width // 3), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((groups, tokens, heads // groups * tokens), jnp.float32)
+    bias = [table] if biased else []
     tpu_custom_call.get_ir_version = lambda context: MOSAIC_VERSION
     # Without the lines of this file, so that the same kernel is the same graph wherever tpukit is installed.
     jax.config.update("jax_traceback_in_locations_limit", 0)
     found = {}
-    for kernel in (forward, backward):
-        kind = kernel.__name__
-        traced = jax.jit(functools.partial(kernel, heads=heads)).trace(*arguments(kind, shape, heads, biased))
+    for kernel, arguments in ((forward, [qkv, *bias]), (backward, [qkv, gradient, *bias])):
+        traced = jax.jit(functools.partial(kernel, heads=heads)).trace(*arguments)
         functions = traced.lower(lowering_platforms=("tpu",)).compiler_ir().body.operations
         operations = [operation for function in functions for operation in function.body.blocks[0].operations]
         [call] = [operation for operation in operations if operation.name == "stablehlo.custom_call"]
-        found[kind] = call.attributes["backend_config"].value
+        found[kernel.__name__] = call.attributes["backend_config"].value
     return found
 
 

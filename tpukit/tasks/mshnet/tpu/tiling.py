@@ -1,10 +1,10 @@
 """Spatial tiling with halo exchange: MSHNet's layers in shapes that a TPU computes fast, with the same
 numbers.
 
-A TPU works on 128 numbers side by side, its lanes. Where channels are few, its compiler puts the batch there,
+A TPU works on 128 numbers side by side, its lanes. If channels are few, its compiler puts the batch there,
 and a batch of 32 leaves three quarters of every load, store and product empty. So images are split into T
-tiles of whole rows that lie side by side in the batch: tile t of image b is sample t * B + b. Where cores
-share the batch (SPMD) each orders its own images so, and no tile leaves its core. Only layers that read
+tiles of whole rows that lie side by side in the batch: tile t of image b is sample t * B + b. If cores share
+the batch (SPMD), each orders its own images so, and no tile leaves its core. Only layers that read
 neighbouring rows or whole images differ.
 
 Shapes: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a
@@ -52,7 +52,7 @@ def by_image(x: Tensor, tiles: int) -> Tensor:
 
 
 def for_tiles(x: Tensor, tiles: int) -> Tensor:
-    """(B, ...) -> (T*B, ...): what is known of each image, for each of its tiles."""
+    """(B, ...) -> (T*B, ...): repeat the values of each image for each of its tiles."""
     return _by_core(x).repeat(1, tiles, *[1] * (x.dim() - 1)).flatten(0, 1)
 
 
@@ -95,7 +95,7 @@ def autocast_dtype(x: Tensor, layer: nn.Conv2d) -> torch.dtype:
 
 
 def apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    """function.apply(*arguments), of which torch does not say that it gives a tensor."""
+    """Return function.apply(*arguments), which torch does not declare to be a tensor."""
     return cast(Tensor, function.apply(*arguments))
 
 
@@ -146,7 +146,7 @@ def _gradient_of_kernel(x, weight, gradient, tiles):
 
 
 def _padded(x, weight, tiles):
-    """(x with its halo, what is left of the padding by rows and columns)."""
+    """Return (x with its halo, the rest of the padding by rows and columns)."""
     halo, columns = (size // 2 for size in weight.shape[2:])
     return (exchange_halo(x, tiles, halo), [0, columns]) if halo and tiles > 1 else (x, [halo, columns])
 
@@ -167,7 +167,7 @@ def conv2d_rows_as_channels(layer: nn.Conv2d, x: Tensor, tiles: int) -> Tensor:
     """A convolution to one channel that treats each pixel of a row as a channel: (T*B, C, h, W) -> (T*B, 1,
     h, W).
 
-    A few channels would leave the matrix unit empty; whole rows fill it, and where the batch is in the lanes
+    A few channels would leave the matrix unit empty; whole rows fill it, and if the batch is in the lanes,
     no value moves. Along a row the kernel becomes a banded matrix: input column i reaches output column o by
     tap i - o + K // 2."""
     batch, channels, height, width = x.shape
