@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -131,7 +130,6 @@ def _export_onnx(task, model, path, metadata):
         output_names=["output"],
         optimize=False,
         dynamic_shapes=(dict.fromkeys(inputs, {0: "batch"}),),  # the axis's name
-        custom_translation_table={torch.ops.aten.adaptive_max_pool2d.default: _largest_of_each_channel},
     )
     assert exported is not None  # as always with dynamo
     exported.model.metadata_props.update({name: str(value) for name, value in metadata.items()})
@@ -167,14 +165,3 @@ def _trace(task, model, inputs):
             return torch.export.export(Module().eval(), (few,), dynamic_shapes=shapes)
     except Exception as error:  # torch raises many types for what it cannot trace
         raise TpukitError(f"torch.export cannot trace {task.name} ({first_line(error)})") from error
-
-
-def _largest_of_each_channel(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """`adaptive_max_pool2d`, which torch does not translate: (the maxima, their places, never used)."""
-    import onnxscript
-
-    if list(size) != [1, 1]:
-        raise TpukitError(f"adaptive_max_pool2d to {list(size)} cannot be exported to ONNX: only to [1, 1]")
-    operations: Any = onnxscript.opset18
-    largest = operations.GlobalMaxPool(x)
-    return largest, largest
