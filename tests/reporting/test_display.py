@@ -55,7 +55,7 @@ def test_a_chinese_notebook_has_chinese_tables_and_sentences_and_a_name_that_is_
     display.show(MNIST(lr=0.125))
     assert shown[-1].title == "mnist 的设置" and shown[-1].summary.endswith("个取默认值的设置")
     display.show_report(Run.open(tmp_path / "new", MNIST()))
-    assert shown[-1] == ["这次训练还没有开始。"]
+    assert str(shown[-1]) == "- 这次训练还没有开始。"
 
 
 def test_a_run_shows_its_roc_and_one_without_a_record_says_so(tmp_path, shown):

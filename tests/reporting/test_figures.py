@@ -13,8 +13,9 @@ from PIL import Image
 
 from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement, strange_run
 from tpukit import MNIST, cli
+from tpukit.host import environment, language
 from tpukit.host.tables import Sentences, printable
-from tpukit.reporting import display, evaluation_figures, figures, findings, language, presenting
+from tpukit.reporting import display, evaluation_figures, figures, findings, presenting
 from tpukit.reporting.figures import RIGHT, WRONG
 
 
@@ -252,18 +253,19 @@ def test_a_long_title_of_a_chart_has_several_lines_and_none_is_cut():
     assert len(drawn) == 3 and max(extent.x1 for extent in drawn) <= figure.bbox.x1
 
 
-def test_the_words_of_a_chinese_chart_are_chinese_where_a_font_has_the_signs_and_else_english(monkeypatch):
+def test_words_of_a_chinese_page_are_chinese_and_those_of_a_chart_if_a_font_has_the_signs(monkeypatch):
     monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
     for fonts, loss, best in (([], "loss", "IoU (best 0.5)"), (["Some"], "损失", "IoU（最好 0.5）")):
-        monkeypatch.setattr(language, "fonts", lambda: fonts)
+        monkeypatch.setattr(presenting, "chinese_fonts", lambda: fonts)
         figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)
         assert {loss, best} <= axes_titles(figure)
+    assert ("主机", "local") in environment.detect({}, "/no").table().rows
     monkeypatch.delenv("TPUKIT_LANGUAGE")
-    assert language.translate("loss", drawn=True) == "loss"
+    assert language.translate("loss") == "loss"
 
 
 def test_a_chinese_chart_lacks_no_sign_where_a_font_has_them(monkeypatch, recwarn):
-    if not language.fonts():
+    if not presenting.chinese_fonts():
         pytest.skip("no font with Chinese signs here; on Debian and Ubuntu: apt install fonts-wqy-microhei")
     monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
     figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)

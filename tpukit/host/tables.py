@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+from tpukit.host.language import translate
+
 GIB = 2**30
 PAGE_COLUMNS = 100  # of a printed line in a notebook: pages from 1,000 pixels show them without a break
 # Control characters, marks of text direction, and surrogates; newlines and tabs are allowed.
@@ -44,7 +46,8 @@ def say(text: object) -> None:
 
 
 class Table:
-    """title, column names, rows of values. Printed, it is drawn for a terminal, a notebook shows it as HTML.
+    """title, column names, rows of values, in the language of the page. Printed, it is drawn for a terminal,
+    a notebook shows it as HTML.
 
     folded: further rows, which a notebook shows after a click on `summary`, and a terminal below the others.
     """
@@ -58,8 +61,8 @@ class Table:
         folded: Iterable[Iterable] = (),
         summary: str = "",
     ):
-        self.title, self.summary = printable(title), printable(summary)
-        self.columns = tuple(map(printable, columns))
+        self.title, self.summary = _shown(title), _shown(summary)
+        self.columns = tuple(map(_shown, columns))
         self.rows, self.folded = _texts(rows), _texts(folded)
 
     def __repr__(self):
@@ -91,8 +94,12 @@ class Table:
         return f"<table><tr>{head}</tr>{body}</table>"
 
 
+def _shown(value):
+    return "" if value is None else translate(printable(value))
+
+
 def _texts(rows):
-    return [tuple("" if value is None else printable(value) for value in row) for row in rows]
+    return [tuple(map(_shown, row)) for row in rows]
 
 
 def _cell(tag, text):
@@ -112,7 +119,7 @@ class Sentences(list):
         return f"<ul {NO_FORMULAS}>{''.join(f'<li>{line}</li>' for line in items)}</ul>"
 
     def _lines(self):
-        return [" ".join(printable(sentence).splitlines()) for sentence in self]
+        return [translate(" ".join(printable(sentence).splitlines())) for sentence in self]
 
 
 class Notice(Sentences):

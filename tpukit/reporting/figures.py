@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host.tables import printable
-from tpukit.reporting import findings, language
+from tpukit.reporting import findings
+from tpukit.reporting.presenting import translate_drawn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -204,7 +205,7 @@ def write_in_empty(axis, text):
 
 def label(text: str, limit: int = MAX_LABEL) -> str:
     """Fit a text for a figure: on one line, within the limit, and without formulas for matplotlib."""
-    words = language.translate(" ".join(printable(text).split()), drawn=True)
+    words = translate_drawn(" ".join(printable(text).split()))
     if len(words) > limit:
         words = f"{words[: limit - 1]}…"
     return words.replace("$", r"\$")

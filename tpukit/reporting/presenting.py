@@ -1,21 +1,27 @@
 """Present tables, sentences and figures in a notebook or a shell."""
 
+import functools
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpukit.host import language
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import notebook_kernel, printable
-from tpukit.reporting import language
 
 if TYPE_CHECKING:
     from IPython.display import Image
     from matplotlib.figure import Figure
 
+# How the files of fonts with Chinese signs begin, on Linux, macOS and Windows; matplotlib brings none.
+CHINESE_FONTS = (
+    *("NotoSansCJK", "NotoSansSC", "SourceHanSans", "wqy-microhei", "wqy-zenhei", "DroidSansFallback"),
+    *("PingFang", "Hiragino Sans GB", "msyh", "simhei"),
+)
+
 
 def present(thing: Any) -> None:
     """Display a table, sentences or an image in a notebook, print it in a shell."""
-    thing = language.translated(thing)
     if notebook_kernel() is not None:
         from IPython.display import display
 
@@ -52,9 +58,26 @@ def as_png(figure: "Figure") -> bytes:
 
     png = io.BytesIO()
     for text in figure.findobj(Text) if language.is_chinese() else ():
-        text.set_fontfamily([*text.get_fontfamily(), *language.fonts()])
+        text.set_fontfamily([*text.get_fontfamily(), *chinese_fonts()])
     figure.savefig(png, dpi=110, format="png", transparent=True)
     return png.getvalue()
+
+
+@functools.cache
+def chinese_fonts() -> list[str]:
+    """Return the family of an installed font with Chinese signs, which matplotlib then knows; or nothing."""
+    from matplotlib import font_manager
+
+    for path in sorted(font_manager.findSystemFonts()):
+        if Path(path).name.startswith(CHINESE_FONTS):
+            font_manager.fontManager.addfont(path)
+            return [font_manager.FontProperties(fname=path).get_name()]
+    return []
+
+
+def translate_drawn(text: str) -> str:
+    """Return a text of a figure in the language of the page, if there is a font for it."""
+    return language.translate(text) if language.is_chinese() and chinese_fonts() else text
 
 
 def as_image(figure: "Figure") -> "Image":
