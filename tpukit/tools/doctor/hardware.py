@@ -66,7 +66,7 @@ def opens(env: Environment) -> Found:
 
 
 def step(env: Environment) -> Found:
-    """A step that is replayed (TPU) or captured (GPU) gives the losses, weights and state of an eager one."""
+    """Replayed (TPU) or captured (GPU) steps give the losses, weights and state of steps that are neither."""
     holds, errors = True, []
     for precision in ("fp32", "auto"):
         runtime = open_runtime(env, precision)
@@ -77,7 +77,7 @@ def step(env: Environment) -> Found:
 
 
 def training(env: Environment) -> Found:
-    """A short training on one core compiles its step once, runs no operation elsewhere, and learns."""
+    """A short training run on one core compiles its step once, runs nothing elsewhere, and learns."""
     _, holds, text = train_digits(env, 1)
     return holds, text
 
@@ -90,7 +90,7 @@ def all_reduce(env: Environment) -> Found:
 
 
 def all_cores(env: Environment) -> Found:
-    """A training on all cores, a process each, has the losses of one on one core."""
+    """A training run on all cores, a process each, has the losses of one on one core."""
     # The several first: afterwards this process has opened the device.
     several, has_learned, text = train_digits(env, max(2, env.cores), precision="fp32")
     one, _, _ = train_digits(env, 1, precision="fp32")
