@@ -66,7 +66,7 @@ def read_split(folder: Path | str, split: str) -> Digits:
 
 def _find(folder, name):
     """Return an IDX file, wherever torchvision or a person has put it below a folder."""
-    for path in sorted(folder.rglob(f"{name}*")):
+    for path in sorted([*folder.rglob(name), *folder.rglob(f"{name}.gz")]):
         if path.is_file():
             return path
     raise TpukitError(
