@@ -273,7 +273,7 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
     assert "Traceback" not in output.err
     # doctor and migrate end with 1 where they found something.
     allowed = {0, 1} if words[0] in ("doctor", "migrate") else {0}
-    refusal = "tpukit: no TPU and no GPU is here" if "--hardware" in words else "no refusal"
+    refusal = "tpukit: found neither a TPU nor a GPU to check" if "--hardware" in words else "no refusal"
     assert "tpukit: " not in output.err.replace(refusal, "")
     assert code in allowed, f"{words}: {output.err[-2000:]}"
 

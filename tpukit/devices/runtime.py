@@ -27,7 +27,6 @@ from tpukit.devices.optimizers import (
     parameters_of,
     parameters_with_gradient,
 )
-from tpukit.host import files
 from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
@@ -203,6 +202,8 @@ class Runtime:
         in the cache folder, so that a later session starts in seconds."""
         if choice != "yes":
             return function
+        from tpukit.host import files  # here: a plain function's launch does not need it
+
         with contextlib.suppress(OSError):  # without the folder Inductor has one of its own
             files.make_private(files.cache_folder())
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(files.cache_folder() / "inductor"))

@@ -88,4 +88,4 @@ def test_a_gpu_has_all_logits_at_a_time_only_if_half_of_its_memory_stays_free(
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: used_gib * 2**30)
     logits = 16 * 1024 * 50304  # of GPT-2
-    assert loss._most_logits() >= logits if is_one_part else loss._most_logits() == loss.MAX_LOGITS
+    assert loss._most_logits(True) >= logits if is_one_part else loss._most_logits(True) == loss.MAX_LOGITS

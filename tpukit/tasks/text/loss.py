@@ -37,7 +37,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows, positions, is_xla = hidden.to(dtype), labels, is_on_xla(hidden)
         if not is_xla:  # whose cores may share the rows; elsewhere all positions are one row
             rows, positions = rows.flatten(0, 1)[None], positions.flatten()[None]
-        most = _most_logits() if hidden.is_cuda else MAX_LOGITS
+        most = _most_logits(hidden.is_cuda)
         count = max(1, most // (len(rows) // cores_sharing(rows) * len(weight)))
         for h, label in zip(rows.split(count, 1), positions.split(count, 1)):  # (B, t, W), (B, t)
             if each:  # XLA may else hold the logits of all parts at a time
@@ -74,14 +74,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @torch.compiler.assume_constant_result
-def _most_logits() -> int:
-    """Return how many logits there may be at a time on this GPU. With fewer parts, fewer products are added
-    up for the gradient of the head."""
-    total = torch.cuda.get_device_properties().total_memory
-    share = total // MEMORY_SHARE
-    if torch.cuda.memory_allocated() + share > total // 2:
-        return MAX_LOGITS
-    return max(MAX_LOGITS, share // LOGIT_BYTES)
+def _most_logits(is_cuda: bool) -> int:
+    """Return how many logits there may be at a time. A GPU with free memory takes more: with fewer parts,
+    fewer products are added up for the gradient of the head."""
+    if is_cuda:
+        total = torch.cuda.get_device_properties().total_memory
+        share = total // MEMORY_SHARE
+        if torch.cuda.memory_allocated() + share <= total // 2:
+            return max(MAX_LOGITS, share // LOGIT_BYTES)
+    return MAX_LOGITS
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
