@@ -8,7 +8,7 @@ import re
 from tpukit.tools.migrate.findings import TABLES
 from tpukit.tools.migrate.source import Function, Located, Source, last_name, method_of
 
-NAMES_CUDA = re.compile(r"""["']cuda["':]|\.is_cuda\b""")
+NAMES_CUDA = re.compile(r"""["']cuda["':]|\bis_cuda\b""")
 MENTIONS_XLA = re.compile(r"torch_xla\.device|xla_device|[\"']xla|(?<![a-z])tpu(?![a-z])", re.IGNORECASE)
 # How conditions look that hold only in some steps: `step % 100 == 0`, `step < 3`, `args.log_every`.
 SCHEDULE = re.compile(
