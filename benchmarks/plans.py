@@ -1,5 +1,5 @@
 """`make plan`: what the TPU compiler says of the steps of MNIST, MSHNet and CDEIT at a small and a full size,
-kept in plan.json next to this.
+and of language models, kept in plan.json next to this.
 
 The committed plan.json is a gate: a test compiles some of its small graphs and compares. Renew it when a step
 has changed on purpose. The seconds of compilation are of the machine that renewed it."""
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.literal import LiteralMSHNet
-from tpukit import CDEIT, MNIST, MSHNet
+from tpukit import CDEIT, MNIST, LanguageModel, MSHNet
 from tpukit.tools.plan import COMPILER, plan
 
 PATH = Path(__file__).with_name("plan.json")
@@ -37,10 +37,26 @@ BATCHES = {
     "cdeit": (CDEIT, "v5e-1", (4, 8, 32, 64, 128)),  # 128 does not fit
     "cdeit on 8 cores": (CDEIT, "v5e-8", (32, 64, 128, 256, 512)),
 }
+# The language models of docs/TEXT.md: the weights that train, and the batch of one core.
+LANGUAGE_MODELS = {
+    "gpt2": ("none", 8),
+    "HuggingFaceTB/SmolLM2-135M": ("lora", 8),
+    "google/gemma-3-270m": ("lora", 8),
+    "Qwen/Qwen3-0.6B": ("lora", 4),
+    "google/gemma-3-1b-pt": ("lora", 2),
+}
 CASES |= {
     f"{name}, batch {size}": (task(batch_size=size), chip)
     for name, (task, chip, sizes) in BATCHES.items()
     for size in sizes
+}
+CASES |= {
+    f"{name} on v5e-{cores}": (
+        LanguageModel(model_name=name, adapter=adapter, batch_size=cores * size),
+        f"v5e-{cores}",
+    )
+    for name, (adapter, size) in LANGUAGE_MODELS.items()
+    for cores in (1, 8)
 }
 log = functools.partial(print, file=sys.stderr)
 KEPT = ("batch_size", "fits", "peak_bytes", "flops", "hbm_bytes", "compile_s")
