@@ -130,7 +130,7 @@ REFUSED = {
     "large.npy": lambda path: np.save(path, np.full(208, 1e300)),
     "shape.npy": lambda path: np.save(path, VOLTS[:, 1:]),
     "columns.csv": lambda path: path.write_text("1,2,3\n" * 208),  # read by rows, all samples would be mixed
-    "empty.txt": lambda path: path.write_text(""),
+    "empty.npy": lambda path: np.save(path, VOLTS[:0]),
     "words.txt": lambda path: path.write_text("no numbers"),
     "binary.csv": lambda path: path.write_bytes(b"\xff\xfe\x00" * 99),
     "other.npz": lambda path: np.savez(path, xs=VOLTS),
