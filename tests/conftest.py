@@ -140,16 +140,10 @@ def trained(_trained, tmp_path):
 @pytest.fixture
 def infrared_run(tmp_path):
     """(task, run) of an MSHNet with random weights, trained on crops of 32 pixels."""
-    import torch
-
     from tests.tasks.mshnet.small import Narrow
-    from tpukit import Run
 
-    task, run = Narrow(base_size=32, crop_size=32), Run(tmp_path / "run")
-    run.path.mkdir()
-    torch.manual_seed(0)
-    run.save_best(task.model().state_dict())
-    return task, run
+    task = Narrow(base_size=32, crop_size=32)
+    return task, random_run(tmp_path / "run", task)
 
 
 @pytest.fixture
@@ -246,6 +240,22 @@ def refuses(*data):
     with pytest.raises(TpukitError) as error:
         yield
     assert all(str(value) in str(error.value) for value in data), error.value
+
+
+def random_run(folder, task, **metadata):
+    """A run whose best weights are random, those too that a model begins as 0 or 1."""
+    import torch
+
+    from tpukit import Run
+
+    run = Run(folder)
+    run.path.mkdir()
+    torch.manual_seed(0)
+    state = task.model().state_dict()
+    for values in filter(torch.is_floating_point, state.values()):
+        values += 0.02 * torch.randn_like(values)
+    run.save_best(state, task=task.name, **metadata)
+    return run
 
 
 # What tests ask of a finished run

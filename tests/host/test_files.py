@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 
 import pytest
 
@@ -125,3 +126,18 @@ def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processe
         files.remove_partials(tmp_path)
         assert not rest.exists()
     assert (tmp_path / "a").read_bytes() == b"whole" and list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_what_killed_processes_left_of_a_folder_is_gone_after_the_next_and_nothing_else(tmp_path):
+    target = tmp_path / "set.v1"
+    with files.atomic_folder(tmp_path / "set"), files.atomic_folder(target) as of_this_process:
+        left = of_this_process.name.replace(f".{os.getpid()}.", ".999999999.")
+        start, elsewhere = left[: -len("01234567.partial")], left.replace(socket.gethostname(), "elsewhere")
+        for name in (left, elsewhere, f"{start}xx.partial", ".set.v1.original", f"x{left}"):
+            (tmp_path / name).mkdir()
+        (tmp_path / f"{start}afileaaa.partial").write_text("a file")
+        (tmp_path / f"{start}alinkaaa.partial").symlink_to(tmp_path)
+        before = {*tmp_path.iterdir()}
+        with files.atomic_folder(target):
+            pass
+        assert before - {*tmp_path.iterdir()} == {tmp_path / left}

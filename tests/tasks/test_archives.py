@@ -3,17 +3,13 @@
 import gzip
 import io
 import os
-import platform
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 
 import pytest
 
-from tests.conftest import ROOT, refuses
-from tpukit.host import files
+from tests.conftest import refuses
 from tpukit.tasks import archives
 
 ENDINGS = pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
@@ -149,31 +145,6 @@ def test_a_file_that_is_larger_than_its_archive_says_is_an_error_and_not_read_on
     size = (1000).to_bytes(4, "little")
     patched(archive, dict(enumerate(size, 22)), dict(enumerate(size, 24)))
     refuse(archive, "a.txt")
-
-
-def test_what_a_killed_process_left_is_gone_after_the_next_and_nothing_else(tmp_path):
-    archive, target = make_archive(tmp_path / "set.zip", {"a.txt": "1"}), tmp_path / "here/set.v1"
-    program = (
-        "import os, sys\nfrom pathlib import Path\nfrom tpukit.tasks import archives\n"
-        "archives._extract = lambda *_: os.kill(os.getpid(), 9)\narchives.unpack(*map(Path, sys.argv[1:]))"
-    )
-    for _ in range(2):
-        ran = subprocess.run([sys.executable, "-c", program, archive, target], cwd=ROOT, timeout=60)
-        assert ran.returncode == -9
-    (left,) = target.parent.iterdir()  # the second removed what the first had left
-    start = left.name.removesuffix(f"{left.name.split('.')[-2]}.partial")
-    elsewhere = left.name.replace(platform.node(), "elsewhere")
-    for name in (elsewhere, f"{start}xx.partial", ".set.v1.original", f"x{left.name}"):
-        (target.parent / name).mkdir()
-    (target.parent / f"{start}afileaaa.partial").write_text("a file")
-    (target.parent / f"{start}alinkaaa.partial").symlink_to(tmp_path)
-    kept = {*target.parent.iterdir()} - {left}
-    # Two of a process that lives.
-    with files.atomic_folder(target.with_name("set")) as other, files.atomic_folder(target) as same:
-        archives.unpack(archive, target)
-        assert {*target.parent.iterdir()} == kept | {other, same, target}
-        shutil.rmtree(target)
-    assert archive.exists()
 
 
 @pytest.mark.parametrize("byte", [b"2.txt", b"xxx"], ids=["header", "content"])

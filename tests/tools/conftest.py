@@ -2,22 +2,14 @@
 
 import pytest
 
+from tests.conftest import random_run
 from tests.reporting.conftest import page as page
+from tests.tasks.cdeit.small import task_of
 
 
 @pytest.fixture
 def tank_run(tank, tmp_path):
     """(task, run) of a CDEIT with random weights."""
-    import torch
-
-    from tests.tasks.cdeit.small import task_of
-    from tpukit import Run
-
-    task, run = task_of(tank), Run(tmp_path / "run")
-    run.path.mkdir()
-    torch.manual_seed(0)
-    weights = task.model().state_dict()
-    for values in filter(torch.is_floating_point, weights.values()):
-        values += 0.02 * torch.randn_like(values)
-    run.save_best(weights, **task.metadata(task.datasets()[0]))
-    return task, run
+    task = task_of(tank)
+    train, _ = task.datasets()
+    return task, random_run(tmp_path / "run", task, **task.metadata(train))

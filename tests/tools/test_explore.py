@@ -2,16 +2,13 @@
 
 import numpy as np
 import pytest
+from scipy.special import logit
 
 from tests.conftest import refuses
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run
 from tpukit.tools import explore
 from tpukit.training import prediction
-
-
-def logits_of(probability):
-    return np.log(probability / (1 - np.asarray(probability)))
 
 
 @pytest.fixture
@@ -28,7 +25,7 @@ def drawn(monkeypatch):
     probability[1, 0, 10, 4:6] = 0.6
     image = torch.zeros((2, 1, 32, 32), dtype=torch.uint8)
     batch = dict(image=image, mask=torch.as_tensor(label), valid=torch.ones(2, dtype=torch.bool))
-    predicted = batch, torch.as_tensor(logits_of(probability), dtype=torch.float32)
+    predicted = batch, torch.as_tensor(logit(probability), dtype=torch.float32)
     monkeypatch.setattr(prediction, "predict_test_images", lambda *_: predicted)
     calls, draw = [], explore.threshold_figure
     monkeypatch.setattr(explore, "threshold_figure", lambda *given: calls.append(given) or draw(*given))

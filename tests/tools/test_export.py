@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import refuses
+from tests.conftest import random_run, refuses
 from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
-from tpukit import MNIST, ImageClassifier, Run, cli, export, predict
+from tpukit import MNIST, ImageClassifier, cli, export, predict
 from tpukit.runs import weights
 from tpukit.tools import export as export_module
 from tpukit.tools.export import Exported
@@ -53,13 +53,8 @@ def test_mnist_becomes_a_file_that_gives_the_probabilities_of_any_batch(trained,
 
 @pytest.mark.slow
 def test_mshnet_takes_any_batch_and_any_multiple_of_16_and_grey_levels_as_they_are(tmp_path):
-    task, run = Narrow(base_size=64, crop_size=64), Run(tmp_path / "run")
-    run.path.mkdir()
-    torch.manual_seed(0)
-    state = task.model().state_dict()
-    for values in filter(torch.is_floating_point, state.values()):  # statistics of batch norm, too
-        values += 0.02 * torch.rand_like(values) - 0.01 * (values.dim() > 1)
-    run.save_best(state, task=task.name)
+    task = Narrow(base_size=64, crop_size=64)
+    run = random_run(tmp_path / "run", task)
     exported = export(run, task=task)
     assert exported.is_equal()
     session = session_of(exported.path)
@@ -113,9 +108,7 @@ def test_a_missing_package_a_file_in_the_way_an_unknown_format_and_a_sampler_are
 def test_the_metadata_of_images_say_what_goes_in_and_the_classes_that_come_out(tmp_path):
     pytest.importorskip("timm")
     task = ImageClassifier(model_name="test_resnet", image_size=32, pretrained="no")
-    run = Run(tmp_path / "run")
-    run.path.mkdir()
-    run.save_best(task.model().state_dict(), task=task.name, classes=json.dumps(task.class_names))
+    run = random_run(tmp_path / "run", task, classes=json.dumps(task.class_names))
     image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     session = session_of(export(run, task=task).path)
     metadata = session.get_modelmeta().custom_metadata_map

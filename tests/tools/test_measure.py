@@ -20,12 +20,6 @@ def measured(**other):
     return Measurement(**fields | other)
 
 
-def opened(path, task):
-    run = Run.open(path, task)
-    run.echo = False
-    return run
-
-
 # Timing
 
 
@@ -40,7 +34,7 @@ class Slow(MNIST):
 
 def test_a_measurement_holds_the_time_of_a_step_and_what_was_measured(digits, cpu, tmp_path):
     task = Slow(dataset_dir=digits, batch_size=64, channels=4)
-    run = opened(tmp_path / "run", task)
+    run = Run.open(tmp_path / "run", task)
     one = Measurement(**measure.time_steps(task, run, runtime=cpu, steps=7))
     assert one.step_ms >= 50 and one.first_step_s >= 0.05
     assert (one.sample, one.samples, one.steps, one.memory_bytes) == ("image 1x28x28", 200, 10, None)
@@ -63,9 +57,9 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
     monkeypatch.setattr(step, "train_step", recorded)
     task = MNIST(dataset_dir=digits, batch_size=16, channels=4, epochs=1)
     now = "train"
-    train(task, opened(tmp_path / now, task), runtime=cpu, progress=False)
+    train(task, Run.open(tmp_path / now, task), runtime=cpu, progress=False)
     now = "measure"
-    measure.time_steps(task, opened(tmp_path / now, task), runtime=cpu, steps=10)
+    measure.time_steps(task, Run.open(tmp_path / now, task), runtime=cpu, steps=10)
     assert len(seen["train"]) == 12 and len(seen["measure"]) == 1 + WARM_UP + 10
     # The same batches on the same weights, in the order of an epoch; only the phase is the last.
     assert [s[::2] for s in seen["measure"][:12]] == [s[::2] for s in seen["train"]]
@@ -75,7 +69,7 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
 def test_one_graph_is_compiled_on_xla(digits, xla, tmp_path):
     # A batch of 7, because a graph that another test has compiled in this process is not compiled again.
     task = MNIST(dataset_dir=digits, batch_size=7, channels=4)
-    run = opened(tmp_path / "run", task)
+    run = Run.open(tmp_path / "run", task)
     measure.time_steps(task, run, runtime=xla, steps=5)
     assert len(run.records("compile")) == 1
 

@@ -227,14 +227,17 @@ def test_a_weights_file_alone_carries_what_its_model_needs_and_no_path(trained, 
             predict(source, image, task="mshnet", progress=False)
 
 
-def test_settings_and_statistics_that_are_damaged_are_named(tank, tmp_path):
+def test_weights_whose_settings_or_statistics_are_missing_or_damaged_are_named(tank, tmp_path):
     task = task_of(tank)
-    state = task.model().state_dict()
-    about = dict(task="cdeit", settings=json.dumps(model_settings(task)), epoch="0")
-    path = tmp_path / "damaged.safetensors"
-    for damage in (dict(voltages="[[1], [2]]"), dict(settings='{"patch": "x"}')):
-        path.write_bytes(weights.serialize(state, about | damage))
-        with refuses("damaged"):
+    state, path = task.model().state_dict(), tmp_path / "some.safetensors"
+    about = dict(task="cdeit", settings=json.dumps(model_settings(task)), **task.metadata(task.datasets()[0]))
+    for name, value, told in (
+        ("voltages", "[[1], [2]]", "damaged"),
+        ("voltages", "", "does not say how its voltages were normalised"),
+        ("settings", '{"patch": "x"}', "patch='x'"),
+    ):
+        path.write_bytes(weights.serialize(state, about | {name: value}))
+        with refuses(told):
             predict(path, np.ones((1, 208)), progress=False)
 
 
@@ -272,15 +275,6 @@ def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, mon
     with pytest.raises(ZeroDivisionError):
         predict(run, image, device="auto", progress=False)
     assert opened == [environment.detect().accelerator]
-
-
-@pytest.mark.parametrize("shape, count", [((512, 512), 1), ((600, 400), 2)])
-def test_an_image_is_scaled_as_in_an_evaluation_and_one_of_more_than_twice_the_size_cut_into_windows(
-    shape, count
-):
-    # Twice, because the weights do not say how large the images of their training were.
-    rows, join = MSHNet().split(dict(image=np.zeros((1, 3, *shape), np.uint8)))
-    assert len(rows) == count and join([np.zeros((1, 256, 256), np.float32)] * count).shape == (1, 1, *shape)
 
 
 def deepened(folder, place):

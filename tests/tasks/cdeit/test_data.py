@@ -1,5 +1,6 @@
 """Sets on disk, and the statistics of their voltages."""
 
+import os
 import shutil
 
 import numpy as np
@@ -101,27 +102,49 @@ def test_a_folder_without_a_training_set_is_refused_with_what_is_there(uef2017, 
 
 VOLTS = np.random.default_rng(0).normal(size=(2, 208)).astype(np.float32)
 SPREADSHEET = "\ufeff" + "\n".join(",".join(map(str, row)) for row in VOLTS)
+READ = {
+    "spreadsheet.csv": (lambda path: path.write_text(SPREADSHEET, "utf-8"), VOLTS),
+    "patterns.npy": (lambda path: np.save(path, VOLTS.reshape(2, 16, 13)), VOLTS),
+    "samples.npz": (lambda path: np.savez(path, ys=VOLTS), VOLTS),
+    "rows.txt": (lambda path: np.savetxt(path, VOLTS), VOLTS),
+    "column.txt": (lambda path: np.savetxt(path, VOLTS[0]), VOLTS[:1]),
+    "matrix.txt": (lambda path: np.savetxt(path, VOLTS[0].reshape(16, 13), delimiter="\t"), VOLTS[:1]),
+}
 
 
-@pytest.mark.parametrize(
-    "name, write",
-    [
-        ("b.csv", lambda path: path.write_text(SPREADSHEET, "utf-8")),
-        ("c.npy", lambda path: np.save(path, VOLTS.reshape(2, 16, 13))),
-        ("d.npz", lambda path: np.savez(path, ys=VOLTS)),
-        ("complex.npy", lambda path: np.save(path, VOLTS + 1j)),
-        ("nan.npy", lambda path: np.save(path, VOLTS * np.nan)),
-        ("shape.npy", lambda path: np.save(path, VOLTS[:, 1:])),
-        ("words.txt", lambda path: path.write_text("no numbers")),
-    ],
-)
-def test_voltages_are_read_from_every_kind_of_file_and_a_file_without_any_is_named(name, write, tmp_path):
+@pytest.mark.parametrize("name", READ)
+def test_voltages_are_read_from_every_kind_of_file(name, tmp_path):
+    write, volts = READ[name]
     write(tmp_path / name)
-    if name in ("b.csv", "c.npy", "d.npz"):
-        assert np.allclose(read_voltages(tmp_path / name), VOLTS, rtol=1e-6)
-        return
-    with refuses(name, "208 finite numbers"):
+    assert np.allclose(read_voltages(tmp_path / name), volts, rtol=1e-6)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+REFUSED = {
+    "complex.npy": lambda path: np.save(path, VOLTS + 1j),
+    "nan.npy": lambda path: np.save(path, VOLTS * np.nan),
+    "large.npy": lambda path: np.save(path, np.full(208, 1e300)),
+    "shape.npy": lambda path: np.save(path, VOLTS[:, 1:]),
+    "columns.csv": lambda path: path.write_text("1,2,3\n" * 208),  # read by rows, all samples would be mixed
+    "empty.npy": lambda path: np.save(path, VOLTS[:0]),
+    "words.txt": lambda path: path.write_text("no numbers"),
+    "binary.csv": lambda path: path.write_bytes(b"\xff\xfe\x00" * 99),
+    "other.npz": lambda path: np.savez(path, xs=VOLTS),
+    "evil.npy": lambda path: np.save(path, np.array([Evil()] * 208, object), allow_pickle=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_without_voltages_is_refused_by_its_name_and_no_code_of_it_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    REFUSED[name](tmp_path / name)
+    with refuses(name, "208 finite numbers"), np.errstate(over="ignore"):
         read_voltages(tmp_path / name)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_both_classical_images_of_ktc2023_are_in_the_unit_of_the_truth(tmp_path):

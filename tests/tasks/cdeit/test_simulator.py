@@ -102,7 +102,7 @@ def test_noise_and_the_mismatch_of_the_gains_have_the_size_that_the_page_tells(m
 
 
 def test_without_pyeit_the_simulator_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyeit.mesh", None)
+    monkeypatch.setitem(sys.modules, "pyeit.mesh", None)
     with pytest.raises(TpukitError, match="pyeit>=1.2.4"):
         simulator.Tank()
 

@@ -6,6 +6,7 @@ import torch
 
 from tests.conftest import best_weights, checkpoint, exact, same
 from tests.tasks.cdeit.small import task_of
+from tests.training.conftest import train_in
 from tpukit import CDEIT, Run, TpukitError, train
 from tpukit.devices.runtime import Runtime
 from tpukit.tasks.cdeit import simulator
@@ -16,9 +17,7 @@ from tpukit.training.evaluation import test as score_run  # under its own name p
 def trained(tank, tmp_path_factory):
     """(task, run) of one epoch."""
     task = task_of(tank, epochs=1)
-    run = Run.open(tmp_path_factory.mktemp("trained") / "run", task)
-    train(task, run, runtime=Runtime("cpu"), progress=False)
-    return task, run
+    return task, train_in(tmp_path_factory.mktemp("trained") / "run", task, Runtime("cpu"))
 
 
 @pytest.mark.slow
@@ -42,10 +41,10 @@ def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(ta
 @pytest.mark.slow
 def test_training_lowers_the_loss_keeps_an_average_of_the_weights_and_resumes_exactly(tank, tmp_path, cpu):
     task = task_of(tank, epochs=12, eval_every=4)  # 24 steps
-    straight, stopped = Run.open(tmp_path / "straight", task), Run.open(tmp_path / "stopped", task)
+    straight = Run.open(tmp_path / "straight", task)
     scores = train(task, straight, runtime=cpu, progress=False)
     for epochs in (6, 12):
-        train(task_of(tank, epochs=epochs, eval_every=4), stopped, runtime=cpu, progress=False)
+        stopped = train_in(tmp_path / "stopped", task_of(tank, epochs=epochs, eval_every=4), cpu)
     # The sixth epoch was the last of one, and was evaluated there.
     one, other = (
         [r for r in exact(run) if (r["kind"], r["step"]) != ("evaluation", 12)] for run in (straight, stopped)

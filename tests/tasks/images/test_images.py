@@ -3,9 +3,6 @@
 import csv
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,16 +11,16 @@ import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy, one_hot
 
-from tests.conftest import ROOT, best_weights, checkpoint, exact, refuses, same
-from tests.launching.conftest import CPU, losses
+from tests.conftest import best_weights, checkpoint, exact, refuses, same
+from tests.launching.conftest import losses
 from tests.tasks.images.small import make
+from tests.training.conftest import train_in
 from tpukit import ImageClassifier, Run, predict, show, train
 from tpukit import test as score_run
 from tpukit.devices.runtime import Runtime
 from tpukit.reporting import findings
 from tpukit.reporting.display import predictions_figure
 from tpukit.runs import weights
-from tpukit.tools.child import to_request
 from tpukit.tools.own import show_own
 
 pytest.importorskip("timm")
@@ -36,8 +33,7 @@ def finished(shapes, tmp_path_factory):
     """(task, run, scores of its test) of two epochs, augmented, on one core."""
     # Without smoothing: on XLA a graph that no other test of this process has compiled.
     task = ImageClassifier(dataset_dir=shapes, epochs=2, lr=1e-3, label_smoothing=0.0, **TINY)
-    run = Run.open(tmp_path_factory.mktemp("finished") / "run", task)
-    train(task, run, runtime=Runtime("cpu"), progress=False)
+    run = train_in(tmp_path_factory.mktemp("finished") / "run", task, Runtime("cpu"))
     return task, run, score_run(task, run, runtime=Runtime("cpu"), progress=False)
 
 
@@ -165,7 +161,7 @@ def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finish
             (tmp_path / "two" / split / name).symlink_to(shapes / split / name)
     other = dataclasses.replace(task, dataset_dir=tmp_path / "two", weights=best)
     with refuses("6 classes", "2 classes", "pretrained=PATH"):
-        train(other, Run.open(tmp_path / "other", other), runtime=cpu, progress=False)
+        train_in(tmp_path / "other", other, cpu)
     tuned = dataclasses.replace(task, dataset_dir=tmp_path / "two", pretrained=str(best)).model().state_dict()
     assert tuned["head.weight"].shape[0] == 2
     assert torch.equal(tuned["norm.weight"], best_weights(run)["norm.weight"])
@@ -196,44 +192,16 @@ def test_weight_decay_is_the_optimizers():
 
 def test_a_resumed_training_equals_an_uninterrupted_one(finished, tmp_path, cpu):
     task, whole, _ = finished
-    parts = Run.open(tmp_path / "parts", task)
-    for epochs in (1, 2):
-        train(dataclasses.replace(task, epochs=epochs), parts, runtime=cpu, progress=False)
+    train_in(tmp_path / "parts", dataclasses.replace(task, epochs=1), cpu)
+    parts = train_in(tmp_path / "parts", task, cpu)
     assert exact(whole) == exact(parts) and len(losses(whole)) == 12
     assert same(checkpoint(whole)["model"], checkpoint(parts)["model"])
-
-
-PROGRAM = """
-import json, sys
-from tpukit import Run, launch, train
-from tpukit.tools.child import from_request
-
-if __name__ == "__main__":
-    task = from_request(json.loads(sys.argv[1]))
-    launch(train, task, Run.open(sys.argv[2], task), cores=2)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one_does_augmentation_included(finished, tmp_path):
-    task, one, _ = finished
-    command = [sys.executable, "-c", PROGRAM, json.dumps(to_request(task)), str(tmp_path / "two")]
-    own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], TPUKIT_OFFLINE="1", OMP_NUM_THREADS="1")
-    ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    two = Run(tmp_path / "two")
-    assert two.records("start")[0]["cores"] == 2
-    assert np.abs(np.subtract(losses(one), losses(two))).max() < 1e-4
-    ours, theirs = best_weights(one), best_weights(two)
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], atol=1e-3, rtol=0)
 
 
 @pytest.mark.slow
 def test_a_network_is_one_graph_on_xla_and_trains_as_on_the_cpu(finished, tmp_path, xla):
     task, on_cpu, _ = finished
-    run = Run.open(tmp_path / "xla", task)
-    train(task, run, runtime=xla, progress=False)
+    run = train_in(tmp_path / "xla", task, xla)
     assert np.abs(np.subtract(losses(run), losses(on_cpu))).max() < 1e-3
     compiled = {record["what"]: record for record in run.records("compile")}
     # Another test of this process may have compiled the same prediction before.
@@ -260,9 +228,10 @@ def test_classes_with_few_images_are_named(dogs, tmp_path):
 # Settings that nobody gave
 
 
-def pictures_of(folder, count, side, classes=2):
-    for number in range(count * classes):
-        name = folder / f"{'ab'[number % classes]}/{number:04d}.png"
+def pictures_of(folder, count, side):
+    """Two classes of so many images."""
+    for number in range(2 * count):
+        name = folder / f"{'ab'[number % 2]}/{number:04d}.png"
         name.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (side, side + number % 7), number % 256).save(name)
     return folder

@@ -14,14 +14,16 @@ from tpukit.tasks.mshnet import labels
 from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_list
 from tpukit.tasks.mshnet.scores import regions
 
+BOTH = ("trainval.txt", "test.txt")
 
-def write_set(folder, names, *, lists=("trainval.txt", "test.txt"), mask_suffix=""):
-    for kind, suffix in (("images", ""), ("masks", mask_suffix)):
+
+def write_set(folder, names, *, lists=BOTH):
+    for kind in ("images", "masks"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
         for name in names:
             image = Image.new("L", (32, 32), 0 if kind == "masks" else len(name))
             image.putpixel((5, 5), 255)
-            path = folder / kind / f"{name}{suffix}.png"
+            path = folder / kind / f"{name}.png"
             path.parent.mkdir(exist_ok=True)
             image.save(path)
     for name in lists:
@@ -72,26 +74,62 @@ def test_a_folder_without_lists_is_split_by_name_always_alike_and_leaves_none_ou
     assert InfraredSet(tmp_path, "test").names == test
 
 
-@pytest.mark.parametrize(
-    "names, lists, what",
-    [
-        (["one"], (), "1 images"),
-        (["a"], ("test.txt",), "trainval.txt"),
-        ([], ("trainval.txt", "test.txt"), "empty"),
-    ],
-)
-def test_a_folder_that_cannot_be_split_is_refused_with_what_to_do(tmp_path, names, lists, what):
-    write_set(tmp_path, names, lists=lists)
-    with refuses(what):
-        MSHNet(dataset_dir=tmp_path).datasets()
+def as_well(name):
+    """An image of this name, in another format."""
+    return lambda folder: Image.new("L", (32, 32)).save(folder / name)
 
 
-def test_a_missing_folder_and_a_list_in_another_encoding_are_refused(tmp_path):
-    with refuses("nowhere", "images/"):
-        InfraredSet(tmp_path / "nowhere", "train")
-    (write_set(tmp_path, ["a"]) / "trainval.txt").write_text("gelände", encoding="latin-1")
-    with refuses("trainval.txt", "line 1: gel\N{REPLACEMENT CHARACTER}nde: no image"):
-        InfraredSet(tmp_path, "train")
+def masks_called(*names):
+    """The mask of each image under other names."""
+
+    def rename(folder):
+        for path in list((folder / "masks").iterdir()):
+            for name in names:
+                shutil.copy(path, path.with_name(name.format(path.stem)))
+            path.unlink()
+
+    return rename
+
+
+REFUSED = {  # lists of two images, what is changed, what is told
+    "no folder": (BOTH, shutil.rmtree, "images/"),
+    "one image": ((), lambda folder: (folder / "images/b.png").unlink(), "1 images"),
+    "one list": (("test.txt",), lambda folder: None, "trainval.txt"),
+    "an empty list": (BOTH, lambda folder: (folder / "trainval.txt").write_text("\n"), "empty"),
+    "a list in another encoding": (
+        BOTH,
+        lambda folder: (folder / "trainval.txt").write_text("gelände", encoding="latin-1"),
+        "line 1: gel\N{REPLACEMENT CHARACTER}nde: no image",
+    ),
+    "two training lists": (
+        ("img_idx/train_A.txt", "img_idx/train_B.txt", "img_idx/test_A.txt"),
+        lambda folder: None,
+        "train_A.txt, train_B.txt",
+    ),
+    "two formats of an image": (BOTH, as_well("images/a.bmp"), "a.bmp, a.png"),
+    "two formats of an image, no list": ((), as_well("images/a.bmp"), "a.bmp, a.png"),
+    "two formats of a mask": (BOTH, as_well("masks/a.bmp"), "a.bmp, a.png"),
+    "masks of other names": (
+        BOTH,
+        masks_called("{}_other.png"),
+        "line 1: a: no image masks/a; masks/ has a_other.png, b_other.png",
+    ),
+    "a mask for each target": (
+        BOTH,
+        masks_called("{}_0.png", "{}_1.png"),
+        "line 1: a: masks/ has a_0, a_1: put all targets of an image into one mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("lists, change, told", REFUSED.values(), ids=REFUSED)
+def test_a_set_that_cannot_be_split_or_leaves_a_choice_is_refused_with_what_to_do(
+    lists, change, told, tmp_path
+):
+    folder = write_set(tmp_path / "set", "ab", lists=lists)
+    change(folder)
+    with refuses(told):
+        MSHNet(dataset_dir=folder).datasets()
 
 
 def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path):
@@ -174,27 +212,6 @@ def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_
 
 
 @pytest.mark.parametrize(
-    "lists, formats, told",
-    [
-        (
-            ("img_idx/train_A.txt", "img_idx/train_B.txt", "img_idx/test_A.txt"),
-            (),
-            "train_A.txt, train_B.txt",
-        ),
-        (("trainval.txt", "test.txt"), ("images/a.bmp",), "a.bmp, a.png"),
-        ((), ("images/a.bmp",), "a.bmp, a.png"),
-        (("trainval.txt", "test.txt"), ("masks/a.bmp",), "a.bmp, a.png"),
-    ],
-)
-def test_nothing_is_chosen_among_equals(lists, formats, told, tmp_path):
-    write_set(tmp_path, "abcde", lists=lists)
-    for name in formats:
-        Image.new("L", (32, 32)).save(tmp_path / name)
-    with refuses(told):
-        MSHNet(dataset_dir=tmp_path).datasets()
-
-
-@pytest.mark.parametrize(
     "image, mask, folders, lists, listed",
     [
         ("{}.png", "{}_pixels0.png", "images masks", "trainval.txt test.txt", "{}"),
@@ -220,26 +237,6 @@ def test_pairs_and_lists_of_usual_names_are_found_in_every_encoding_of_windows(
         (tmp_path / path).write_text("\r\n".join(names), encoding)
     train, test = MSHNet(dataset_dir=tmp_path).datasets()
     assert train.names == test.names == names and (train.targets[:, 0] == 255).all()
-
-
-@pytest.mark.parametrize(
-    "suffixes, told",
-    [
-        (["_other"], "line 1: a: no image masks/a; masks/ has a_other.png, b_other.png"),
-        (["_0", "_1"], "line 1: a: masks/ has a_0, a_1: put all targets of an image into one mask"),
-    ],
-)
-def test_what_is_there_is_named_if_a_mask_is_not_found(suffixes, told, tmp_path):
-    for suffix in suffixes:
-        write_set(tmp_path, "ab", mask_suffix=suffix)
-    with refuses(told):
-        InfraredSet(tmp_path, "train")
-
-
-def test_files_that_are_not_read_are_counted_by_their_ending(tmp_path):
-    write_set(tmp_path, "ab")
-    (tmp_path / "images/c.heic").touch()
-    assert any("1 .heic" in notice for notice in InfraredSet(tmp_path, "train").notices)
 
 
 def test_folders_of_splits_in_images_are_the_splits(tmp_path):
@@ -269,6 +266,10 @@ def pages(folder):
         (
             lambda folder: shutil.copy(folder / "masks/a.png", folder / "masks/a_1.png"),
             "1 masks belong to no image, and are not used (a_1.png)",
+        ),
+        (
+            lambda folder: (folder / "images/c.heic").touch(),
+            "files that are not read, and so left out: 1 .heic (convert images to PNG)",
         ),
         (pages, "1 images have several pages or frames, of which the first is used (a)"),
     ],

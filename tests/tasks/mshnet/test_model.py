@@ -37,15 +37,25 @@ def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
         MSHNet(dataset_dir=infrared, crop_size=100)
 
 
-@pytest.mark.parametrize("side, windows", [("1024", 1), ("0", 9), ("9" * 5000, 9)])
+WINDOWS = {  # image_side of the weights, the size of an image, its windows of 256 pixels
+    "half of it fits": (None, (512, 512), 1),
+    "half of it is more": (None, (600, 400), 2),
+    "as in training": ("1024", (1024, 1024), 1),
+    "no side": ("0", (1024, 1024), 9),
+    "no number": ("9" * 5000, (1024, 1024), 9),
+}
+
+
+@pytest.mark.parametrize("side, size, windows", WINDOWS.values(), ids=WINDOWS)
 def test_your_images_shrink_as_those_of_the_training_run_or_to_a_half_if_the_weights_do_not_say(
-    side, windows, tmp_path
+    side, size, windows, tmp_path
 ):
-    state = Narrow().model().state_dict()
-    (tmp_path / "a.safetensors").write_bytes(weights.serialize(state, dict(image_side=side)))
+    metadata = dict(image_side=side) if side else {}
+    (tmp_path / "a.safetensors").write_bytes(weights.serialize(Narrow().model().state_dict(), metadata))
     task = MSHNet(weights=tmp_path / "a.safetensors")
-    rows, _ = task.split(dict(image=np.zeros((1, 3, 1024, 1024), np.uint8)))
-    assert len(rows) == windows  # of 256 pixels
+    rows, join = task.split(dict(image=np.zeros((1, 3, *size), np.uint8)))
+    assert len(rows) == windows
+    assert join([np.zeros((1, 256, 256), np.float32)] * windows).shape == (1, 1, *size)
 
 
 @pytest.mark.parametrize("variant", ["per-core", "frozen"])

@@ -106,13 +106,10 @@ def test_lists_beside_lines_are_read_and_files_about_the_data_or_in_no_split_are
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "README.md").write_text("About these data.")
     (tmp_path / "table.csv").write_text("prompt,completion")
+    (tmp_path / ".DS_Store").touch()
     train, test = opened(tmp_path, chats, length=63)
     assert len(parts_of(train, chats) + parts_of(test, chats)) == 3
     assert "3 files are not used: README.md, settings.json, table.csv" in train.notes
-    for name in ("a.json", "b.jsonl"):
-        (tmp_path / name).unlink()
-    write_lines(tmp_path / "settings.json", said("a", "b"), said("c", "d"))  # lines, by another ending
-    assert "2 files are not used: README.md, table.csv" in opened(tmp_path, chats, length=63)[0].notes
 
 
 def test_places_without_texts_and_other_encodings_are_told(tmp_path, tokenizer):

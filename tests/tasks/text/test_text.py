@@ -26,6 +26,7 @@ from tests.tasks.text.small import (
     write_lines,
     write_model,
 )
+from tests.training.conftest import train_in
 from tpukit import LanguageModel, Run, cli, export, predict, train
 from tpukit import test as score_run
 from tpukit.reporting import display
@@ -65,19 +66,13 @@ if __name__ == "__main__":
 LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 
 
-def run_of(folder, task, runtime, **settings):
-    run = Run.open(folder, dataclasses.replace(task, **settings))
-    train(dataclasses.replace(task, **settings), run, runtime=runtime, progress=False)
-    return run
-
-
 @pytest.fixture(scope="module")
 def finished(chats, model, tmp_path_factory):
     """(task, run) of two epochs of LoRA."""
     from tpukit.devices.runtime import Runtime
 
     task = task_of(model, chats, **LORA, epochs=2)
-    return task, run_of(tmp_path_factory.mktemp("finished") / "run", task, Runtime("cpu"))
+    return task, train_in(tmp_path_factory.mktemp("finished") / "run", task, Runtime("cpu"))
 
 
 # Training
@@ -87,7 +82,7 @@ def test_xla_trains_an_adapter_as_the_cpu_does_by_one_compiled_graph_of_each_kin
     chats, model, tmp_path, cpu, xla
 ):
     task = task_of(model, chats, epochs=2, log_every=1, **LORA)
-    ours, other = (run_of(tmp_path / str(device), task, device) for device in (cpu, xla))
+    ours, other = (train_in(tmp_path / str(device), task, device) for device in (cpu, xla))
     losses = [[record["loss"] for record in run.records("train")] for run in (ours, other)]
     np.testing.assert_allclose(*losses, rtol=2e-2)
     assert losses[0][-1] < losses[0][0]
@@ -125,9 +120,9 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(chats, tmp_path, cp
 
 def test_a_resumed_run_is_the_uninterrupted_one(chats, model, tmp_path, cpu):
     task = task_of(model, chats, **LORA | dict(epochs=3, schedule="constant"))
-    straight = run_of(tmp_path / "straight", task, cpu)
-    run_of(tmp_path / "twice", task, cpu, epochs=1)
-    twice = run_of(tmp_path / "twice", task, cpu)
+    straight = train_in(tmp_path / "straight", task, cpu)
+    train_in(tmp_path / "twice", dataclasses.replace(task, epochs=1), cpu)
+    twice = train_in(tmp_path / "twice", task, cpu)
     assert exact(twice) == exact(straight) and same(best_weights(twice), best_weights(straight))
     assert same(checkpoint(twice)["model"], checkpoint(straight)["model"])
     assert all("lora" in name for name in best_weights(twice))
@@ -136,7 +131,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(chats, model, tmp_path, cpu):
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(chats, model, tmp_path, cpu):
     task = task_of(model, chats, epochs=1, log_every=1, sequence_length=63, samples=1)
-    one = run_of(tmp_path / "one", task, cpu)
+    one = train_in(tmp_path / "one", task, cpu)
     own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], TPUKIT_OFFLINE="1", OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", TWO, json.dumps(to_request(task)), str(tmp_path / "two")]
     ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
@@ -172,18 +167,17 @@ def bigram_loss(train_set, test_set):
 def test_a_small_gpt_learns_more_of_pythons_documentation_than_a_bigram_knows(tmp_path, cpu):
     settings = dict(epochs=4, batch_size=8, lr=2e-3, samples=1, gradient_checkpointing=False)
     task = LanguageModel(dataset_dir=make_synthetic("my-text", tmp_path / "topics", size=60), **settings)
-    run = Run.open(tmp_path / "run", task)
-    scores = train(task, run, runtime=cpu, progress=False)
+    scores = train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)
     assert scores["test_loss"] < bigram_loss(*task.datasets()) - 0.03
 
 
 def test_a_run_is_not_resumed_on_other_texts_or_tokens(chats, tmp_path, cpu):
     task = task_of(write_config(tmp_path / "m"), chats, epochs=1, samples=0)
-    run_of(tmp_path / "run", task, cpu)
+    train_in(tmp_path / "run", task, cpu)
     other = tmp_path / "other.jsonl"
     other.write_text(chats.read_text().replace("abc", "abd"))
     with refuses("other texts, tokenizer or their packing"):
-        run_of(tmp_path / "run", task, cpu, dataset_dir=other, epochs=2)
+        train_in(tmp_path / "run", dataclasses.replace(task, dataset_dir=other, epochs=2), cpu)
 
 
 def test_every_setting_of_a_training_works_together(chats, model, tmp_path, cpu):
@@ -192,11 +186,11 @@ def test_every_setting_of_a_training_works_together(chats, model, tmp_path, cpu)
     task = dataclasses.replace(task, micro_batches=2, patience=2, epochs=1)
     torch.manual_seed(task.seed)
     before = task.model().state_dict()
-    after = checkpoint(run_of(tmp_path / "run", task, cpu))["model"]
+    after = checkpoint(train_in(tmp_path / "run", task, cpu))["model"]
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if first not in name}
     with refuses("leaves nothing to train"):
-        run_of(tmp_path / "none", task, cpu, freeze=("backbone",))
+        train_in(tmp_path / "none", dataclasses.replace(task, freeze=("backbone",)), cpu)
 
 
 # What comes out
@@ -309,17 +303,13 @@ def test_the_template_of_a_base_model_is_exported_with_it(tmp_path):
 SENTENCE = "The capital of France is Paris. It is a city of two million people with the Louvre. "
 
 
-def write_chats(path, count):
-    rows = (dict(prompt=f"Question {number}: what is it?", completion=SENTENCE) for number in range(count))
-    return write_lines(path, *rows)
-
-
 def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path):
     folder = write_config(tmp_path / "m", n_positions=1024)
     options: Any = dict(model_name=str(folder), pretrained="no", tokenizer="bytes")
     sizes = {}
     for count in (20, 1000, 20_000):
-        task = LanguageModel(dataset_dir=write_chats(tmp_path / f"{count}.jsonl", count), **options)
+        rows = [dict(prompt=f"Question {n}: what is it?", completion=SENTENCE) for n in range(count)]
+        task = LanguageModel(dataset_dir=write_lines(tmp_path / f"{count}.jsonl", *rows), **options)
         sizes[count] = task.batch_size, task.length
     assert sizes[20] == (1, 256) and sizes[1000][0] >= 2 and sizes[20_000] == (16, 1024)
     task = LanguageModel(dataset_dir=tmp_path / "20.jsonl", **options)
