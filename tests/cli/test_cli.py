@@ -223,6 +223,12 @@ def test_commands_of_the_old_guides_are_answered_with_todays(line, capsys):
     assert "of the old guides" in error and ("tpukit train" in error or "leave it out" in error)
 
 
+def test_a_script_of_the_users_own_may_have_the_name_of_one_of_the_old_guides(tmp_path, capsys):
+    (tmp_path / "main.py").write_text("model.cuda()\n")
+    assert cli.main(["migrate", "main.py"]) == 1
+    assert "main.py:1" in capsys.readouterr().out
+
+
 def test_ctrl_c_ends_with_130(infrared, monkeypatch):
     from tpukit.training import loop
 
