@@ -72,6 +72,7 @@ def test_a_weights_file_is_tested_in_a_folder_of_its_own_with_a_picture_of_the_p
     outputs = tpukit.detect().outputs
     for _ in range(2):  # the second time in the folder that the first one made
         assert cli.main(["test", str(weights), "--precision", "fp32"]) == 0
+    assert cli.main(["test", str(weights), "--batch-size", "0"]) == 1  # and not the size of the training
     assert not (outputs / "mnist-test/records.jsonl").exists()
     (outputs / "mnist-test/config.json").write_text("{}")  # a run of this name has other weights
     assert cli.main(["test", str(weights)]) == 1
