@@ -227,6 +227,11 @@ def test_another_loops_backup_and_a_run_are_not_replaced_and_a_later_state_is_ne
     assert "belongs to another" in capsys.readouterr().out and steps_in(drive) == [2, 1]
     with refuses(saved.folder):
         Run.open(saved.folder, MNIST())
+    without = Checkpoints(tmp_path / "had none")
+    without.save(filled(1), 1)
+    with refuses(drive):  # which has later steps, of another loop
+        Checkpoints(without.folder, backup=drive).restore()
+    assert value_of(without.restore()) == 1
     later.save(filled(9), 9)
     saved.save(filled(3), 3)
     assert "has step 9" in capsys.readouterr().out and steps_in(drive) == [9, 2]
