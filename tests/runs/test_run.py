@@ -19,11 +19,10 @@ from tpukit import MNIST, MSHNet, Run, launch, train
 from tpukit.reporting import display
 
 
-@pytest.mark.parametrize("name, named", [("run\0", "NUL"), ("file/run", "file/run")])
-def test_a_folder_that_cannot_be_made_is_named(name, named, tmp_path):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with refuses(named):
-        Run.open(tmp_path / name, MNIST())
+    with refuses("file/run"):
+        Run.open(tmp_path / "file/run", MNIST())
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"task": "mnist", "settings": 3}', "[]"])
