@@ -8,17 +8,12 @@ import pytest
 import torch
 
 from tests.conftest import best_weights, exact, flip, refuses, same
-from tests.runs.store import content, filled, kill_everywhere
+from tests.runs.store import content, filled, kill_everywhere, steps_in
 from tpukit import MNIST, Checkpoints, Run, TpukitError, find_dataset, train
 from tpukit.host import files
 from tpukit.runs import hashes
 from tpukit.runs.backup import find_in_inputs
 from tpukit.training import loop
-
-
-def steps_in(folder):
-    return [c["step"] for c in Run(folder).checkpoints()]
-
 
 ADDRESS = "HTTPS://me:secret@host/"
 

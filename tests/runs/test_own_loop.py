@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, flip, refuses
-from tests.runs.store import alike, content, filled, kill_everywhere
+from tests.runs.store import alike, content, filled, kill_everywhere, steps_in
 from tpukit import MNIST, Checkpoints, Run
 from tpukit.host import files
 from tpukit.runs import hashes
@@ -24,10 +24,6 @@ STEP_2 = "checkpoints/step-00000002.pt"
 
 def value_of(state):
     return float(state["a"][0])
-
-
-def steps_in(folder):
-    return [*hashes.steps(hashes.read_list(folder)).values()]
 
 
 @pytest.fixture
