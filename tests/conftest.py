@@ -4,6 +4,8 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -246,6 +248,25 @@ def refuses(*data):
     with pytest.raises(TpukitError) as error:
         yield
     assert all(str(value) in str(error.value) for value in data), error.value
+
+
+LOADED = """
+import sys
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "tpukit"]
+print("LOADED", *(module.__file__ for module in ours))
+"""
+
+
+def loaded_by(program, folder, env=os.environ):
+    """(what a program in a process of its own prints, the parts of tpukit that it loads, their lines)."""
+    command = [sys.executable, "-c", program + LOADED]
+    env = {**env, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    printed, _, names = ran.stdout.partition("LOADED ")
+    loaded = [Path(name) for name in names.split()]
+    parts = {path.relative_to(ROOT / "tpukit").parts[0] for path in loaded} - {"__init__.py"}
+    return printed, parts, sum(len(path.read_text().splitlines()) for path in loaded)
 
 
 # What tests ask of a finished run

@@ -1,14 +1,12 @@
 """`launch` of a plain function, which asks `core()` where it runs."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import tpukit
-from tests.conftest import ROOT
+from tests.conftest import loaded_by
 from tests.launching.conftest import CPU, needs_torch_xla, python, xla_environ
 
 PLAIN = """
@@ -162,19 +160,9 @@ except KeyboardInterrupt:
     assert printed(ran) == [] and "ending all cores" in ran.stdout
 
 
-MOST_LINES = 1600
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
-def test_a_process_that_launches_a_plain_function_loads_little_of_tpukit(cores):
-    program = f"""
-import sys, tpukit
-print(tpukit.launch(lambda: tpukit.core().size, cores={cores}))
-modules = [name for name in sys.modules if name.partition(".")[0] == "tpukit"]
-lines = sum(len(open(sys.modules[name].__file__).readlines()) for name in modules)
-print("RESULT", [lines, sorted({{name.split(".")[1] for name in modules if "." in name}})])
-"""
-    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=CPU, capture_output=True, text=True)
-    lines, layers = printed(ran)
-    assert layers == ["devices", "host", "launching"] and lines <= MOST_LINES
+def test_a_process_that_launches_a_plain_function_loads_1600_lines_of_tpukit_at_most(cores, tmp_path):
+    program = f"import tpukit\nassert tpukit.launch(lambda: tpukit.core().size, cores={cores}) == {cores}"
+    _, parts, lines = loaded_by(program, tmp_path, CPU)
+    assert parts == {"devices", "host", "launching"} and lines <= 1600

@@ -3,8 +3,6 @@
 import fractions
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, flip, refuses
+from tests.conftest import flip, loaded_by, refuses
 from tests.runs.store import alike, content, filled, kill_everywhere, steps_in
 from tpukit import MNIST, Checkpoints, Run
 from tpukit.host import files
@@ -245,19 +243,12 @@ def test_the_files_of_a_loop_beside_its_checkpoints_stay(saved):
         assert (saved.folder.parent / name).read_text() == "mine"
 
 
-PROGRAM = """
-import sys, tpukit, torch
-saved = tpukit.Checkpoints(sys.argv[1], backup=sys.argv[2])
+def test_it_loads_1500_lines_of_tpukit_at_most_and_nothing_of_training_or_tasks(tmp_path):
+    program = """
+import tpukit, torch
+saved = tpukit.Checkpoints("mine", backup="drive")
 state = saved.restore()
 saved.save({"a": torch.ones(1)}, 1)
-print(*(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "tpukit"))
 """
-
-
-def test_it_loads_1500_lines_of_tpukit_at_most_and_nothing_of_training_or_tasks(tmp_path):
-    command = [sys.executable, "-c", PROGRAM, tmp_path / "mine", tmp_path / "drive"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = [Path(name) for name in ran.stdout.split()]
-    folders = {path.relative_to(ROOT / "tpukit").parts[0] for path in loaded}
-    assert folders == {"__init__.py", "host", "runs"}
-    assert sum(len(path.read_text().splitlines()) for path in loaded) <= 1500
+    _, parts, lines = loaded_by(program, tmp_path)
+    assert parts == {"host", "runs"} and lines <= 1500
