@@ -25,7 +25,10 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         Run.open(tmp_path / "file/run", MNIST())
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", '{"task": "mnist", "settings": 3}', "[]"])
+WRONG = ["{", "[]", '{"id": "1", "task": "mnist", "settings": 3}', '{"task": "mnist", "settings": {}}']
+
+
+@pytest.mark.parametrize("content", WRONG)
 def test_a_damaged_config_is_named_whoever_reads_it(content, tmp_path):
     run = Run.open(tmp_path / "run", MNIST())
     (run.path / "config.json").write_text(content)

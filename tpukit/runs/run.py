@@ -150,7 +150,8 @@ class Run:
         path, advice = self.path / "config.json", "copy it there from another copy of this run"
         with explained(f"{path} is damaged ({advice}, or choose another folder)", Damaged):
             values = json.loads(path.read_bytes())
-            return dict(values, task=values["task"], settings=dict(values["settings"]))
+            settings = dict(values["settings"])
+            return dict(values, id=values["id"], task=values["task"], settings=settings)
 
     def _has_results(self) -> bool:
         """Return whether the folder holds results of training steps, other than checkpoints."""
