@@ -158,6 +158,18 @@ def test_a_flipped_bit_is_skipped_here_and_in_the_backup_and_replaces_nothing_wh
         again(saved, "another").restore()
 
 
+def test_a_rank_survives_that_another_one_removes_the_damaged_checkpoint_first(saved, monkeypatch):
+    flip(saved.folder / STEP_2)
+    unlink = Path.unlink
+
+    def second(path, **options):
+        unlink(path, missing_ok=True)
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", second)
+    assert value_of(Checkpoints(saved.folder).restore()) == 1
+
+
 def test_where_all_are_damaged_or_their_list_is_gone_nothing_starts_anew_and_nothing_is_written(saved):
     alone = Checkpoints(saved.folder)
     (saved.folder / hashes.LIST).rename(saved.folder / "list")
