@@ -15,6 +15,8 @@ import tpukit
 def line(steps, seed=0):
     core = tpukit.core()
     print("native words of", core.rank)
+    if core.rank > 0:
+        print("caf\\udce9")  # a name that is not UTF-8
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1).to(core.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
