@@ -25,11 +25,8 @@ def whole(trained):
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
-    """call(*words) -> (exit code, what was printed) of a command line in tmp_path; whatever is raised fails
-    the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+def call(capsys):
+    """call(*words) -> (exit code, what was printed) of a command line; whatever is raised fails the test."""
 
     def run(*words):
         code = cli.main([str(word) for word in words])

@@ -17,14 +17,6 @@ from tpukit.cli.commands import COMMANDS, WITH_TASK, todays
 from tpukit.runs import weights
 from tpukit.tasks import TASKS
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Each test in its own folder, on the plain CPU."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-
-
 TINY = "--base-size 32 --crop-size 32 --batch-size 4 --warm-epoch 0 --eval-every 1".split()
 SIZES = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()  # of a small CDEIT
 
