@@ -4,6 +4,8 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -256,6 +258,25 @@ def random_run(folder, task, **metadata):
         values += 0.02 * torch.randn_like(values)
     run.save_best(state, task=task.name, **metadata)
     return run
+
+
+LOADED = """
+import sys
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "tpukit"]
+print("LOADED", *(module.__file__ for module in ours))
+"""
+
+
+def loaded_by(program, folder, env=os.environ):
+    """(what a program in a process of its own prints, the parts of tpukit that it loads, their lines)."""
+    command = [sys.executable, "-c", program + LOADED]
+    env = {**env, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    printed, _, names = ran.stdout.partition("LOADED ")
+    loaded = [Path(name) for name in names.split()]
+    parts = {path.relative_to(ROOT / "tpukit").parts[0] for path in loaded} - {"__init__.py"}
+    return printed, parts, sum(len(path.read_text().splitlines()) for path in loaded)
 
 
 # What tests ask of a finished run

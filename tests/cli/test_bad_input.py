@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from tpukit import MNIST, cli
+from tpukit import cli
 
 TRAIN_MNIST = "train mnist --epochs 1 --batch-size 8 --channels 1 --run new --dataset-dir".split()
 TRAIN_IMAGES = "train images --model-name test_resnet --pretrained no --image-size 32 --batch-size 2".split()
@@ -26,11 +25,8 @@ def whole(trained):
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
-    """call(*words) -> (exit code, what was printed) of a command line in tmp_path; whatever is raised fails
-    the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+def call(capsys):
+    """call(*words) -> (exit code, what was printed) of a command line; whatever is raised fails the test."""
 
     def run(*words):
         code = cli.main([str(word) for word in words])
@@ -115,14 +111,6 @@ def test_no_part_of_a_dataset_that_may_not_be_read_is_left_out_silently(call, pu
 # Data
 
 
-@pytest.mark.parametrize("row", ["1.png,cat, dog", "1.png"], ids=["a comma more", "a comma less"])
-def test_a_csv_that_is_not_a_table_is_named(row, call, tmp_path):
-    for number in range(4):
-        picture(tmp_path / f"set/{number}.png")
-    (tmp_path / "set/labels.csv").write_text(f"path,label\n0.png,a\n{row}\n")
-    refused(call(*TRAIN_IMAGES, "set"), "labels.csv", "row 3")
-
-
 def test_names_that_are_not_utf_8_are_trained_on_and_predicted(whole, call, tmp_path):
     cafe = os.fsdecode(b"caf\xe9")
     try:
@@ -134,21 +122,6 @@ def test_names_that_are_not_utf_8_are_trained_on_and_predicted(whole, call, tmp_
     picture(tmp_path / f"{cafe}.png")
     code, printed = call("predict", whole, f"{cafe}.png", "--out", "out")
     assert code == 0 and r"caf\udce9.png" in (tmp_path / "out/predictions.csv").read_text(), printed
-
-
-def test_a_tensor_that_is_not_a_plain_one_is_named(call, digits):
-    state = MNIST(channels=1).model().state_dict()
-    state["9.weight"] = state["9.weight"].to_sparse()
-    torch.save(state, "odd.pth")
-    refused(call(*TRAIN_MNIST, digits, "--weights", "odd.pth"), "odd.pth", "9.weight is no plain tensor")
-
-
-def test_weights_that_no_network_has_are_named_with_the_nearest(call, tmp_path):
-    pytest.importorskip("timm")
-    class_folders(tmp_path / "set")
-    name = "resnet18.a1_in2k"
-    wrong = f"train images --dataset-dir set --run run --model-name {name}"
-    refused(call(*wrong.split()), name, "resnet18.a1_in1k")
 
 
 # The terminal and the environment

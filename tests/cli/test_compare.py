@@ -10,9 +10,7 @@ from tpukit.tools import measure
 
 
 @pytest.mark.slow
-def test_the_command_measures_here_and_compares_files(digits, tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    monkeypatch.chdir(tmp_path)
+def test_the_command_measures_here_and_compares_files(digits, capsys):
     command = f"compare mnist --dataset-dir {digits} --channels 4 --batch-sizes 8 --steps 2 --epochs 7"
     assert cli.main(command.split()) == 0
     assert "7 epochs of 200 samples" in capsys.readouterr().out
@@ -24,8 +22,7 @@ def test_the_command_measures_here_and_compares_files(digits, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_the_notebook_measures_here_and_compares_files(tmp_path, infrared, monkeypatch):
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+def test_the_notebook_measures_here_and_compares_files(tmp_path, infrared):
     from tests.test_notebooks import outputs, run_notebook, text
 
     folder = tmp_path / "outputs/comparison"

@@ -1,7 +1,6 @@
 """The progress bar in a notebook and in a shell."""
 
 import io
-import json
 import sys
 from types import SimpleNamespace
 
@@ -47,18 +46,3 @@ def test_in_a_shell_it_is_tqdms_own(monkeypatch):
     out = io.StringIO()
     assert list(bars.tqdm(range(3), file=out)) == [0, 1, 2]
     assert "3/3" in out.getvalue() and "\r" in out.getvalue()
-
-
-@pytest.mark.slow
-def test_a_saved_notebook_has_the_bar_as_text_and_no_widget(tmp_path):
-    import nbformat
-    import papermill
-
-    code = "from tpukit.host.bars import tqdm\nfor _ in tqdm(range(3)): pass"
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), tmp_path / "a.ipynb")
-    done = tmp_path / "done.ipynb"
-    papermill.execute_notebook(
-        str(tmp_path / "a.ipynb"), str(done), progress_bar=False, kernel_name="python3"
-    )
-    [output] = json.loads(done.read_text())["cells"][0]["outputs"]
-    assert list(output["data"]) == ["text/plain"] and "3/3" in "".join(output["data"]["text/plain"])

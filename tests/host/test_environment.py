@@ -4,13 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, refuses
+from tests.conftest import loaded_by, refuses
 from tests.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
 from tpukit import TpukitError, detect
 from tpukit.host import environment as module
@@ -253,17 +252,7 @@ PARTS = {  # what is used alone -> the words that it prints
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_the_host_loads_1000_lines_of_tpukit_at_most_and_no_torch(part, tmp_path):
     (tmp_path / "datasets/IRSTD-1k").mkdir(parents=True)
-    program = f"""
-import sys, tpukit
-{part}
-assert "torch" not in sys.modules
-ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "tpukit"]
-print("lines:", sum(len(open(module.__file__).readlines()) for module in ours))
-"""
-    variables = {name: value for name, value in os.environ.items() if name != "COLAB_RELEASE_TAG"}
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=variables | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert PARTS[part] in ran.stdout, ran.stderr
-    assert int(ran.stdout.partition("lines: ")[2]) <= 1_000
+    program = f"import sys, tpukit\n{part}\nassert 'torch' not in sys.modules"
+    elsewhere = {name: value for name, value in os.environ.items() if name != "COLAB_RELEASE_TAG"}
+    printed, _, lines = loaded_by(program, tmp_path, elsewhere)
+    assert PARTS[part] in printed and lines <= 1_000

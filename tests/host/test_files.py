@@ -121,11 +121,13 @@ def test_two_processes_may_write_the_same_file(tmp_path, monkeypatch):
 def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processes_are_removed(tmp_path):
     rest = tmp_path / ".b.999999999.partial"
     rest.write_bytes(b"half")
+    (tmp_path / ".c.999999999.partial").mkdir()  # nothing of `atomic_file`'s
     with files.atomic_file(tmp_path / "a") as file:
         file.write(b"whole")
         files.remove_partials(tmp_path)
         assert not rest.exists()
-    assert (tmp_path / "a").read_bytes() == b"whole" and list(tmp_path.iterdir()) == [tmp_path / "a"]
+    assert (tmp_path / "a").read_bytes() == b"whole"
+    assert sorted(os.listdir(tmp_path)) == [".c.999999999.partial", "a"]
 
 
 def test_what_killed_processes_left_of_a_folder_is_gone_after_the_next_and_nothing_else(tmp_path):

@@ -25,7 +25,7 @@ def evaluated(step, epoch, scores, **more):
 def write_run(folder, records, **config):
     """A run of these records."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(dict(task="mnist", settings={}) | config))
+    (folder / "config.json").write_text(json.dumps(dict(id="1", task="mnist", settings={}) | config))
     lines = [json.dumps(dict(record, time=0.0)) + "\n" for record in records]
     (folder / "records.jsonl").write_text("".join(lines))
     return Run(folder)

@@ -6,6 +6,8 @@ import signal
 
 import torch
 
+from tpukit.runs import hashes
+
 
 def filled(value):
     """A state of one tensor."""
@@ -16,6 +18,11 @@ def content(folder):
     """Name -> bytes of every file below a folder but the lock."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def steps_in(folder):
+    """The steps of the listed checkpoints, newest first."""
+    return [*hashes.steps(hashes.read_list(folder)).values()]
 
 
 def alike(a, b):

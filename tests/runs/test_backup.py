@@ -8,22 +8,21 @@ import pytest
 import torch
 
 from tests.conftest import best_weights, exact, flip, refuses, same
-from tests.runs.store import content, filled, kill_everywhere
-from tpukit import MNIST, Run, TpukitError, find_dataset, train
+from tests.runs.store import content, filled, kill_everywhere, steps_in
+from tpukit import MNIST, Checkpoints, Run, TpukitError, find_dataset, train
 from tpukit.host import files
 from tpukit.runs import hashes
 from tpukit.runs.backup import find_in_inputs
 from tpukit.training import loop
 
-
-def steps_in(folder):
-    return [c["step"] for c in Run(folder).checkpoints()]
+ADDRESS = "HTTPS://me:secret@host/"
 
 
-def test_a_backup_at_an_address_is_refused_naming_the_mount_and_no_folder_is_made(tmp_path, monkeypatch):
+@pytest.mark.parametrize("path, backup", [("run", ADDRESS), (ADDRESS, None)], ids=["backup", "run"])
+def test_an_address_is_refused_naming_the_mount_and_no_folder_is_made(path, backup, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TpukitError) as refused:
-        Run.open("run", MNIST(), backup="HTTPS://me:secret@host/")
+        Run.open(path, MNIST(), backup=backup)
     message = str(refused.value)
     assert "mount" in message and "\n" not in message and "secret" not in message
     assert not list(tmp_path.iterdir())
@@ -72,16 +71,26 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
     (tmp_path / "drive/cores").mkdir()
     for name in theirs:
         (tmp_path / "drive" / name).write_text("mine")
+    (tmp_path / "again/.ipynb_checkpoints").mkdir(parents=True)  # of a folder that was looked at
+    (tmp_path / "again/.ipynb_checkpoints/notes").write_text("mine")
     again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
     assert again.restore() == dict(a=2)
-    names = {"config.json", "checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
-    assert content(again.path).keys() == names | {hashes.LIST}
+    names = {"config.json", hashes.LIST, "checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
+    assert content(again.path).keys() == names | {".ipynb_checkpoints/notes"}
     for step in (3, 4):
         again.save({}, step)
     assert steps_in(tmp_path / "drive") == [4, 3]
     assert all(
         (tmp_path / name).read_text() == "mine" for name in ["outside.pt", *map("drive/".__add__, theirs)]
     )
+
+
+def test_a_folder_is_not_its_own_backup_whose_copies_would_replace_what_is_written_meanwhile(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with refuses("own backup"):
+        Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "link")
+    with refuses("own backup"):
+        Checkpoints(tmp_path / "mine", backup=tmp_path / "mine").restore()
 
 
 @pytest.mark.slow
@@ -211,12 +220,11 @@ def reopened(run, name="run"):
     return Run.open(run.path.parent / name, MNIST(), backup=run.path.parent / "drive")
 
 
-@pytest.mark.parametrize("when", ["before a session", "in a session"])
-def test_damaged_best_weights_of_a_run_replace_nothing_in_its_backup(when, copied, tmp_path, capsys):
+@pytest.mark.parametrize("damage", [flip, os.remove])
+def test_damaged_best_weights_of_a_run_replace_nothing_in_its_backup(damage, copied, tmp_path, capsys):
     whole = (tmp_path / "drive/best.safetensors").read_bytes()
-    flip(copied.path / "best.safetensors")
-    again = reopened(copied) if when == "before a session" else copied
-    again.save(dict(a=3), 3)
+    damage(copied.path / "best.safetensors")
+    copied.save(dict(a=3), 3)
     assert f"best.safetensors in {copied.path} is damaged" in capsys.readouterr().out
     assert (tmp_path / "drive/best.safetensors").read_bytes() == whole
     assert steps_in(tmp_path / "drive") == [3, 2]

@@ -87,7 +87,8 @@ OLD = {
 
 def run(argv: list[str]) -> int | None:
     """Parse a command line and run its command. SystemExit ends it after a help text or wrong usage."""
-    for word in argv:
+    # A script's name stands where a command does: `migrate main.py` is the user's own.
+    for word in [*argv[:1], *(word for word in argv[1:] if word.startswith("--"))]:
         if (name := word.partition("=")[0].replace("_tpu", "-tpu")) in OLD:
             raise TpukitError(f"`{word}` is of the old guides: {OLD[name]}")
     there = {name: one.__doc__ for name, one in COMMANDS.items() if leaves.has_command(name)}

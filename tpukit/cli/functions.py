@@ -72,8 +72,9 @@ def test(
 
     env = tpukit.detect()
     trained, _ = find_trained(run, task)
-    given = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
-    trained = dataclasses.replace(trained, **{name: value for name, value in given.items() if value})
+    options = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
+    given = {name: value for name, value in options.items() if value is not None}
+    trained = dataclasses.replace(trained, **given)
     trained = with_dataset(trained, env)
     scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
     if not run.is_dir():

@@ -114,12 +114,12 @@ class Environment:
         so that a notebook can be tried without a TPU) or "gpu" (or "cuda") must be here. "cpu" is the
         processor even if an accelerator is here, for this process and those that it starts, until it requires
         another. On a CPU a core is a process, so any number will do."""
-        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "any": NAMES, "cpu": NAMES}
+        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "any": NAMES, "cpu": NAMES}
         requested, accelerator = accelerator, str(accelerator).lower()
         if accelerator == "gpu":
             accelerator = "cuda"
         if accelerator not in accepted:
-            raise TpukitError(f"require({requested!r}): choose 'any', 'tpu', 'gpu', 'xla' or 'cpu'")
+            raise TpukitError(f"require({requested!r}): choose 'any', 'tpu', 'gpu' or 'cpu'")
         if accelerator == "cpu" and self.accelerator in ("tpu", "cuda"):
             os.environ[CHOSEN] = "cpu"
             return detect()
@@ -133,8 +133,8 @@ class Environment:
                 print(f"this {self.host} session has no TPU and no GPU: its CPU trains, slowly")
                 print(TPU_MENU[self.host], GPU_MENU[self.host], sep="\n")
             return self
-        menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(self.accelerator if is_here else accelerator, {})
-        advice = menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts")
+        menus = {"tpu": TPU_MENU, "cuda": GPU_MENU}
+        advice = menus[self.accelerator if is_here else accelerator][self.host]
         if is_here:
             raise TpukitError(f"requested {cores} cores, found {self.cores} ({self.device_name}).\n{advice}")
         has = f"{NAMES[self.accelerator]} ({self.device_name})"

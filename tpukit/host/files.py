@@ -62,7 +62,7 @@ def remove_partials(folder: Path) -> None:
     """Remove what `atomic_file` left in a folder when its process was killed."""
     for partial in folder.glob(".*.partial"):
         pid = partial.name.split(".")[-2]
-        if pid.isdecimal() and not _lives(int(pid)):
+        if pid.isdecimal() and not _lives(int(pid)) and partial.is_file():
             partial.unlink(missing_ok=True)
 
 

@@ -48,7 +48,9 @@ def run_core(job: Job, index: int) -> None:
     try:
         # All stay open until the process ends: faulthandler writes to its files at any moment.
         names = ("log", "step", "stacks", "hang")
-        log, steps, stacks, hang = (open(job.file(index, name), "w", buffering=1) for name in names)
+        log, steps, stacks, hang = (
+            open(job.file(index, name), "w", buffering=1, errors="replace") for name in names
+        )
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log  # a notebook's own would continue to write to the notebook

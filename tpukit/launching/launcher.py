@@ -93,8 +93,10 @@ def launch(
 def plan_of(args: tuple) -> Plan:
     """Return the plan of a call with these arguments: what the first one's method `launch_plan(*others)`
     returns, as a task's does for a run; otherwise a plain function's."""
-    offer = getattr(args[0], "launch_plan", None) if args else None
-    return (offer and offer(*args[1:])) or Plan(arguments=lambda core: (args, {}))
+    plan = None
+    if args and hasattr(args[0], "launch_plan"):
+        plan = args[0].launch_plan(*args[1:])
+    return plan or Plan(arguments=lambda core: (args, {}))
 
 
 def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:

@@ -58,7 +58,9 @@ class Backup:
 
     def check_owner(self, folder: Path, owner: str | None) -> None:
         """Raise TpukitError if what has this id, in `folder`, cannot be backed up here: the disk is gone, or
-        this holds the backup of another, or other files."""
+        this is the folder itself, or holds the backup of another, or other files."""
+        if self.path == folder.resolve():  # a copy would take the place of what is written meanwhile
+            raise TpukitError(f"{folder} cannot be its own backup: choose another backup, or none")
         self._check_mounted()
         backed_up = self.owner(self.path)
         if backed_up is None:
@@ -132,12 +134,13 @@ class Backup:
             self.copied[name] = version
 
     def _copy_whole(self, folder: Path, name: str, digests: list[str], say: Say) -> bool:
-        """Bring the copy of a weights file up to date. Return False if it would be damaged, and say so."""
+        """Bring the copy of a weights file up to date. Return False if it is gone, or its copy would be
+        damaged, and say so."""
         try:
             self._copy_file(folder, name, lambda path: hashes.check(path, digests))
             return True
-        except Damaged:
-            say(f"{name} in {folder} is damaged, or its copy is: it is not copied to {self}")
+        except (Damaged, FileNotFoundError):
+            say(f"{name} in {folder} is damaged or gone, or its copy is damaged: it is not copied to {self}")
             return False
 
     def fetch(self, folder: Path, say: Say, after: int = -1) -> None:

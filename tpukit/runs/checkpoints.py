@@ -96,9 +96,11 @@ class Checkpoints:
 
     def _fetch_newer(self, backup: Backup) -> None:
         """Copy what is whole in the backup and later than what is whole here."""
-        # Where nothing was saved yet, whatever is backed up there is a backup of this.
-        backup.check_owner(self.folder, backup.owner(self.folder) or backup.owner(backup.path))
         listed, newest = self._listed(), -1
+        owner = backup.owner(self.folder)
+        if owner is None and not listed:  # whatever is backed up there is a backup of this
+            owner = backup.owner(backup.path)
+        backup.check_owner(self.folder, owner)
         for name, step in hashes.steps(listed).items():
             if step > newest and hashes.is_whole(self.folder / name, listed[name]):
                 newest = step

@@ -93,7 +93,7 @@ def write_list(folder: Path, listed: Listed) -> None:
     for path in path.parent.glob("step-*.pt"):
         name = f"checkpoints/{path.name}"
         if name not in kept and _is_ours(name):  # files of other names stay
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank that restores may be faster
     files.remove_partials(folder / "checkpoints")
     files.remove_partials(folder)
 

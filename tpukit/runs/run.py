@@ -12,7 +12,7 @@ progress.json            the step that the training run is at, for a progress ba
 own/                     a user's own files, and what was predicted for them
 cores/                   what each core of the last launch printed, and its error or stacks if it failed
 .lock                    host and pid of the process that trains here
-.launch-HOST.lock        host and pid of the process that launched the cores of that host
+.launch.lock             host and pid of the process that launched the cores
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, explained
 from tpukit.host.tables import fit_page, printable, say
 from tpukit.runs import hashes, weights
-from tpukit.runs.backup import Backup, find_in_inputs
+from tpukit.runs.backup import MOUNT, Backup, find_in_inputs
 from tpukit.runs.checkpoints import Checkpoints
 from tpukit.runs.settings import Described, check_settings, settings_dict
 
@@ -48,9 +48,7 @@ class Run:
     _writes = True
 
     def __init__(self, path: str | Path, backup: str | Path | None = None):
-        if "\0" in str(path):
-            raise TpukitError(f"a run's folder cannot be named {str(path)!r}: give a path without NUL")
-        self.path = Path(path)
+        self.path = files.local_path(path, MOUNT)
         self.backup = Backup(backup, COPIED) if backup else None
         self._progress_at = 0.0
 
@@ -122,6 +120,9 @@ class Run:
         say(f"restoring {self.path} from {copy}")
         with files.atomic_folder(self.path) as folder:
             copy.fetch(folder, say)
+            # `check_empty` allows hidden files, and a folder takes the place of an empty one only.
+            for hidden in sorted(self.path.glob("*")):
+                hidden.replace(folder / hidden.name)
 
     @classmethod
     def find(cls, path: str | Path) -> "Run":
@@ -149,7 +150,8 @@ class Run:
         path, advice = self.path / "config.json", "copy it there from another copy of this run"
         with explained(f"{path} is damaged ({advice}, or choose another folder)", Damaged):
             values = json.loads(path.read_bytes())
-            return dict(values, task=values["task"], settings=dict(values["settings"]))
+            settings = dict(values["settings"])
+            return dict(values, id=values["id"], task=values["task"], settings=settings)
 
     def _has_results(self) -> bool:
         """Return whether the folder holds results of training steps, other than checkpoints."""

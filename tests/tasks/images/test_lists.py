@@ -55,6 +55,8 @@ REFUSED = [  # in Latin-1
     ("list.csv", "path,label\na.png,\n", "row 2"),
     ("list.csv", "path,label\n\0\n", "row 2"),
     ("list.csv", "path,label\n", "no images"),
+    ("list.csv", "path,label\n0.png,a\n1.png,cat, dog\n", "row 3"),
+    ("list.csv", "path,label\n0.png,a\n1.png\n", "row 3"),
     ("list.csv", "p\xe4th,label\n", "UTF-8"),
     ("list.csv", "f,y2\na.png,1\n", "f, y2: rename those of images and labels"),
     ("list.csv", "image,a,b\n0.png,1,0\n1.png,0,1\n2.png,1,1\n", "row 4: a, b are 1"),

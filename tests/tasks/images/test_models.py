@@ -41,6 +41,7 @@ def test_a_network_says_its_size_and_how_its_images_are_normalised():
 
 
 NEAREST = {"resnet-18": "resnet18", "vit_smal_patch16_224": "vit_small_patch16_224", "": "resnet18"}
+NEAREST |= {"resnet18.a1_in2k": "resnet18.a1_in1k"}  # and weights that it has not
 
 
 @pytest.mark.parametrize("name, nearest", NEAREST.items())
