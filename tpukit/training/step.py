@@ -12,8 +12,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tpukit.devices.optimizers import optimizer_signature, parameters_with_gradient
+from tpukit.devices.optimizers import gradients, optimizer_signature, parameters_with_gradient
 from tpukit.devices.runtime import Runtime
+from tpukit.devices.tensors import after_gradients
 from tpukit.training import batch_norm, layers, metrics
 from tpukit.training.data import Batch, identity
 from tpukit.training.ema import WeightEMA
@@ -72,7 +73,7 @@ def add_gradients(
         part = batch
         if count > 1:  # every count-th sample: each core of SPMD has a contiguous share, and keeps its own
             part = {name: values.unflatten(0, (-1, count))[:, number] for name, values in batch.items()}
-        part = runtime.barrier_after_gradients(optimizer, part)
+        part = after_gradients(part, gradients(optimizer))
         with runtime.autocast():
             value = loss(model, part, epoch).float()
         value = value if count == 1 else value / count
