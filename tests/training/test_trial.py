@@ -15,9 +15,10 @@ from tests.devices.conftest import told_by_ranks
 from tests.devices.emulated_gpu import EmulatedRuntime, Graph
 from tests.training.conftest import train_in
 from tpukit import MNIST
-from tpukit.devices import cuda_graph, trial
+from tpukit.devices import cuda_graph
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
+from tpukit.training import trial
 
 LAST = trial.STEPS - cuda_graph.WARM_UP  # replay on a GPU
 
@@ -206,7 +207,7 @@ def test_nothing_is_tried_on_a_cpu_and_each_hardware_by_itself(cpu, xla, like_tp
 
 RANK = """
 import json
-from tpukit.devices import trial
+from tpukit.training import trial
 
 runtime = Runtime("cpu", "fp32", world=world)
 told = dict(sound=trial.step_error(runtime))
