@@ -17,7 +17,7 @@ from tests.training.conftest import train_in
 from tpukit import MNIST, LanguageModel, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
-from tpukit.training.step import add_gradients, clip_gradients
+from tpukit.training.step import TrainingStep, add_gradients, clip_gradients
 
 
 def test_the_loss_is_computed_in_float32_under_autocast(infrared):
@@ -83,12 +83,19 @@ def test_on_xla_too_python_runs_every_step_if_compile_is_no(choice, calls, digit
 @pytest.mark.parametrize("kind", [MNIST, Narrow, LanguageModel])
 def test_the_whole_loss_is_one_graph_of_torch_compile_in_both_phases(kind, cpu):
     sizes = {Narrow: dict(base_size=32, crop_size=32), LanguageModel: dict(sequence_length=64)}
-    task = kind(**sizes.get(kind, {}))
-    model, batch = cpu.to_device(task.model().train()), cpu.put(task.example(2))
-    compiled = torch.compile(task.loss, backend="eager", fullgraph=True)
-    for epoch in (0, 9):
-        found, wanted = (loss(model, batch, torch.tensor(epoch)) for loss in (compiled, task.loss))
+    task = kind(compile="yes", **sizes.get(kind, {}))
+    step, graphs = TrainingStep(task, cpu, task.model().train()), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(task.loss, backend=backend, fullgraph=True)
+    for epoch in (0, 1, 9):
+        batch, number, *_ = step.arguments(cpu.put(task.example(2)), epoch)
+        found, wanted = (loss(step.model, batch, number) for loss in (compiled, task.loss))
         torch.testing.assert_close(found, wanted)
+    assert len(graphs) == 1
 
 
 # Gradient accumulation

@@ -9,6 +9,7 @@ wraps it on each kind of device."""
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -126,7 +127,10 @@ class TrainingStep:
 
     def arguments(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> tuple:
         """Return the arguments of `compiled` and `eager`. batch: on the device. epoch: from 0."""
-        return batch, self.runtime.as_graph_input(epoch), self.sums, self.runtime.as_graph_input(lr_factor)
+        number = self.runtime.as_graph_input(epoch)
+        if self.task.compile == "yes":  # on a CPU, too: torch.compile compiles anew for another number
+            number = torch.as_tensor(number)
+        return batch, number, self.sums, self.runtime.as_graph_input(lr_factor)
 
     def __call__(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> None:
         """Take a step, and add its metrics to `sums`."""
