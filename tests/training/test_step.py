@@ -13,7 +13,7 @@ import torch
 from tests.conftest import SMALL, checkpoint, exact, refuses, same
 from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
-from tests.training.conftest import train_in
+from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, LanguageModel, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
@@ -53,7 +53,7 @@ def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_i
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     seen, whole = [], functools.partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", lambda function: seen.append(function.__name__) or whole(function))
-    task = MNIST(dataset_dir=digits, epochs=1, compile=choice, **dict(SMALL, channels=4))
+    task = MNIST(dataset_dir=digits, epochs=1, compile=choice, **DIGITS)
     found = train_in(tmp_path / "found", task, cpu)
     assert seen == compiled
     wanted = train_in(tmp_path / "wanted", dataclasses.replace(task, compile="auto"), cpu)
@@ -63,20 +63,11 @@ def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_i
     assert ("step 1 took" in (found.path / "log.txt").read_text()) == bool(compiled)
 
 
-class Counted(MNIST):
-    def loss(self, model, batch, epoch):
-        losses.append(epoch)
-        return super().loss(model, batch, epoch)
-
-
-losses = []
-
-
-@pytest.mark.parametrize("choice, calls", [("auto", 2), ("no", 25)])
-def test_on_xla_too_python_runs_every_step_if_compile_is_no(choice, calls, digits, tmp_path, xla):
-    losses.clear()
-    train_in(tmp_path, Counted(dataset_dir=digits, epochs=1, compile=choice, **dict(SMALL, channels=4)), xla)
-    assert len(losses) == calls
+def test_on_xla_too_python_runs_every_step_if_compile_is_no(digits, tmp_path, xla, monkeypatch):
+    calls, loss = [], MNIST.loss
+    monkeypatch.setattr(MNIST, "loss", lambda *arguments: calls.append(1) or loss(*arguments))
+    train_in(tmp_path, MNIST(dataset_dir=digits, epochs=1, compile="no", **DIGITS), xla)
+    assert len(calls) == 25
 
 
 @pytest.mark.slow
