@@ -43,8 +43,8 @@ class Trainer:
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
             raise TpukitError(
-                f"batch_size={task.batch_size} is larger than the training set: use batch_size <="
-                f" {len(self.data)}"
+                f"batch_size={task.batch_size} is larger than the training set, which has {len(self.data)}"
+                " samples: use a smaller batch_size, or add samples"
             )
         self.runtime = runtime = runtime or open_runtime(
             environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
