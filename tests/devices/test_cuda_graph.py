@@ -12,7 +12,8 @@ from tests.devices.emulated_gpu import EmulatedRuntime
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import train_in
 from tpukit import MNIST
-from tpukit.devices import cuda_graph, trial
+from tpukit.devices import cuda_graph
+from tpukit.training import trial
 
 STEPS = 12
 

@@ -64,7 +64,6 @@ def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(le
 def test_a_core_whose_chip_is_one_of_several_hosts_says_that_one_is_supported(xla, monkeypatch):
     import torch_xla.runtime as xr
 
-    monkeypatch.setattr(xr, "addressable_device_count", lambda: 1)
     monkeypatch.setattr(xr, "local_process_count", lambda: 4)
     monkeypatch.setattr(xr, "global_ordinal", lambda: 3)
     monkeypatch.setattr(xr, "world_size", lambda: 4)

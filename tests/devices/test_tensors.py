@@ -1,11 +1,11 @@
-"""What a model asks of its device: a part that is computed once more for the backward pass."""
+"""What a model asks of its device: a part that is computed once more for the backward pass, and an order."""
 
 import pytest
 import torch
 from torch import nn
 
 from tpukit.devices.optimizers import adamw
-from tpukit.devices.tensors import recomputed
+from tpukit.devices.tensors import after_gradients, recomputed
 
 
 def gradients(device, compute):
@@ -29,6 +29,15 @@ def test_on_xla_the_second_computation_is_no_copy_of_the_first(xla):
     assert "opt-barrier" in graph, "XLA would keep what the first computation made"
     expected = gradients("cpu", recomputed)
     torch.testing.assert_close([tensor.cpu() for tensor in found], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_on_xla_a_micro_batch_is_read_after_the_gradients_of_the_one_before(xla):
+    torch_xla = pytest.importorskip("torch_xla")
+    given = xla.put({"x": torch.arange(3.0), "gradient": torch.ones(2)})
+    [x] = after_gradients({"x": given["x"]}, [given["gradient"]]).values()
+    assert "opt-barrier" in torch_xla._XLAC._get_xla_tensors_hlo([x]) and x.cpu().tolist() == [0, 1, 2]
+    batch = {"x": torch.ones(2)}
+    assert after_gradients(batch, [torch.ones(2)]) is batch
 
 
 def test_biases_and_norms_do_not_decay_and_what_is_frozen_is_not_updated():

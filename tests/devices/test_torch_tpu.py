@@ -16,6 +16,7 @@ import torch
 from tests.conftest import COMPILERS, ROOT, best_weights, exact, refuses, same
 from tests.devices import torch_tpu_mock
 from tests.launching.conftest import CPU, losses, on_one_core
+from tests.training.conftest import train_in
 from tpukit import MNIST, Run, train
 from tpukit.devices import open_runtime, torch_tpu
 from tpukit.devices.torch_tpu import TorchTPURuntime
@@ -40,16 +41,13 @@ def test_a_training_gives_the_records_and_weights_of_the_cpu_and_a_resumed_one_t
 ):
     task = MNIST(dataset_dir=digits, **SMALL)
     chip = open_runtime(torch_tpu_mock.machine(1), "fp32")
-    runs = {name: Run.open(tmp_path / name, task) for name in ("cpu", "whole", "halves")}
-    for name, runtime in dict(cpu=cpu, whole=chip).items():
-        train(task, runs[name], runtime=runtime, progress=False)
+    on_cpu, whole = train_in(tmp_path / "cpu", task, cpu), train_in(tmp_path / "whole", task, chip)
     for epochs in (1, 2):
         torch.tpu.default_generators[0].manual_seed(99 if epochs == 2 else 5)
         part = dataclasses.replace(task, epochs=epochs)
-        train(part, runs["halves"], runtime=TorchTPURuntime("tpu", "fp32"), progress=False)
-    assert exact(runs["cpu"]) == exact(runs["whole"]) == exact(runs["halves"])
-    for name in ("whole", "halves"):
-        assert same(best_weights(runs["cpu"]), best_weights(runs[name]))
+        halves = train_in(tmp_path / "halves", part, TorchTPURuntime("tpu", "fp32"))
+    assert exact(on_cpu) == exact(whole) == exact(halves)
+    assert all(same(best_weights(on_cpu), best_weights(run)) for run in (whole, halves))
     restored = torch.tpu.default_generators[0].get_state()
     assert torch.equal(restored, torch.Generator().manual_seed(5).get_state())
     # fp32 is exact. The loss and the predictions are compiled graphs, the step around the loss is not.

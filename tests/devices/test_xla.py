@@ -14,12 +14,14 @@ import torch_xla.core.xla_model as xm
 
 from tests.devices.conftest import take_step
 from tests.tasks.mshnet.small import Narrow
-from tpukit import MNIST, Run, train
+from tests.training.conftest import train_in
+from tpukit import MNIST, Run
 from tpukit.devices import xla_private
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla import XLARuntime
 from tpukit.devices.xla_graph import compilations
 from tpukit.reporting import findings, run_report
+from tpukit.training.data import BatchLoader, BatchSpec
 
 
 @pytest.mark.parametrize(
@@ -69,9 +71,8 @@ def test_a_run_moves_between_devices_and_trains_in_bf16(digits, tmp_path, xla, c
     task = MNIST(dataset_dir=digits, channels=4, epochs=1, batch_size=40)
     in_bf16 = XLARuntime("xla", "bf16")
     for epochs, runtime in ((1, xla), (2, cpu), (3, in_bf16)):
-        part = dataclasses.replace(task, epochs=epochs)
-        train(part, Run.open(tmp_path, part), runtime=runtime, progress=False)
-    run, matrix = Run.find(tmp_path), torch.ones(2, 2, device=in_bf16.device)
+        run = train_in(tmp_path, dataclasses.replace(task, epochs=epochs), runtime)
+    matrix = torch.ones(2, 2, device=in_bf16.device)
     assert [r["accelerator"] for r in run.records("start")] == ["xla", "cpu", "xla"]
     assert run.records("epoch")[-1]["loss"] < run.records("epoch")[0]["loss"]
     with in_bf16.autocast():
@@ -174,9 +175,8 @@ def test_both_phases_are_one_graph_each_for_step_and_prediction_with_the_losses_
     # compared.
     recipe = dict(batch_size=4, base_size=32, crop_size=32, log_every=1, num_workers=1, lr=1e-4)
     task = Narrow(dataset_dir=infrared, epochs=4, warm_epoch=1, eval_every=2, **recipe)
-    run, on_cpu = Run.open(tmp_path / "xla", task), Run.open(tmp_path / "cpu", task)
     before = xla.counters()
-    train(task, run, runtime=xla, progress=False)
+    run = train_in(tmp_path / "xla", task, xla)
     records = run.records()
     compiled = [r for r in records if r["kind"] == "compile"]
     # Epochs 0 and 1 warm up, and weights of both phases are scored.
@@ -190,7 +190,7 @@ def test_both_phases_are_one_graph_each_for_step_and_prediction_with_the_losses_
     words = " ".join(run_report.describe(records))
     assert "compiled at step 1" in words and "again" not in words
     assert "No operation fell back" in words
-    train(task, on_cpu, runtime=cpu, progress=False)
+    on_cpu = train_in(tmp_path / "cpu", task, cpu)
     losses, wanted = ([r["loss"] for r in one.records("train")] for one in (run, on_cpu))
     assert len(losses) == 16 and max(losses) - min(losses) > 0.5  # both phases are in
     # The published network differed by 6e-4 and 1e-3 on two processors, as noise of 2e-7 in eager gradients
@@ -211,52 +211,27 @@ def test_a_second_graph_that_the_optimizer_needs_is_not_reported_as_unexpected(
 ):
     monkeypatch.setattr(findings, "LONG_COMPILE_S", 0.0)  # some machines compile it in less
     task = WithNAdam(dataset_dir=digits, epochs=1, channels=4, batch_size=40, log_every=2)
-    run = Run.open(tmp_path, task)
-    train(task, run, runtime=xla, progress=False)
+    run = train_in(tmp_path, task, xla)
     assert [r["step"] for r in run.records("compile") if r["what"] == "step"] == [1, 2]
     words = " ".join(run_report.describe(run.records()))
     assert "at step 1" in words and "and at step 2" in words and "again" not in words
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ragged(MNIST):
-    """Its training set gives fewer samples from the third batch on, as a last batch that is not dropped
-    does."""
-
-    def datasets(self):
-        train, test = super().datasets()
-        whole, asked = train.batch, []
-
-        def batch(indices, numbers=None):
-            asked.append(1)
-            return whole(indices if len(asked) < 3 else indices[:6], numbers)
-
-        train.batch = batch
-        return train, test
-
-
 def test_a_ragged_batch_ends_the_run_and_error_and_report_name_the_argument_and_its_shapes(
-    digits, tmp_path, xla
+    digits, tmp_path, xla, monkeypatch
 ):
-    task = Ragged(dataset_dir=digits, epochs=1, batch_size=8, num_workers=0, data_on="host")
-    run = Run.open(tmp_path, task)
+    make, made = BatchLoader._make, []
+
+    def ragged_from_the_third(loader, spec):
+        made.append(spec)
+        return make(loader, spec if len(made) < 3 else BatchSpec(spec.indices[:6], spec.numbers[:6]))
+
+    monkeypatch.setattr(BatchLoader, "_make", ragged_from_the_third)
+    task = MNIST(dataset_dir=digits, epochs=1, batch_size=8, num_workers=0, data_on="host")
     why = "image went from (8, 1, 28, 28) to (6, 1, 28, 28): the last batch is ragged"
     with pytest.raises(UnexpectedRecompilation, match=re.escape(why)):
-        train(task, run, runtime=xla, progress=False)
-    assert run.records("compile")[-1]["refused"]
-    assert any("Step 3" in words and why in words for words in run_report.describe(run.records()))
-    assert any(why in row[3] for row in run_report.accelerator_tables(run.records())[0].rows)
-
-
-def test_the_report_names_what_fell_back_and_how_long_the_data_took():
-    counters = dict(compilations=3, compile_s=9.0, executions=9, execute_s=1.0, to_device_s=0.1)
-    counters |= dict(from_device_s=0.1, fallbacks={"aten::nonzero": 7})
-    speed = dict(seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=[], counters=counters)
-    start = dict(
-        kind="start", step=0, device="tpu (v5e), bf16", max_graphs=1, batch_size=1, steps_per_epoch=42
-    )
-    words = " ".join(
-        run_report.describe([start, dict(kind="train", step=42, loss=1.0, grad_norm=1.0, speed=speed)])
-    )
-    assert "aten::nonzero (7 times)" in words
-    assert "Waiting for data took 60.0% of the training time: if threads make" in words
+        train_in(tmp_path, task, xla)
+    records = Run.find(tmp_path).records()
+    assert [record for record in records if record["kind"] == "compile"][-1]["refused"]
+    assert any("Step 3" in words and why in words for words in run_report.describe(records))
+    assert any(why in row[3] for row in run_report.accelerator_tables(records)[0].rows)

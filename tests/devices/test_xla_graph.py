@@ -8,7 +8,7 @@ pytest.importorskip("torch_xla")
 
 from tests.conftest import checkpoint, same
 from tests.devices.conftest import outcome, take_step
-from tpukit import Run, train
+from tests.training.conftest import train_in
 from tpukit.devices import xla_graph, xla_private
 from tpukit.devices.distributed import World
 from tpukit.devices.recompiles import UnexpectedRecompilation
@@ -212,8 +212,7 @@ def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_
     task = Normed(dataset_dir=digits, epochs=1, batch_size=8, ema_decay=0.9)
     kept = {}
     for name, runtime in (("cpu", cpu), ("xla", xla)):
-        run = Run.open(tmp_path / name, task)
-        train(task, run, runtime=runtime, progress=False)
+        run = train_in(tmp_path / name, task, runtime)
         kept[name] = {n: v for n, v in checkpoint(run)["averaged"].items() if "running" in n}
     assert len(kept["xla"]) == 2 and kept["xla"]["1.running_var"].max() > 0.01
     for name in kept["cpu"]:

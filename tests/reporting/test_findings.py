@@ -71,7 +71,8 @@ def test_memory_stands_in_the_report_device_by_device_and_compilations_with_thei
     why = "lr went from 0.1 to 0.0"
     compiled = [compiled_at(1), compiled_at(9, "predict", 4.0), compiled_at(12, seconds=20.0, why=[why])]
     memory = [[12 * 2**30, 16 * 2**30], [8 * 2**30, 16 * 2**30]]
-    records = [started(), *compiled, trained_at(12, memory=memory, counters=dict(fallbacks={}))]
+    counters = dict(fallbacks={"aten::nonzero": 7})
+    records = [started(), *compiled, trained_at(12, memory=memory, counters=counters)]
     tables = {table.title: table for table in run_report.accelerator_tables(records)}
     assert tables["Memory"].rows == [("0", "12.00", "16.00", "75%"), ("1", "8.00", "16.00", "50%")]
     assert tables["Compilations"].rows == [
@@ -79,7 +80,10 @@ def test_memory_stands_in_the_report_device_by_device_and_compilations_with_thei
         ("9", "predict", "4.0", "the first time"),
         ("12", "step", "20.0", why),
     ]
-    assert f"Step 12 compiled again (20.0 s) because {why}." in run_report.describe(records)
+    sentences = " ".join(run_report.describe(records))
+    assert f"Step 12 compiled again (20.0 s) because {why}." in sentences
+    assert "aten::nonzero (7 times)" in sentences
+    assert "Waiting for data took 25.0% of the training time: if threads make" in sentences
 
 
 def test_after_a_resume_the_report_says_how_long_all_sessions_took_and_which_one_it_is_about():

@@ -73,7 +73,11 @@ class Forgetful(Runtime):
         if not self.trusts_graphs:
             return function
         calls = iter(range(1000))
-        return lambda *arguments: torch.zeros(1) if next(calls) % 3 == 2 else function(*arguments)
+
+        def step(batch, epoch, sums, lr_factor):
+            return sums if next(calls) % 3 == 2 else function(batch, epoch, sums, lr_factor)
+
+        return step
 
 
 class OfTwoGraphs(Runtime):

@@ -1,6 +1,7 @@
 """How the tests of the training train."""
 
 from tests.conftest import SMALL
+from tests.devices.conftest import emulated  # noqa: F401  a fixture
 from tpukit import Run, train
 
 DIGITS = dict(SMALL, channels=4)  # settings of an MNIST

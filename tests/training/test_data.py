@@ -96,7 +96,7 @@ def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_lo
     digits, xla, cpu, monkeypatch
 ):
     data = MNIST(dataset_dir=digits).datasets()[0]
-    size = xla.whole_nbytes(data.device_arrays())
+    size = data.device_nbytes()
     assert "on the device: a batch is an index" in BatchLoader(data, xla).description
     monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
     loader = BatchLoader(data, xla)

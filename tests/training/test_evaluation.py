@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import scores_of
+from tests.conftest import refuses, scores_of
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, TpukitError
@@ -18,12 +18,15 @@ from tpukit.runs import weights
 from tpukit.training import evaluation
 
 
-def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
+def test_a_set_without_samples_is_an_error_that_says_which(digits, tmp_path, cpu, monkeypatch):
     task = MNIST(dataset_dir=digits)
     empty = task.test_set()
     empty.images, empty.labels = empty.images[:0], empty.labels[:0]
     with pytest.raises(TpukitError, match=f"{task.dataset_dir}.* test set"):
         scores_of(task, task.model(), empty, cpu)
+    monkeypatch.setattr(MNIST, "datasets", lambda task: (empty, empty))
+    with refuses("batch_size=128", "training set", "0 samples"):
+        train_in(tmp_path, task, cpu)
 
 
 def trained_with_scores(scores, digits, cpu, folder, monkeypatch, **settings):

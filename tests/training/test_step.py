@@ -13,11 +13,11 @@ import torch
 from tests.conftest import SMALL, checkpoint, exact, refuses, same
 from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
-from tests.training.conftest import train_in
+from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, LanguageModel, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
-from tpukit.training.step import add_gradients, clip_gradients
+from tpukit.training.step import TrainingStep, add_gradients, clip_gradients
 
 
 def test_the_loss_is_computed_in_float32_under_autocast(infrared):
@@ -53,7 +53,7 @@ def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_i
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     seen, whole = [], functools.partial(torch.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", lambda function: seen.append(function.__name__) or whole(function))
-    task = MNIST(dataset_dir=digits, epochs=1, compile=choice, **dict(SMALL, channels=4))
+    task = MNIST(dataset_dir=digits, epochs=1, compile=choice, **DIGITS)
     found = train_in(tmp_path / "found", task, cpu)
     assert seen == compiled
     wanted = train_in(tmp_path / "wanted", dataclasses.replace(task, compile="auto"), cpu)
@@ -63,32 +63,30 @@ def test_torch_compile_gets_the_loss_with_the_model_as_its_argument_only_if_it_i
     assert ("step 1 took" in (found.path / "log.txt").read_text()) == bool(compiled)
 
 
-class Counted(MNIST):
-    def loss(self, model, batch, epoch):
-        losses.append(epoch)
-        return super().loss(model, batch, epoch)
-
-
-losses = []
-
-
-@pytest.mark.parametrize("choice, calls", [("auto", 2), ("no", 25)])
-def test_on_xla_too_python_runs_every_step_if_compile_is_no(choice, calls, digits, tmp_path, xla):
-    losses.clear()
-    train_in(tmp_path, Counted(dataset_dir=digits, epochs=1, compile=choice, **dict(SMALL, channels=4)), xla)
-    assert len(losses) == calls
+def test_on_xla_too_python_runs_every_step_if_compile_is_no(digits, tmp_path, xla, monkeypatch):
+    calls, loss = [], MNIST.loss
+    monkeypatch.setattr(MNIST, "loss", lambda *arguments: calls.append(1) or loss(*arguments))
+    train_in(tmp_path, MNIST(dataset_dir=digits, epochs=1, compile="no", **DIGITS), xla)
+    assert len(calls) == 25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MNIST, Narrow, LanguageModel])
 def test_the_whole_loss_is_one_graph_of_torch_compile_in_both_phases(kind, cpu):
     sizes = {Narrow: dict(base_size=32, crop_size=32), LanguageModel: dict(sequence_length=64)}
-    task = kind(**sizes.get(kind, {}))
-    model, batch = cpu.to_device(task.model().train()), cpu.put(task.example(2))
-    compiled = torch.compile(task.loss, backend="eager", fullgraph=True)
-    for epoch in (0, 9):
-        found, wanted = (loss(model, batch, torch.tensor(epoch)) for loss in (compiled, task.loss))
+    task = kind(compile="yes", **sizes.get(kind, {}))
+    step, graphs = TrainingStep(task, cpu, task.model().train()), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(task.loss, backend=backend, fullgraph=True)
+    for epoch in (0, 1, 9):
+        batch, number, *_ = step.arguments(cpu.put(task.example(2)), epoch)
+        found, wanted = (loss(step.model, batch, number) for loss in (compiled, task.loss))
         torch.testing.assert_close(found, wanted)
+    assert len(graphs) == 1
 
 
 # Gradient accumulation

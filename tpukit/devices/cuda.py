@@ -68,8 +68,7 @@ class CUDARuntime(Runtime):
 
     def _computes_faster_channels_last(self, model: nn.Module) -> bool:
         # Tensor cores take channels last, and would transpose all else.
-        has_tensor_cores = torch.cuda.get_device_capability() >= (7, 0)
-        return has_tensor_cores and self.precision != "fp32" and super()._computes_faster_channels_last(model)
+        return self.precision != "fp32" and super()._computes_faster_channels_last(model)
 
     def put(self, arrays: Mapping[str, Any]) -> Batch:
         pinned = {name: torch.as_tensor(value).pin_memory() for name, value in arrays.items()}

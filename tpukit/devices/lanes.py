@@ -42,11 +42,6 @@ def rows_shape(array: np.ndarray) -> tuple[int, ...]:
     return len(array) * parts, elements // LANES, LANES
 
 
-def stored_nbytes(array: np.ndarray) -> int:
-    """Return the bytes that a numpy array (N, ...) takes on the device."""
-    return math.prod(rows_shape(array)) * array.dtype.itemsize
-
-
 def to_rows(array: np.ndarray) -> np.ndarray:
     """Copy a numpy array (N, ...) as `Stored.rows` has it, each sample padded by zeros."""
     rows = np.zeros(rows_shape(array), array.dtype)

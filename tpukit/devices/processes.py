@@ -79,10 +79,6 @@ def rank_of_opened_chip() -> tuple[int, int]:
     import torch_xla.distributed.xla_backend  # noqa: F401  registers xla:// for `init_process_group`
     import torch_xla.runtime as xr
 
-    if xr.addressable_device_count() > 1:
-        raise TpukitError(
-            "each chip of this TPU has two cores (v2, v3): use parallel='spmd', one process for all of them"
-        )
     if xr.world_size() > xr.local_process_count():
         cores = f"{xr.world_size()} cores, of which this host has {xr.local_process_count()}"
         raise TpukitError(f"found {cores}: {ONE_HOST}")

@@ -137,10 +137,6 @@ class Runtime:
         # pinned memory.
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
 
-    def whole_nbytes(self, arrays: Mapping[str, np.ndarray]) -> int:
-        """Return the bytes that a whole dataset takes on the device."""
-        return sum(values.nbytes for values in arrays.values())
-
     def take(self, whole: dict[str, Any], index: Tensor) -> Batch:
         """Samples of what `put_dataset` returned, (B, ...) each. index: (B,). To be called in a compiled
         function."""
@@ -232,11 +228,6 @@ class Runtime:
         self.scaler.scale(loss).backward()
         if is_last:
             self.scaler.unscale_(optimizer)
-
-    def barrier_after_gradients(self, optimizer: Optimizer, batch: Batch) -> Batch:
-        """Return the batch behind a barrier: the next micro-batch starts after these gradients and reuses
-        their memory. Only a compiler would start earlier."""
-        return batch
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         """Turn each rank's gradients into their mean over all ranks, as one vector of each type, in which a

@@ -27,6 +27,18 @@ def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
     return tensor
 
 
+def after_gradients(batch: dict[str, Tensor], gradients: list[Tensor]) -> dict[str, Tensor]:
+    """Return a batch that torch_xla's graph reads once it has these gradients, whose memory the computation
+    of the next ones then reuses. Only a compiler would start earlier."""
+    if not gradients or gradients[0].device.type != "xla":
+        return batch
+    import torch_xla.core.xla_model as xm
+
+    batch = {name: values.clone() for name, values in batch.items()}  # the barrier changes them
+    xm.optimization_barrier_([*gradients, *batch.values()])
+    return batch
+
+
 def recomputed(function: Callable, tensor: Tensor, *others: Any) -> Any:
     """Return function(tensor, *others), of which nothing but `tensor` and `others` is kept for the backward
     pass: that computes it once more. There may be no random numbers in it."""

@@ -124,9 +124,6 @@ class XLARuntime(Runtime):
         rows = {name: torch.as_tensor(lanes.to_rows(array)).to(self.device) for name, array in arrays.items()}
         return {name: lanes.Stored(rows[name], array.shape) for name, array in arrays.items()}
 
-    def whole_nbytes(self, arrays: Mapping[str, np.ndarray]) -> int:
-        return sum(lanes.stored_nbytes(values) for values in arrays.values())
-
     def take(self, whole: dict[str, lanes.Stored], index: Tensor) -> Batch:
         return {name: lanes.take(stored, index) for name, stored in whole.items()}
 
@@ -186,13 +183,6 @@ class XLARuntime(Runtime):
         flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
         for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
             grad.copy_(part.view_as(grad))
-
-    def barrier_after_gradients(self, optimizer: Optimizer, batch: Batch) -> Batch:
-        grads = gradients(optimizer)
-        if grads:
-            batch = {name: values.clone() for name, values in batch.items()}  # the barrier changes them
-            xm.optimization_barrier_([*grads, *batch.values()])
-        return batch
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         """Create the optimizer's state before the first step; created in it, it would cost a second

@@ -6,6 +6,8 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.errors import TpukitError
@@ -76,12 +78,11 @@ class BatchLoader:
         where = f"{workers} threads make the batches ahead" if workers else "a batch is made when it is due"
         if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):
             most = runtime.memory_size() // MEMORY_SHARE if on == "auto" else float("inf")
-            arrays = data.device_arrays() if data.device_nbytes() <= most else {}
-            size = runtime.whole_nbytes(arrays)  # with what the device pads
-            if arrays and size <= most:
-                self.resident = runtime.put_dataset(arrays)
-                self.resident_bytes = size
-                where = f"{size / 2**20:.0f} MiB on the device: a batch is an index"
+            if data.device_nbytes() <= most:
+                self.resident = runtime.put_dataset(data.device_arrays())
+                stored = [leaf for leaf in tree_leaves(self.resident) if isinstance(leaf, Tensor)]
+                self.resident_bytes = sum(tensor.nbytes for tensor in stored)  # with what the device pads
+                where = f"{self.resident_bytes / 2**20:.0f} MiB on the device: a batch is an index"
             else:
                 where += f", because more than {most / 2**20:.0f} MiB would take too much of the device"
         self.description = f"{len(data)} samples, {where}"

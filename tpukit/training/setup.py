@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import torch
 
-from tpukit.devices import check_micro_batches, open_runtime, trial
+from tpukit.devices import check_micro_batches, open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.host.bars import tqdm
@@ -14,7 +14,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
 from tpukit.runs import weights
 from tpukit.runs.run import Run
-from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
+from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule, trial
 from tpukit.training.data import Batch, BatchLoader, training_index_batches
 from tpukit.training.evaluation import Evaluator
 from tpukit.training.notes import log_compilations, log_notes
@@ -43,8 +43,8 @@ class Trainer:
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
             raise TpukitError(
-                f"batch_size={task.batch_size} is larger than the training set: use batch_size <="
-                f" {len(self.data)}"
+                f"batch_size={task.batch_size} is larger than the training set, which has {len(self.data)}"
+                " samples: use a smaller batch_size, or add samples"
             )
         self.runtime = runtime = runtime or open_runtime(
             environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)

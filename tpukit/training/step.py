@@ -9,11 +9,13 @@ wraps it on each kind of device."""
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tpukit.devices.optimizers import optimizer_signature, parameters_with_gradient
+from tpukit.devices.optimizers import gradients, optimizer_signature, parameters_with_gradient
 from tpukit.devices.runtime import Runtime
+from tpukit.devices.tensors import after_gradients
 from tpukit.training import batch_norm, layers, metrics
 from tpukit.training.data import Batch, identity
 from tpukit.training.ema import WeightEMA
@@ -72,7 +74,7 @@ def add_gradients(
         part = batch
         if count > 1:  # every count-th sample: each core of SPMD has a contiguous share, and keeps its own
             part = {name: values.unflatten(0, (-1, count))[:, number] for name, values in batch.items()}
-        part = runtime.barrier_after_gradients(optimizer, part)
+        part = after_gradients(part, gradients(optimizer))
         with runtime.autocast():
             value = loss(model, part, epoch).float()
         value = value if count == 1 else value / count
@@ -125,7 +127,10 @@ class TrainingStep:
 
     def arguments(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> tuple:
         """Return the arguments of `compiled` and `eager`. batch: on the device. epoch: from 0."""
-        return batch, self.runtime.as_graph_input(epoch), self.sums, self.runtime.as_graph_input(lr_factor)
+        number = self.runtime.as_graph_input(epoch)
+        if self.task.compile == "yes":  # on a CPU, too: torch.compile compiles anew for another number
+            number = torch.as_tensor(number)
+        return batch, number, self.sums, self.runtime.as_graph_input(lr_factor)
 
     def __call__(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> None:
         """Take a step, and add its metrics to `sums`."""

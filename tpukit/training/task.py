@@ -66,8 +66,8 @@ class Task:
         """Return the loss of a batch (dict of device tensors), a scalar computed in float32. Runs under
         autocast; no `.item()` here.
 
-        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by
-        `torch.where`, not by `if`."""
+        epoch: from 0. On XLA, on GPUs and with compile="yes" a 0-d tensor, so that all epochs are one
+        graph: choose by `torch.where`, not by `if`."""
         raise self._missing("loss")
 
     def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import conv2d
 
 import tpukit
-from tpukit.devices import open_runtime, trial
+from tpukit.devices import open_runtime
 from tpukit.devices.chips import find_chip
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files, known_errors
@@ -29,6 +29,7 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import GIB, printable, say
 from tpukit.tasks.datasets import make_synthetic
 from tpukit.tools import child
+from tpukit.training import trial
 from tpukit.training.step import TrainingStep
 
 FORMAT = "tpukit hardware 1"

@@ -15,9 +15,10 @@ from tests.devices.conftest import told_by_ranks
 from tests.devices.emulated_gpu import EmulatedRuntime, Graph
 from tests.training.conftest import train_in
 from tpukit import MNIST
-from tpukit.devices import cuda_graph, trial
+from tpukit.devices import cuda_graph
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
+from tpukit.training import trial
 
 LAST = trial.STEPS - cuda_graph.WARM_UP  # replay on a GPU
 
@@ -108,22 +109,6 @@ def test_replays_of_the_first_batch_and_learning_rate_alone_are_an_error_too(emu
     assert trial.step_error(EmulatedRuntime()) > 0.1
 
 
-def lose_one_update(monkeypatch):
-    """On XLA a replay, once, keeps the old weights."""
-    from tpukit.devices import xla_private
-
-    run, made = xla_private.run_graph, []
-
-    def lossy(name, inputs):
-        outputs = run(name, inputs)
-        made.append(1)
-        if len(made) == 5:
-            outputs[0] = torch.zeros(outputs[0].shape).to(outputs[0].device)
-        return outputs
-
-    monkeypatch.setattr(xla_private, "run_graph", lossy)
-
-
 # At the start of a training
 
 
@@ -165,15 +150,6 @@ def test_a_gpu_whose_replays_lose_an_update_trains_by_eager_steps(digits, tmp_pa
     check_same(run, trained(tmp_path / "eager", digits, Runtime("cpu")))
 
 
-def test_an_xla_device_whose_replays_lose_one_traces_each_step(
-    digits, tmp_path, like_tpu, replays, monkeypatch
-):
-    lose_one_update(monkeypatch)
-    run = trained(tmp_path / "run", digits, like_tpu)
-    assert len(replays) == trial.STEPS and "the results were off" in log_of(run)
-    assert run.records("train")[-1]["loss"] < run.records("train")[0]["loss"]
-
-
 # When it is made
 
 
@@ -206,7 +182,7 @@ def test_nothing_is_tried_on_a_cpu_and_each_hardware_by_itself(cpu, xla, like_tp
 
 RANK = """
 import json
-from tpukit.devices import trial
+from tpukit.training import trial
 
 runtime = Runtime("cpu", "fp32", world=world)
 told = dict(sound=trial.step_error(runtime))

@@ -14,11 +14,28 @@ from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files
 from tpukit.host.errors import first_line
+from tpukit.training.step import TrainingStep
+from tpukit.training.task import Task
 
 STEPS = 8  # on a GPU 3 of them warm up and 1 is captured
 # On a CPU, with the batches of 12 ranks, a lost update made an error of 0.2 or more; rounding to bf16 one of
 # 0.022 or less.
 MAX_ERROR = 0.05
+
+
+class Small(Task):
+    """Four classes of images of 8 x 8 pixels."""
+
+    def model(self):
+        # Not a ReLU, which makes much of rounding: a number on the other side of 0 has another gradient.
+        convolved = [nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Tanh()]
+        return nn.Sequential(*convolved, nn.Flatten(), nn.Linear(288, 4))
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+
+    def loss(self, model, batch, epoch):
+        return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
 
 
 def try_out(runtime: Runtime) -> str:
@@ -47,47 +64,28 @@ def try_out(runtime: Runtime) -> str:
 
 def step_error(runtime: Runtime) -> float:
     """Return the largest relative difference between a small network's steps as the runtime takes those of a
-    training run (captured on a GPU, replayed on XLA) and as it takes them if that is wrong: of losses,
-    weights, statistics and the optimizer's state. NaN if there is one. Collective."""
+    training run (captured on a GPU, replayed on XLA) and as it takes them if that is wrong: of the sum of the
+    losses, weights, statistics and the optimizer's state. NaN if there is one. Collective."""
     pairs = zip(_take_steps(runtime, trusts_graphs=True), _take_steps(runtime, trusts_graphs=False))
     return float(torch.stack([(found - right).norm() / right.norm() for found, right in pairs]).max())
 
 
 def _take_steps(runtime: Runtime, *, trusts_graphs: bool) -> list[Tensor]:
-    """Return the loss of each step, then the tensors of the model and of the optimizer's state, on the CPU.
+    """Return the sum of the losses, then the tensors of the model and of the optimizer's state, on the CPU.
     The learning rate and the batches change from step to step."""
     runtime = copy.copy(runtime)
     runtime.trusts_graphs = trusts_graphs
     if runtime.scaler:  # torch's starts at 65536, with which some ranks' gradients overflow: a skipped step
         runtime.scaler = GradScaler(runtime.device.type, init_scale=1024.0)
     torch.manual_seed(0)
-    # Not a ReLU, which makes much of rounding: a number on the other side of 0 has another gradient.
-    layers = [nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)]
-    model = runtime.to_device(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
-    runtime.init_optimizer_state(optimizer)
-
-    def loss(model, batch):
-        return nn.functional.cross_entropy(model(batch["image"]), batch["label"]).float()
-
-    compiled_loss = runtime.torch_compile(loss, "auto")
-
-    def step(batch, lr_factor):
-        optimizer.zero_grad(set_to_none=True)
-        with runtime.autocast():
-            value = compiled_loss(model, batch)
-        runtime.backward(value, optimizer)
-        runtime.all_reduce_gradients(optimizer)
-        runtime.optimizer_step(optimizer, lr_factor)
-        return value.detach().reshape(1)
-
-    compiled = runtime.compile(step, mutates=(model, optimizer))
-    numbers, losses = torch.Generator().manual_seed(runtime.world.rank), []
+    task = Small()
+    step = TrainingStep(task, runtime, task.model())
+    step.compile()
+    numbers = torch.Generator().manual_seed(runtime.world.rank)
     for number in range(STEPS):
         # By SPMD one process has the samples of all cores.
         image = torch.randn(8 * runtime.cores // runtime.world.size, 1, 8, 8, generator=numbers)
         label = image[:, 0, 1, 1:5].argmax(1)  # so that there is something to learn
-        batch = runtime.put_batch({"image": image, "label": label})
-        losses.append(compiled(batch, runtime.as_graph_input(1 - number / STEPS / 2)))
-    state = runtime.to_cpu([*losses, *model.state_dict().values(), *state_tensors(optimizer)])
-    return [value.double() for value in state]
+        step(runtime.put_batch({"image": image, "label": label}), 0, 1 - number / STEPS / 2)
+    state = [*step.model.state_dict().values(), *state_tensors(step.optimizer)]
+    return [value.double() for value in runtime.to_cpu([step.sums[:1], *state])]
