@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tpukit
-from tpukit.reporting import device_report, presenting
+from tpukit.reporting import device_report
 
 # In a fresh process, without a run or a task.
 LOOP = """
@@ -96,12 +96,9 @@ def test_what_runs_on_the_cpu_is_named_and_a_block_counts_only_its_own(xla, caps
     assert shown.count("No operation fell back to the CPU") == 1 and "aten::nonzero on the CPU" in shown
 
 
-def test_a_block_that_raises_is_shown_too_in_a_notebook_as_html(xla, monkeypatch):
+def test_a_block_that_raises_is_shown_too_in_a_notebook_as_html(xla, shown):
     from tpukit.devices import xla_counters
 
-    shown = []
-    monkeypatch.setattr(presenting, "notebook_kernel", object)
-    monkeypatch.setattr("IPython.display.display", shown.append)
     with pytest.raises(ZeroDivisionError), tpukit.metrics_report() as report:
         loop(xla, [torch.ones(13, 17)])
         xla_counters.wait()  # the report of an error does not
