@@ -1,8 +1,11 @@
 """What a run's report says of the accelerator."""
 
+import re
+
 import pytest
 
 from tests.reporting.hostile import SPEED, evaluated, strange_run
+from tpukit.host import language
 from tpukit.reporting import evaluation_figures, figures, findings, run_report
 
 
@@ -90,6 +93,21 @@ def test_after_a_resume_the_report_says_how_long_all_sessions_took_and_which_one
     sentences = run_report.describe([*one, *other, started()])  # the last one found nothing left to do
     assert "The last of 2 sessions ran on cpu." in sentences
     assert sentences[-1] == "Training took 92 s, evaluation 2 s in 2 sessions."
+
+
+def test_in_a_chinese_notebook_every_sentence_of_a_report_is_chinese_and_names_its_steps(monkeypatch):
+    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
+    again = compiled_at(9, why=["lr went from 0.1 to 0.0"])
+    on_xla = trained_at(12, counters=dict(fallbacks={"aten::nonzero": 7}))
+    ended = [dict(kind="diverged", step=12), dict(kind="stopped", step=12, epoch=1, patience=3)]
+    reports = (
+        [started(), compiled_at(1), again, dict(again, why=[], refused=True), on_xla, *ended],
+        [started(compile="yes"), CAPTURED | dict(programs=0, why=["in fp16 so"]), trained_at(8)],
+        [started(accelerator="tpu"), trained_at(8)],
+    )
+    sentences = [language.translate(text) for report in reports for text in run_report.describe(report)]
+    assert not [sentence for sentence in sentences if not re.search(r"[\u4e00-\u9fff]", sentence)]
+    assert "第 9 步又编译了一次（30.0 s），因为 lr 从 0.1 变为 0.0。" in sentences
 
 
 # What a task says of its scores, and a run that is still training
