@@ -3,8 +3,7 @@ of one machine in one run.
 
 steps     MSHNet's training step, plain, with each way that PyTorch has to make it faster, and by tpukit
 loops     the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
-text      GPT-2 and LoRA on a GPU, or small models on a CPU, next to a loop by hand and TRL
-plans     asks the TPU compiler again about every step of plan.json; half an hour or more"""
+text      GPT-2 and LoRA on a GPU, or small models on a CPU, next to a loop by hand and TRL"""
 
 import argparse
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.rows import read_rows
 from tpukit.host import environment
 from tpukit.host.tables import Table
 
@@ -28,7 +28,6 @@ CASES = dict(
         *(f"cuda 256 {size} {{rounds}}" for size in (4, 16, 64) if torch.cuda.is_available()),
     ),
     text=("{rounds}",),
-    plans=("",),
 )
 PACKAGES = ("torch", "torch_xla", "lightning", "accelerate", "trl")
 DEFAULT = ("steps", "loops", *(["text"] if torch.cuda.is_available() else []))
@@ -63,7 +62,7 @@ def measure(part, case):
     ran = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
     if ran.returncode:
         sys.exit(f"{' '.join(command)} failed, see above")
-    return [json.loads(line[4:]) for line in ran.stdout.splitlines() if line.startswith("ROW ")]
+    return read_rows(ran.stdout)
 
 
 if __name__ == "__main__":

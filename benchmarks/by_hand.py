@@ -51,7 +51,7 @@ class Network(nn.Module):
         self.final = nn.Conv2d(4, 1, 3, padding=1)
 
     def forward(self, image):
-        """image: (B, 3, H, W). Returns the logits and those of the four heads, at full to eighth size."""
+        """Return the logits and those of the four heads, at full to eighth size. image: (B, 3, H, W)."""
         e0 = self.encoder_0(self.conv_init(image))
         e1 = self.encoder_1(F.max_pool2d(e0, 2))
         e2 = self.encoder_2(F.max_pool2d(e1, 2))
@@ -69,7 +69,7 @@ def larger(x, factor):
 
 
 def sls_loss(logits, target):
-    """The loss of eq. 1-7 of MSHNet's paper, after its warm-up."""
+    """Return the loss of eq. 1-7 of MSHNet's paper, after its warm-up."""
     p = torch.sigmoid(logits)
     intersection, predicted, labelled = (x.sum((1, 2, 3)) for x in (p * target, p, target))
     spread = ((predicted - labelled) / 2) ** 2

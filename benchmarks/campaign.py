@@ -1,4 +1,4 @@
-"""`python -m benchmarks.campaign`: kill a training, and flip bits in its weights files, a thousand times.
+"""`python -m benchmarks.campaign`: kill a training run, and flip bits in its weights files, a thousand times.
 
 A run has a folder, and a backup in another one. After each kill the newest whole checkpoint of both is at
 least as new as before, and a run that has come to its end equals one that was never killed. A weights file
@@ -64,13 +64,13 @@ def forked(log, *arguments, kill_after_s=None, **options):
 
 
 def results(folder):
-    """Records, last state and best weights of a run. Raises TpukitError for what is damaged."""
+    """Return records, last state and best weights of a run. Raises TpukitError for what is damaged."""
     run = Run(folder)
     return dict(records=exact(run), state=run.restore(), best=weights.read(run.best()))
 
 
 def unequal(folder, wanted):
-    """Names of the results of a run that are not those of the straight run, or why they cannot be read."""
+    """Return the names of the results that differ from the straight run's, or why they cannot be read."""
     try:
         found = results(folder)
     except (OSError, TpukitError) as error:
@@ -79,7 +79,7 @@ def unequal(folder, wanted):
 
 
 def newest_whole(folder):
-    """The step of the newest whole checkpoint of a run; 0 without."""
+    """Return the step of the newest whole checkpoint of a run; 0 without."""
     listed = hashes.read_list(folder) or {}
     for name, step in hashes.steps(listed).items():
         if hashes.is_whole(folder / name, listed[name]):

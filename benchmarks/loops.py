@@ -8,10 +8,8 @@ and takes tpukit's batches, because what is computed counts: max-pooling takes l
 harder to predict. On a CPU all of them run with the memory kept that a step frees, as tpukit keeps it."""
 
 import importlib.util
-import json
 import logging
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -21,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.rows import compare, print_row
+from benchmarks.steps import open_runtime
 from tpukit import MNIST, MSHNet, Run, train
-from tpukit.devices.runtime import Runtime
 from tpukit.tasks.datasets import make_synthetic
 
 
@@ -161,12 +160,7 @@ def contenders(device, model, folder):
         images = make_synthetic("IRSTD-1k", folder / "infrared", size=120)
         sizes = dict(batch_size=4, base_size=64, crop_size=64, num_workers=1)
         task = MSHNet(dataset_dir=images, **sizes, **settings)
-    if device == "xla":
-        from tpukit.devices.xla import XLARuntime
-
-        runtime = XLARuntime("xla")
-    else:
-        runtime = Runtime(device)
+    runtime = open_runtime(device, task.precision)
     found = dict(bare=Bare(task, runtime.device), tpukit=Ours(task, runtime))
     # Lightning takes no XLA device but a TPU; accelerate takes XLA's wherever torch_xla is installed
     name, kind = ("lightning", Lightning) if device == "cpu" else ("accelerate", Accelerate)
@@ -180,26 +174,13 @@ def main(device, model, rounds):
     with tempfile.TemporaryDirectory() as folder:
         loops = contenders(device, model, Path(folder))
         steps = len(loops["bare"].data) // loops["bare"].task.batch_size
-        taken = []
+        step_s = {name: [] for name in loops}
         for _ in range(int(rounds) + 1):
-            order = random.sample(list(loops), len(loops))
-            taken.append({name: loops[name].run() / steps for name in order})
+            for name in random.sample(list(loops), len(loops)):
+                step_s[name].append(loops[name].run() / steps)
     for name in loops:
-        row = dict(device=device, model=model, loop=name, **compare(taken[1:], name))  # the first compiles
-        print("ROW " + json.dumps(row), flush=True)
-
-
-def compare(rounds, name):
-    """Return how a loop compares with the bare one: medians, and the lowest and highest single round."""
-    ratios = [seconds[name] / seconds["bare"] for seconds in rounds]
-    step_s, bare_s = (statistics.median(seconds[loop] for seconds in rounds) for loop in (name, "bare"))
-    return dict(
-        ms_per_step=round(1e3 * step_s, 2),
-        times_bare=round(step_s / bare_s, 3),
-        lowest=round(min(ratios), 3),
-        highest=round(max(ratios), 3),
-        rounds=len(rounds),
-    )
+        compared = compare(step_s[name][1:], step_s["bare"][1:])  # the first round compiles
+        print_row(device=device, model=model, loop=name, **compared)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ faster, and as tpukit takes it; each takes turns with its device's first one."""
 
 import contextlib
 import functools
-import json
 import statistics
 import sys
 import time
@@ -12,6 +11,7 @@ import torch
 
 from benchmarks import by_hand
 from benchmarks.literal import literal_layers
+from benchmarks.rows import compare, print_row
 from tpukit import MSHNet
 from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
@@ -90,7 +90,7 @@ class Plain:
         return torch.autocast(self.device, self.dtype, enabled=self.half, cache_enabled=False)
 
     def seconds(self):
-        """Of one step: until its loss is read, and until the host has handed it over."""
+        """Return the seconds of one step: until its loss is read, and until the host has handed it over."""
         with self.settings():
             started = time.perf_counter()
             with self.autocast():
@@ -121,7 +121,8 @@ class Ours:
                 sys.exit(f"the step is not captured, because {event['why'][0]}")
 
     def seconds(self):
-        """Of one step: until the device has done it, and until the host has handed it over."""
+        """Return the seconds of one step: until the device has done it, and until the host has handed it
+        over."""
         with self.layers():
             started = time.perf_counter()
             self.step(self.batch, self.epoch)
@@ -147,32 +148,23 @@ def main(device, size, batch_size, rounds):
             print(f"{name}: {error}", file=sys.stderr)
             continue
         first = first or way
-        taken = {one: [] for one in (first, way)}
+        taken = {one: [] for one in (first, way)}  # way -> rounds -> what `seconds` returns of each step
         for number in range(int(rounds)):
             for one in list(taken)[:: (-1) ** number]:
                 taken[one].append([one.seconds() for _ in range(STEPS[device])])
-        row = dict(device=device, size=size, batch=batch_size, way=name, **compare(taken, way, first))
-        print("ROW " + json.dumps(row), flush=True)
-
-
-def compare(taken, way, first):
-    """Return how a way compares with the first one.
-
-    taken: way -> rounds -> [(seconds of a step, seconds until the host has handed it over)]."""
-    ms, first_ms = (
-        [1e3 * statistics.median(whole for whole, _ in steps) for steps in taken[one]] for one in (way, first)
-    )
-    ratios = [one / other for one, other in zip(ms, first_ms)]
-    host_s = statistics.median(handed_over for steps in taken[way] for _, handed_over in steps)
-    return dict(
-        ms_per_step=round(statistics.median(ms), 1),
-        times_first=round(statistics.median(ms) / statistics.median(first_ms), 2),
-        lowest=round(min(ratios), 2),
-        highest=round(max(ratios), 2),
-        host_ms=round(1e3 * host_s, 1),
-        first_step_s=round(way.first_s, 1),
-        rounds=len(ms),
-    )
+        step_s = {}
+        for one, of_rounds in taken.items():
+            step_s[one] = [statistics.median(whole for whole, _ in steps) for steps in of_rounds]
+        host_s = statistics.median(handed_over for steps in taken[way] for _, handed_over in steps)
+        print_row(
+            device=device,
+            size=size,
+            batch=batch_size,
+            way=name,
+            **compare(step_s[way], step_s[first]),
+            host_ms=round(1e3 * host_s, 2),
+            first_step_s=round(way.first_s, 1),
+        )
 
 
 if __name__ == "__main__":

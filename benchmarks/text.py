@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
+from benchmarks.rows import compare, print_row
 from benchmarks.steps import open_runtime
 from tpukit import LanguageModel, Run, train
 from tpukit.devices.runtime import keep_freed_memory
@@ -237,22 +237,15 @@ def main(rounds: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             task = make_task(Path(folder), lora=lora)
             ways = contenders(task)
-            taken = [{name: way(task) for name, way in ways.items()} for _ in range(int(rounds) + 1)][1:]
+            step_s = {name: [] for name in ways}
+            for _ in range(int(rounds) + 1):
+                for name, way in ways.items():
+                    step_s[name].append(way(task))
         for name in ways:
-            ratios = [seconds[name] / seconds["by hand"] for seconds in taken]
-            step_s = statistics.median(seconds[name] for seconds in taken)
-            row = dict(
-                device=DEVICE,
-                adapter=task.adapter,
-                way=name,
-                ms_per_step=round(1e3 * step_s, 1),
-                tokens_per_s=round(task.batch_size * task.length / step_s),
-                times_by_hand=round(statistics.median(ratios), 3),
-                lowest=round(min(ratios), 3),
-                highest=round(max(ratios), 3),
-                rounds=len(taken),
-            )
-            print("ROW " + json.dumps(row), flush=True)
+            compared = compare(step_s[name][1:], step_s["by hand"][1:])
+            tokens_per_s = round(1e3 * task.batch_size * task.length / compared["ms_per_step"])
+            row = dict(device=DEVICE, adapter=task.adapter, way=name)
+            print_row(**row, **compared, tokens_per_s=tokens_per_s)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from pathlib import Path
 import nbformat
 
 from release import pack
-from release.pack import library
 
 ROOT = Path(__file__).parent.parent
 IMPORT_LINE = "\nimport tpukit\n"  # of a notebook's first code cell
@@ -37,9 +36,9 @@ def main():
 def build(out):
     """Build every notebook into the folder `out`. Returns the paths written."""
     archives = {
-        "cdeit import simulate": library(pyeit_files()),
-        'show_own(\\"demo': library(demo=True),
-        "": library(),
+        "cdeit import simulate": pack.library(pyeit_files()),
+        'show_own(\\"demo': pack.library(demo=True),
+        "": pack.library(),
     }
     written = []
     for source in sorted((ROOT / "notebooks").glob("**/*.ipynb")):
@@ -82,7 +81,8 @@ def write_kernel_metadata(notebook, path):
 
 
 def pyeit_files():
-    """The part of the installed pyEIT that the simulator imports, with its licence (BSD): name -> content."""
+    """Return the part of the installed pyEIT that the simulator imports, with its licence (BSD): name ->
+    content."""
     found = {path.as_posix(): path for path in importlib.metadata.distribution("pyeit").files}
     code = {name: path.locate().read_bytes() for name, path in found.items() if name.startswith(PYEIT_PARTS)}
     code = {name: content for name, content in code.items() if name.endswith(".py")}

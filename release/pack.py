@@ -94,7 +94,7 @@ def library(others: Mapping[str, bytes] | None = None, demo: bool = False) -> by
 
 
 def cell(archive: bytes) -> dict[str, Any]:
-    """The code cell, as JSON has it in a notebook, that makes `import tpukit` find the library of an
+    """Return the code cell, as JSON has it in a notebook, that makes `import tpukit` find the library of an
     archive."""
     text = base64.b85encode(archive).decode()
     lines = "\n".join(text[start : start + LINE] for start in range(0, len(text), LINE))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import nbformat
 
-from release import notebooks
+from release import executed, notebooks
 
 ROOT = notebooks.ROOT
 TWINS = ROOT / ".twins"
@@ -35,11 +35,6 @@ SETTINGS_OF = {
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
 NEEDS_INTERNET = {"finetune_llm": "peft"}  # notebook -> the package that not every image has
-# XLA optimises less, as in the Makefile: a step compiles in a third of the time.
-ON_CPU = {
-    "PJRT_DEVICE": "CPU",
-    "XLA_FLAGS": "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0",
-}
 # A root folder with this machine's folders and the image's; of the network, the kernel's loopback
 SANDBOX = """\
 set -e
@@ -152,7 +147,7 @@ def run(path, name, image):
         command += ["-p", setting, str(value)]
     environ = dict(HOME=str(folder / "home"), LANG="C.UTF-8", JUPYTER_PATH=str(twin / "share/jupyter"))
     environ |= dict(PATH=f"{twin / 'bin'}:{os.environ['PATH']}") | IMAGES[image]["environ"]
-    environ |= ON_CPU if "torch-xla" not in IMAGES[image]["lacks"] else {}
+    environ |= executed.XLA if "torch-xla" not in IMAGES[image]["lacks"] else {}
     start = time.monotonic()
     ran = subprocess.run(command, env=environ, capture_output=True, text=True)
     if not out.exists():

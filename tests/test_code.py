@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 
 import pytest
 
@@ -249,15 +250,11 @@ def test_every_notebook_ends_with_the_next_one_troubleshooting_and_where_to_ask(
 
 
 def test_the_extra_all_brings_every_other_extra():
-    import tomllib
-
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras.pop("all") == [f"tpukit[{','.join(extras)}]"]
 
 
 def test_the_library_list_of_requirements_and_of_pyproject_is_the_same_and_has_no_torch():
-    import tomllib
-
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("# the library"))

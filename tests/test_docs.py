@@ -63,7 +63,7 @@ SMALL |= {
 }
 # A small language model takes the place of the pages'.
 PUBLISHED = {"Qwen/Qwen3-0.6B": "model", "gpt2": "model"}
-# Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), and
+# Not run here: what compiles for a TPU for minutes and needs the network (tests/tools/plan runs it), and
 # all checks of the hardware (tests/tools/test_hardware.py).
 ELSEWHERE = ("tpukit plan", "tpukit doctor --rehearse")
 

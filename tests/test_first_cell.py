@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from release import notebooks
+from release import notebooks, pack
 from tests.conftest import ROOT
 
 
@@ -18,7 +18,7 @@ def built(tmp_path_factory):
     """The code of a built notebook's first two cells: the archive, and the import."""
     folder = tmp_path_factory.mktemp("first-cell")
     notebook = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4)
-    notebooks.embed(notebook, notebooks.library(), ROOT / "notebooks")
+    notebooks.embed(notebook, pack.library(), ROOT / "notebooks")
     nbformat.write(notebook, folder / "one.ipynb")
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     return "\n".join(code[:2])

@@ -33,12 +33,12 @@ COMMANDS = dict(
 
 
 def tasks() -> dict[str, TaskEntry]:
-    """The tasks that are there, by the name that is their module's too. Imports none of them."""
+    """Return the tasks that are there, by name, which is their module's too. Import none of them."""
     return {name: entry for name, entry in _TASKS.items() if _is_there(f"tasks.{name}")}
 
 
 def has_command(name: str) -> bool:
-    """Whether the command line offers a command."""
+    """Return True if the command line offers a command."""
     return name not in COMMANDS or _is_there(COMMANDS[name])
 
 

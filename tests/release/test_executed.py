@@ -23,18 +23,18 @@ FOLDERS = r"(?<![\w.~])/(?:home|root|tmp|work|mnt|Users|var|private)/"
 NAMES = {"/srv/someone/session": "~", "/srv/someone": "~"}
 
 
-def picture(side):
-    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+def picture():
+    noise = np.random.default_rng(0).integers(0, 256, (50, 50, 3), np.uint8)
     png = io.BytesIO()
     Image.fromarray(noise).save(png, "PNG")
     return base64.b64encode(png.getvalue()).decode()
 
 
-def notebook(side=50):
+def notebook():
     """A notebook as papermill leaves it, with a machine's names in every kind of output."""
     v4 = nbformat.v4
     path = "/srv/someone/session/outputs"
-    html = {"text/html": f"<td>{path}</td>", "text/plain": path, "image/png": picture(side)}
+    html = {"text/html": f"<td>{path}</td>", "text/plain": path, "image/png": picture()}
     widget = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "0%"}
     cell = v4.new_code_cell("tpukit.show(task)", metadata={"papermill": {"start": 1}, "tags": ["a"]})
     cell.outputs = [

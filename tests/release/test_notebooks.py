@@ -1,5 +1,6 @@
 """The built notebooks: one file each, with the library inside, and what Kaggle's command reads of each."""
 
+import hashlib
 import json
 import os
 import re
@@ -12,37 +13,15 @@ import nbformat
 import pytest
 import requests
 
-from release import notebooks
+from release import notebooks, pack
 from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
-def archives():
-    """The library alone, with pyEIT, and with the demo, packed once, because packing takes seconds."""
-    kinds = {"alone": {}, "pyeit": dict(others=notebooks.pyeit_files()), "demo": dict(demo=True)}
-    return {name: notebooks.library(**kind) for name, kind in kinds.items()}
-
-
-@pytest.fixture(scope="module")
-def build(archives):
-    """A function that builds all notebooks into a folder."""
-
-    def build_into(folder):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                notebooks,
-                "library",
-                lambda others=None, demo=False: archives["pyeit" if others else "demo" if demo else "alone"],
-            )
-            return notebooks.build(folder)
-
-    return build_into
-
-
-@pytest.fixture(scope="module")
-def dist(build, tmp_path_factory):
+def dist(tmp_path_factory):
+    """The folder of all built notebooks, built once, because packing takes seconds."""
     folder = tmp_path_factory.mktemp("dist")
-    build(folder)
+    notebooks.build(folder)
     return folder
 
 
@@ -53,25 +32,31 @@ def archive_cell(path):
     return cell
 
 
+def run(source, home, **variables):
+    """Run a program with another home folder, and without the packages that are installed here."""
+    environ = dict(os.environ, HOME=str(home), PYTHONPATH="", **variables)
+    pipes = dict(input=source, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-S", "-"], env=environ, **pipes)
+
+
 def unpack(cell, home, **variables):
     """Run the archive's cell with another home folder. Returns (the folder it names, the folder's files)."""
-    program = f"{cell.source}\nprint(EMBEDDED)"
-    environ = dict(os.environ, HOME=str(home), **variables)
-    pipes = dict(input=program, capture_output=True, text=True, timeout=120)
-    ran = subprocess.run([sys.executable, "-"], env=environ, **pipes)
-    if ran.returncode:
-        return None, ran.stderr
+    ran = run(f"{cell.source}\nprint(EMBEDDED)", home, **variables)
+    assert ran.returncode == 0, ran.stderr
     folder = Path(ran.stdout.strip())
     return folder, {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
 
 
-def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_path):
+def test_every_notebook_is_built_with_the_library_of_this_tree_inside_and_equal_files_give_equal_bytes(
+    dist, tmp_path
+):
     sources = {path.relative_to(ROOT / "notebooks") for path in (ROOT / "notebooks").glob("**/*.ipynb")}
     assert {path.relative_to(dist) for path in dist.glob("**/*.ipynb")} == sources
     embedded = {
         re.search('SHA256 = "(.+)"', archive_cell(path).source)[1] for path in dist.glob("**/*.ipynb")
     }
     assert len(embedded) == 3  # alone, with pyEIT, with the demo
+    assert hashlib.sha256(pack.library()).hexdigest() in embedded
     folder, files = unpack(archive_cell(dist / "mnist_quickstart.ipynb"), tmp_path)
     code = {
         path.relative_to(ROOT).as_posix(): path
@@ -79,8 +64,17 @@ def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_
         if path.suffix in (".py", ".csv", ".json", ".toml", ".txt")
     }
     assert set(files) == {*code, "tpukit/LICENSE"}
+    assert files["tpukit/LICENSE"].read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert all(files[name].read_bytes() == path.read_bytes() for name, path in code.items())
     assert folder.name in embedded and folder.parent == tmp_path / ".cache/tpukit"
+
+
+def test_a_damaged_archive_says_so_and_unpacks_nothing(dist, tmp_path):
+    source = archive_cell(dist / "mnist_quickstart.ipynb").source
+    place = source.index('ARCHIVE = """') + 500
+    other = "0" if source[place] != "0" else "1"
+    ran = run(source[:place] + other + source[place + 1 :], tmp_path)
+    assert "is damaged: download" in ran.stderr and not (tmp_path / ".cache").exists()
 
 
 def test_the_tomography_notebooks_bring_the_part_of_pyeit_that_simulates_and_its_licence(dist, tmp_path):

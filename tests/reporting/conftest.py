@@ -1,10 +1,20 @@
-"""An open page of a notebook, for what is displayed there."""
+"""A notebook, for what is displayed there: in a kernel, or on an open page."""
 
 import threading
 
 import pytest
 
 from tpukit.host import environment
+from tpukit.reporting import presenting
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What a notebook shows."""
+    things = []
+    monkeypatch.setattr(presenting, "notebook_kernel", object)
+    monkeypatch.setattr("IPython.display.display", things.append)
+    return things
 
 
 class Page:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tpukit
-from tpukit.reporting import device_report, presenting
+from tpukit.host import language
+from tpukit.reporting import device_report
 
 # In a fresh process, without a run or a task.
 LOOP = """
@@ -96,12 +97,9 @@ def test_what_runs_on_the_cpu_is_named_and_a_block_counts_only_its_own(xla, caps
     assert shown.count("No operation fell back to the CPU") == 1 and "aten::nonzero on the CPU" in shown
 
 
-def test_a_block_that_raises_is_shown_too_in_a_notebook_as_html(xla, monkeypatch):
+def test_a_block_that_raises_is_shown_too_in_a_notebook_as_html(xla, shown):
     from tpukit.devices import xla_counters
 
-    shown = []
-    monkeypatch.setattr(presenting, "notebook_kernel", object)
-    monkeypatch.setattr("IPython.display.display", shown.append)
     with pytest.raises(ZeroDivisionError), tpukit.metrics_report() as report:
         loop(xla, [torch.ones(13, 17)])
         xla_counters.wait()  # the report of an error does not
@@ -136,6 +134,25 @@ def test_the_cause_is_told_from_the_last_transfers_and_graphs_or_it_is_too_long_
     ragged = causes(5000, [1, 5000], lambda time: 8 if time < 4990 else 6)  # sent ahead by a loader
     assert ragged == [xla_counters.UNKNOWN, xla_counters.NEW_SIZE]
     assert causes(5000, [1, 5000], lambda time: 8)[1] == xla_counters.SAME_SIZES
+
+
+def test_in_a_chinese_notebook_every_sentence_is_chinese(xla, monkeypatch):
+    from tpukit.devices import xla_counters
+
+    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
+    report = tpukit.metrics_report()
+    report.device, report.compilations = "CPU", 8
+    numbers = dict(executions=10, execute_s=1.0, compilations=8, compile_s=1.0, read=9, from_device_s=1.0)
+    report.counters = dict(numbers, syncs=0, sent=3, to_device_s=1.0)
+    report.fallbacks = {"aten::nonzero": 5}
+    names = ("FIRST", "OTHER_OPERATIONS", "NEW_SIZE", "SAME_SIZES", "UNKNOWN")
+    report.causes.update(getattr(xla_counters, name) for name in names)
+    texts = [*report.problems(), *report.facts()]
+    assert len(texts) == 5
+    for table in report.tables():
+        texts += [table.title, *table.columns, *(row[0] for row in table.rows if not row[0].isdecimal())]
+    english = [text for text in map(language.translate, texts) if not re.search(r"[\u4e00-\u9fff]", text)]
+    assert not english
 
 
 def test_a_gpu_tells_its_name_and_its_memory(monkeypatch, capsys):

@@ -7,17 +7,8 @@ from PIL import Image
 from tests.conftest import refuses
 from tests.reporting.hostile import evaluated, write_run
 from tpukit import MNIST, MSHNet, Run, TpukitError
-from tpukit.reporting import display, presenting
+from tpukit.reporting import display
 from tpukit.training.prediction import predict_test_images
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    """What a notebook shows."""
-    things = []
-    monkeypatch.setattr(presenting, "notebook_kernel", object)
-    monkeypatch.setattr("IPython.display.display", things.append)
-    return things
 
 
 def test_one_table_has_the_last_scores_and_beside_them_those_of_the_kept_weights_and_of_other_methods(
@@ -58,15 +49,19 @@ def test_a_chinese_notebook_has_chinese_tables_and_sentences_and_a_name_that_is_
     assert str(shown[-1]) == "- 这次训练还没有开始。"
 
 
-def test_a_run_shows_its_roc_and_one_without_a_record_says_so(tmp_path, shown):
+def test_a_run_shows_its_roc_and_one_without_an_interval_says_so(tmp_path, shown):
     run = Run.open(tmp_path / "run", MSHNet())
     display.show(run)
-    assert shown == [["This run has not started yet."]] and not (run.path / "pictures").exists()
+    run.log("start", 0, device="cpu", batch_size=4, max_graphs=1, steps_per_epoch=2)
+    display.show(run)
+    assert shown == [["No interval of training was recorded yet."]] * 2
+    assert not (run.path / "pictures").exists()
+    shown.clear()
     roc = dict(tpr=[1.0, 0.5], fpr=[1.0, 0.1], precision=[0.1, 0.9])
     scores = dict(pixel_recall=0.9, roc=roc)
     run.log("evaluation", 2, epoch=0, scores=scores, kept=True, speed=dict(seconds=1.0))
     display.show(run)
-    assert shown[1].rows == [("pixel_recall", "0.9000")] and shown[2].data.startswith(b"\x89PNG")
+    assert shown[0].rows == [("pixel_recall", "0.9000")] and shown[1].data.startswith(b"\x89PNG")
     assert [path.name for path in (run.path / "pictures").iterdir()] == ["roc.png"]
 
 

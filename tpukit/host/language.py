@@ -17,10 +17,12 @@ def translate(text: str) -> str:
     """Return a text in the language of the page; as it is if there are no words for it."""
     if not is_chinese():
         return text
+    if " · " in text:
+        return " · ".join(map(translate, text.split(" · ")))
     for pattern, chinese in _words():
         if found := pattern.fullmatch(text):
             return chinese.format(*map(translate, found.groups()))
-    return " · ".join(map(translate, text.split(" · "))) if " · " in text else text
+    return text
 
 
 @functools.cache

@@ -114,12 +114,16 @@ def _show_run(run: Run) -> None:
     """Show the scores and curves of a run, and save the pictures in its folder."""
     records = run.records()
     pictures = run.path / "pictures"
-    labels = findings.labels_of(run.config)
-    for table in findings.last_and_kept_tables(records):
+    tables = findings.last_and_kept_tables(records)
+    curves = figures.curves_figure(records, findings.labels_of(run.config))
+    if not tables and curves is None:
+        present(Sentences(["No interval of training was recorded yet."]))
+        return
+    for table in tables:
         present(table)
     if sentences := findings.verdict(records):
         present(Sentences(sentences))
-    present_figure(figures.curves_figure(records, labels), pictures / "curves.png")
+    present_figure(curves, pictures / "curves.png")
     if roc := findings.of_kept_weights(records, "roc"):
         from tpukit.reporting.evaluation_figures import roc_figure
 
@@ -129,8 +133,6 @@ def _show_run(run: Run) -> None:
 
         present_figure(confusion_figure(confusion), pictures / "confusion.png")
         present(per_class_table(confusion))
-    if not records:
-        present(Sentences(["This run has not started yet."]))
 
 
 def show_report(run: Run | str | Path) -> None:

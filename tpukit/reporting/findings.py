@@ -77,23 +77,31 @@ def format_number(value: Any) -> Any:
 def last_and_kept_tables(records: list) -> list[Table]:
     """Return the scores, if there are any: of the last evaluation, and of the one whose weights are kept."""
     evaluations = of_kind(readable(records), "evaluation")
-    if not evaluations:
+    kept = kept_evaluation(evaluations)
+    if kept is None:
         return []
     last = evaluations[-1]
-    kept = next((record for record in reversed(evaluations) if record["kept"]), None)
-    if kept is None or kept is last:
+    if kept is last:
         title = f"Scores after epoch {last['epoch'] + 1}"
-        return [scores_table(last["scores"], title, "last, kept" if kept else "last")]
+        return [scores_table(last["scores"], title, "last, kept" if last["kept"] else "last")]
     title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept)"
     both = {"beside": {"kept": kept["scores"], **(last["scores"].get("beside") or {})}}
     return [scores_table(last["scores"] | both, title, "last")]
 
 
+def kept_evaluation(evaluations: list[Record]) -> Record | None:
+    """Return the evaluation whose weights are kept, else the last one; None without any."""
+    kept = [evaluation for evaluation in evaluations if evaluation["kept"]] or evaluations
+    return kept[-1] if kept else None
+
+
 def verdict(records: list) -> list[str]:
     """Return one sentence about the scores of the kept weights, or nothing if they need no comment."""
     evaluations = of_kind(readable(records), "evaluation")
-    kept = [record for record in evaluations if record["kept"]][-1:] or evaluations[-1:]
-    scores = kept[0]["scores"] if kept else {}
+    kept = kept_evaluation(evaluations)
+    if kept is None:
+        return []
+    scores = kept["scores"]
     false, found, right = (_number(scores, name) for name in ("fa", "pd", "accuracy"))
     classes = len((scores.get("confusion") or {}).get("classes") or ())
     if false is not None and false > 0.1:
@@ -104,7 +112,7 @@ def verdict(records: list) -> list[str]:
         return ["The last epoch finds no target any more: train longer, or with a lower learning rate."]
     if right is not None and classes and right < 1 / classes + 0.1:
         return [f"This is hardly better than guessing one of {classes} classes: train longer."]
-    if len(evaluations) > 3 and kept[0] is evaluations[-1]:
+    if len(evaluations) > 3 and kept is evaluations[-1]:
         return ["The last epoch is the best one: train longer, and the scores may rise further."]
     return []
 
@@ -136,7 +144,7 @@ def curves(records: list) -> Series:
 def steps_per_epoch(records: list) -> int:
     """Return the steps of an epoch of the last session; 1 if nothing tells."""
     starts = of_kind(readable(records), "start")
-    return max(starts[-1]["steps_per_epoch"], 1) if starts else 1
+    return starts[-1]["steps_per_epoch"] if starts else 1
 
 
 class Labels(NamedTuple):
@@ -157,8 +165,7 @@ NO_LABELS = Labels(None, {}, {})
 
 def labels_of(config: dict) -> Labels:
     """Return the `Labels` of a run. config: `Run.config`."""
-    epochs = config["settings"].get("epochs")
-    epochs = epochs if isinstance(epochs, int) and 0 < epochs < MAX_DRAWN else 0
+    epochs = config["settings"].get("epochs", 0)
     if config["task"] not in TASKS:
         return NO_LABELS._replace(epochs=epochs)
     kind = find(config["task"])
@@ -170,9 +177,9 @@ def labels_of(config: dict) -> Labels:
 def of_kept_weights(records: list, name: str) -> Any:
     """Return a value in the scores of the evaluation whose weights are kept, else of the last one that has
     it, or None."""
-    evaluations = [one for one in of_kind(readable(records), "evaluation") if one["scores"].get(name)]
-    kept = [evaluation for evaluation in evaluations if evaluation["kept"]] or evaluations
-    return kept[-1]["scores"][name] if kept else None
+    evaluations = of_kind(readable(records), "evaluation")
+    kept = kept_evaluation([evaluation for evaluation in evaluations if evaluation["scores"].get(name)])
+    return kept["scores"][name] if kept else None
 
 
 # A run that is still training

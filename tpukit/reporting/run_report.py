@@ -67,7 +67,7 @@ def _describe_graphs(session, speeds):
 
 
 def _why(compilation, before=""):
-    """Join the causes of a compilation, with a text before them; nothing if it has none."""
+    """Return the causes of a compilation, with a text before them; nothing if it has none."""
     causes = "; ".join(compilation["why"])
     return f"{before}{causes}" if causes else ""
 
