@@ -92,9 +92,7 @@ def _check(archive: Path, entries: Iterable[Entry], folder: Path) -> None:
         if not is_plain or size < 0:
             reason = f"{name!r} is a link, a device or the like (tar: -h --hard-dereference)"
         elif name.startswith("/") or ".." in PurePosixPath(name).parts or "\\" in name:
-            reason = (
-                f"{name!r} leads outside the target folder, or has a backslash: pack it with another program"
-            )
+            reason = f"{name!r} leads outside the target folder, or has a backslash: pack it anew"
         if reason:
             raise TpukitError(f"{archive} is not safe to unpack: {reason}. Nothing was unpacked.")
         needed += BLOCK * math.ceil(max(size, 1) / BLOCK)

@@ -66,10 +66,8 @@ def left_out(paths: Iterable[Path]) -> str:
     paths = [path for path in paths if path.name[0] != "." and not (path.name.isupper() and not path.suffix)]
     endings = [path.suffix.lower() for path in paths]
     counts = collections.Counter(each for each in endings if each not in (*ENDINGS, *BESIDE))
-    if not counts:
-        return ""
     listed = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in counts.most_common(5))
-    return f"files that are not read, and so left out: {listed} (convert images to PNG, unpack archives)"
+    return f"files that are not read, and so left out: {listed} (convert images to PNG)" if counts else ""
 
 
 # Colours and grey deeper than 8 bits

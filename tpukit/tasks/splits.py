@@ -52,9 +52,8 @@ def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | 
     their paths say, as train/one.txt and data/test-00.jsonl do. Without hidden files."""
     folder, paths = (place, files_below(place)) if place.is_dir() else (place.parent, [place])
     files = []
-    for path in paths:
-        if path.suffix not in endings or path.name[0] == "." or not path.is_file():
-            continue
+    wanted = (path for path in paths if path.suffix in endings and path.name[0] != ".")
+    for path in filter(Path.is_file, wanted):
         words = [re.split("[-_.]", part.lower())[0] for part in path.relative_to(folder).parts]
         files.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
     return files

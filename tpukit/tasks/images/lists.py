@@ -108,12 +108,14 @@ def _read_list(path, images_dir, split, notices):
         raise TpukitError(
             f"{path} has the columns {', '.join(names)}: rename those of images and labels to image and label"
         )
-    base = Path(images_dir or _folder_of_images(path, [_path_of(row, image) for row in rows[:20]])).resolve()
+    for row in rows:
+        row[image] = row[image].strip().replace("\\", "/")  # as Windows writes paths
+    base = Path(images_dir or _folder_of_images(path, [row[image] for row in rows[:20]])).resolve()
     split_column = _split_column(path, names, rows, split, notices)
     samples = []
     for number, row in enumerate(rows, 2):
         where = f"{path}, row {number}"
-        name = _path_of(row, image)
+        name = row[image]
         class_name = row[label].strip() if label else _class_of_row(row, columns, where)
         if None in row or not name or not class_name:
             raise TpukitError(f"{where}: it must have a path, a label, and no more fields than row 1")
@@ -123,11 +125,6 @@ def _read_list(path, images_dir, split, notices):
         samples.append(Sample(name, class_name, of_row, _inside(base, name, where)))
     notices += _doubts(path, samples)
     return samples
-
-
-def _path_of(row, column):
-    """Return the path in a row, which a list from Windows writes with backslashes."""
-    return row[column].strip().replace("\\", "/")
 
 
 def _classes_of_columns(names, rows):
@@ -201,10 +198,7 @@ def _inside(base, name, where):
     with explained(f"{where}: {name!r} is not a valid path"):
         path = (base / name).resolve()
     if not path.is_relative_to(base) or re.match("[A-Za-z]:/", name):
-        raise TpukitError(
-            f"{where}: {name} is not in {base}: write paths relative to the folder of the images, and name"
-            " that as images_dir (--images-dir) if it is another"
-        )
+        raise TpukitError(f"{where}: {name} is not in {base}: write paths relative to it, or to images_dir")
     return _with_ending(path)
 
 
