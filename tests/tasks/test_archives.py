@@ -68,6 +68,39 @@ def test_a_top_folder_is_taken_off_unless_it_belongs_to_the_dataset(name, entrie
     assert folder.stat().st_mode & 0o777 == 0o755
 
 
+def test_a_zip_of_macos_is_unpacked_without_what_macos_puts_next_to_its_folder(tmp_path):
+    names = ["set/images/a.png", "__MACOSX/set/images/._a.png", ".DS_Store"]
+    path = make_archive(tmp_path / "set.zip", dict.fromkeys(names, "x"))
+    folder = archives.unpack(path, tmp_path / "unpacked", parts=("images",))
+    assert [each.name for each in folder.iterdir()] == ["images"]
+
+
+class Unmarked(zipfile.ZipInfo):
+    """An entry whose name is in `encoding`, and that does not say so."""
+
+    encoding = "cp437"
+
+    def _encodeFilenameFlags(self):  # of zipfile
+        return self.filename.encode(self.encoding), 0
+
+
+@pytest.mark.parametrize(
+    "encoding, names",
+    [
+        ("utf-8", ["训练集/猫/1.png", "café/ü.png"]),  # as macOS packs
+        ("gb2312", ["训练集/猫/1.png", "测试集/狗/1.png"]),  # as a Chinese Windows does
+        ("cp437", ["Mädchen/1.png", "été/ñ.png"]),  # as zip's specification says
+    ],
+)
+def test_names_in_a_zip_that_does_not_say_their_encoding_are_read(encoding, names, tmp_path, monkeypatch):
+    monkeypatch.setattr(Unmarked, "encoding", encoding)
+    path = make_archive(tmp_path / "set.zip", {Unmarked(name): name for name in names})
+    folder = archives.unpack(path, tmp_path / "unpacked")
+    assert {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.png")} == {
+        name: name for name in names
+    }
+
+
 OUTSIDE = ["../outside", "{}/outside", "a/../../outside", "..\\outside", "//host/share/outside"]
 
 

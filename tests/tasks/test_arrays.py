@@ -25,7 +25,7 @@ def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
             (folder / name).write_text(text)
             os.utime(folder / name, (1, 1))
             (folder / "notes.txt").write_text(str(folder))
-        return arrays.content_key(folder, like=("*.npz",))
+        return arrays.content_key(sorted(folder.glob("*.npz")))
 
     first = key("first")
     assert first == key("copy") and len({first, key("other", text="two"), key("renamed", "b.npz")}) == 3
@@ -39,7 +39,7 @@ def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "a.npz").symlink_to("/proc/self/mem")
     with refuses(tmp_path / "a.npz", "cannot be read", "download it again"):
-        arrays.content_key(tmp_path)
+        arrays.content_key([tmp_path / "a.npz"])
 
 
 def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_changes(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import concurrent.futures
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,13 @@ def _whole_parts(folder: Path) -> dict[str, int] | None:
     return parts if whole else None
 
 
-def content_key(*folders: Path, like: Sequence[str] = ("*",)) -> str:
-    """Return a SHA-256 over the names and contents of the files in some folders, as a key for `mapped`:
-    copies share their arrays.
+def content_key(paths: Iterable[Path]) -> str:
+    """Return a SHA-256 over the names and contents of some files, as a key for `mapped`: copies share their
+    arrays.
 
-    like: patterns of the names. The files are read once; the digest is cached until a path, a size or a time
-    changes. Raises TpukitError for a file that cannot be read."""
-    matching = (path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)))
-    paths = [path for path in matching if path.is_file()]
+    The files are read once; the digest is cached until a path, a size or a time changes. Raises TpukitError
+    for a file that cannot be read."""
+    paths = [path for path in paths if path.is_file()]
 
     def read():
         with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time is waiting for the disk

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
@@ -19,9 +19,9 @@ from tpukit.tasks import arrays
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats that can have more than 8 bits of grey
 ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
-STACK_ENDINGS = (".tif", ".tiff", ".gif", ".webp")  # of formats that can have several pages or frames
+STACK_ENDINGS = (".tif", ".tiff", ".gif", ".webp", ".png")  # of formats that can have several pages or frames
 # Of files that belong next to images: they are left out without a word.
-BESIDE = ".txt .csv .json .jsonl .xml .md .html .yaml .yml .db .ini .py".split()
+BESIDE = ".txt .csv .tsv .json .jsonl .xml .md .html .yaml .yml .db .ini .py".split()
 LEVELS = 256
 FEW_LEVELS = 32
 PERCENTILES = (0, 0.5, 99.5, 100)
@@ -51,6 +51,12 @@ def is_stack(path: Path) -> bool:
         return False
     with Image.open(path, formats=FORMATS) as image:
         return getattr(image, "is_animated", False)
+
+
+def is_turned(path: Path) -> bool:
+    """Return whether the EXIF orientation of a file says that it is stored turned or mirrored."""
+    with Image.open(path, formats=FORMATS) as image:
+        return "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
 
 
 def left_out(paths: Iterable[Path]) -> str:

@@ -1,9 +1,10 @@
-"""Rules for users' data that tasks share: names of splits, held-out samples if no split is named, and
-files of Hugging Face datasets, which are not read."""
+"""Rules for users' data that tasks share: the files below a folder, names of splits, held-out samples if no
+split is named, and files of Hugging Face datasets, which are not read."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -27,13 +28,32 @@ def split_of(name: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Return the files below a folder, sorted, those in linked folders too, but for hidden ones. Raises
+    OSError for a folder that cannot be read: none is left out silently."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found, seen = [], {*folder.resolve().parents}  # of folders, to which a link may lead back
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        here = Path(place)
+        if here.resolve() in seen:
+            folders.clear()
+            continue
+        seen.add(here.resolve())
+        folders[:] = [name for name in folders if name[0] != "."]
+        found += [here / name for name in names if name[0] != "."]
+    return sorted(found)
+
+
 def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | None]]:
     """Return (file, its split: train, val, test or None) of a file, or of all below a folder, sorted, by what
     their paths say, as train/one.txt and data/test-00.jsonl do. Without hidden files."""
-    folder, paths = (place, place.rglob("*")) if place.is_dir() else (place.parent, [place])
-    wanted = (path for path in paths if path.suffix in endings and path.name[0] != ".")
+    folder, paths = (place, files_below(place)) if place.is_dir() else (place.parent, [place])
     files = []
-    for path in sorted(filter(Path.is_file, wanted)):
+    wanted = (path for path in paths if path.suffix in endings and path.name[0] != ".")
+    for path in filter(Path.is_file, wanted):
         words = [re.split("[-_.]", part.lower())[0] for part in path.relative_to(folder).parts]
         files.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
     return files

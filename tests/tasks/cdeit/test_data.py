@@ -94,8 +94,13 @@ def test_a_file_that_is_no_sample_is_named_with_what_is_wrong(tmp_path, xs, ys, 
 
 def test_a_folder_without_a_training_set_is_refused_with_what_is_there(uef2017, tmp_path):
     (tmp_path / "other").mkdir()
-    with refuses("other, not train/", "tpukit simulate eit"):
+    with refuses("other, not train/", "xs", "tpukit simulate eit"):
         task_of(tmp_path).datasets()
+    (tmp_path / "test2023").mkdir()
+    (tmp_path / "test2023/data1.mat").touch()
+    save_statistics(tmp_path, 0.0)
+    with refuses("data1.mat", "xs", "ys"):
+        task_of(tmp_path, data="ktc2023").test_set()
     with refuses("not train/"):  # a test set is none
         task_of(uef2017 / "test").datasets()
 
@@ -173,6 +178,7 @@ def scaled(name, factor):
     "change, told",
     [
         (lambda folder: None, None),
+        (lambda folder: (folder / "test/._000001.npz").write_bytes(b"of macOS"), None),
         (scaled("ys", 1040), "test: its voltages are"),
         (scaled("xs", 2 / 1978), "test: its images have values of up to 0.00101"),
         (

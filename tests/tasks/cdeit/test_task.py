@@ -71,6 +71,17 @@ def test_weights_carry_the_statistics_that_they_were_trained_with(trained, tank,
     assert np.array_equal(data.statistics[0], task.datasets()[0].statistics[0])
 
 
+def test_voltages_in_another_unit_are_told_when_they_are_predicted(trained, tank, tmp_path, capsys):
+    task, run = trained
+    for factor in (1, 1000):
+        with np.load(tank / "test/000001.npz") as sample:
+            np.save(tmp_path / f"{factor}.npy", sample["ys"] * factor)
+    batch, names = task.read_files([tmp_path / "1.npy", tmp_path / "1000.npy"], run.best())
+    assert names == ["1.npy, 1", "1000.npy, 1"] and len(batch["voltages"]) == len(batch["key"]) == 2
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 1 and told[0].startswith("1000.npy: its voltages are")
+
+
 def test_a_test_set_may_lack_the_classical_images(trained, tank, tmp_path, cpu):
     _, run = trained
     (tmp_path / "test").mkdir()

@@ -75,6 +75,13 @@ def empty(folder):
     (folder / "notes.txt").touch()
 
 
+def like_coco(folder):
+    shutil.rmtree(folder)
+    make(folder, "train2017", "val2017")
+    (folder / "annotations").mkdir()
+    (folder / "annotations/instances.json").touch()
+
+
 BAD = "train/red/2.png"
 NAMED = ["1 of 15", BAD, "skip_bad"]
 LINE = "train/red/a\nall is well.png"
@@ -83,6 +90,7 @@ SPOILED = {
     "no folder": (shutil.rmtree, ["does not exist"]),
     "one class": (lambda folder: [shutil.rmtree(f) for f in folder.glob("*/[gr]*")], ["blue"]),
     "a class only in test": (lambda folder: shutil.rmtree(folder / "train/red"), ["train", "red", "1 of 3"]),
+    "images of splits without classes": (like_coco, ["annotations, train2017, val2017"]),
     "one image of each class": (without_splits(1, red=1), ["3 of 3", "two images"]),
     "a class of one image": (without_splits(3, red=1), ["red", "two images"]),
     "a cut image": (lambda folder: (folder / BAD).write_bytes((folder / BAD).read_bytes()[:40]), NAMED),
@@ -178,3 +186,43 @@ def test_copies_in_both_splits_and_in_two_classes_are_told(tmp_path):
     told = task(tmp_path).datasets()[0].notices
     assert any("1 of 9 test images are training images, too (test/a/other.png)" in notice for notice in told)
     assert any("1 images are in more than one class (train/a/1.png = train/b/other.png)" in n for n in told)
+
+
+@pytest.mark.parametrize(
+    "places, told",
+    [
+        (("images", "annotations/trimaps"), "annotations, images"),
+        (("JPEGImages", "SegmentationClass"), "JPEGImages, SegmentationClass"),
+        (("train/images", "train/masks", "test/images", "test/masks"), "images, masks"),
+        (("train/a", "train/b", "val/images"), None),
+        (("a", "b"), None),
+    ],
+)
+def test_folders_of_images_and_of_what_belongs_to_them_are_told_from_classes(places, told, tmp_path):
+    notices = task(make(tmp_path, *places)).datasets()[0].notices
+    found = [notice for notice in notices if "their masks or annotations" in notice]
+    assert len(found) == (told is not None) and all(told in notice for notice in found)
+
+
+def test_folders_in_classes_that_are_in_training_and_in_test_are_told(tmp_path):
+    make(tmp_path, "cat/clip1", "cat/clip2", "dog/images", count=20)
+    told = [notice for notice in task(tmp_path).datasets()[0].notices if "videos" in notice]
+    assert len(told) == 1 and "2 folders" in told[0] and "(cat/clip1, cat/clip2)" in told[0]
+
+
+def test_linked_folders_are_searched_and_one_that_leads_back_is_not(tmp_path):
+    make(tmp_path / "elsewhere", "more")
+    make(tmp_path / "set", "a", "b", start=1)
+    (tmp_path / "set/a/linked").symlink_to(tmp_path / "elsewhere/more")
+    (tmp_path / "set/a/back").symlink_to(tmp_path / "set")
+    train, test = task(tmp_path / "set").datasets()
+    assert np.bincount([*train.labels, *test.labels]).tolist() == [8, 4]
+    assert sum("linked" in name for name in train.names + test.names) == 4
+
+
+def test_a_test_on_a_folder_without_splits_says_how_many_of_its_images_it_scores(tmp_path):
+    make(tmp_path / "whole", "a", "b", count=10)
+    make(tmp_path / "split", "train/a", "train/b", "test/a", "test/b")
+    data = task(tmp_path / "whole").test_set()
+    assert len(data) == 4 and any("4 of its 20 images" in notice for notice in data.notices)
+    assert not any("names no splits" in notice for notice in task(tmp_path / "split").test_set().notices)

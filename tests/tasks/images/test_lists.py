@@ -35,12 +35,34 @@ def test_the_folder_of_a_csvs_images_can_be_named(tmp_path):
 def test_classes_that_are_numbers_are_sorted_as_numbers_and_an_image_listed_twice_is_in_one_split(tmp_path):
     rows = [f"{n}-{k}.png,{n}\n" for n in (10, 9, 2) for k in (0, 1, 1)]
     (tmp_path / "list.csv").write_text("img,y\n" + "".join(rows))
-    classes, splits, _ = find_samples(tmp_path / "list.csv")
-    assert classes == ["2", "9", "10"]
-    assert not {sample.name for sample in splits["train"]} & {sample.name for sample in splits["test"]}
+    found = find_samples(tmp_path / "list.csv")
+    assert found.classes == ["2", "9", "10"]
+    names = {split: {sample.name for sample in samples} for split, samples in found.samples.items()}
+    assert not names["train"] & names["test"]
 
 
-@pytest.mark.parametrize("leave", ["../secret.png", "{}/secret.png", "link.png", "folder/../../secret.png"])
+@pytest.mark.parametrize("name, delimiter", [("list.csv", ","), ("Labels.CSV", ";"), ("list.tsv", "\t")])
+def test_a_list_of_windows_is_read_and_what_macos_puts_next_to_it_is_not(name, delimiter, tmp_path):
+    write_list(tmp_path / name, tmp_path / "images", delimiter)
+    content = (tmp_path / name).read_text("utf-8").replace("/", "\\").replace("\n", "\r\n")
+    (tmp_path / name).write_text(content, "utf-8")
+    (tmp_path / f"._{name}").write_bytes(b"\0\5\x16\7\xff")
+    train, test = task(tmp_path).datasets()
+    check_colours(train, test)
+    assert (len(train), len(test)) == (12, 12)
+
+
+LEAVE = [
+    "../secret.png",
+    "{}/secret.png",
+    "link.png",
+    "folder/../../secret.png",
+    "..\\secret.png",
+    "C:\\a.png",
+]
+
+
+@pytest.mark.parametrize("leave", LEAVE)
 def test_a_path_of_a_csv_may_not_leave_its_folder(leave, tmp_path):
     (tmp_path / "set/folder").mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")

@@ -75,11 +75,12 @@ def test_images_of_which_a_part_is_read_are_told(tmp_path):
     make(tmp_path, "a", "b")
     pages = [Image.new("L", (8, 8), value) for value in (60, 70)]
     pages[0].save(tmp_path / "a/pages.tif", save_all=True, append_images=pages[1:])
+    pages[0].save(tmp_path / "a/moving.png", save_all=True, append_images=pages[1:])
     icon = np.zeros((8, 8, 4), np.uint8)
     icon[2:5, 2:5, 3] = 255
     Image.fromarray(icon).save(tmp_path / "b/icon.png")
     notes = "\n".join(split.notes for split in task(tmp_path).datasets())
-    assert "have several pages" in notes and "a/pages.tif" in notes
+    assert "have several pages" in notes and "a/pages.tif" in notes and "a/moving.png" in notes
     assert "one colour" in notes and "b/icon.png" in notes
 
 

@@ -4,14 +4,14 @@ import shutil
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from tests.conftest import refuses
 from tpukit import MSHNet
 from tpukit.runs import weights
 from tpukit.tasks import pictures
 from tpukit.tasks.mshnet import labels
-from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_list
+from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_list, read_mask
 from tpukit.tasks.mshnet.scores import regions
 
 BOTH = ("trainval.txt", "test.txt")
@@ -205,8 +205,9 @@ def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_
         trained.write_bytes(weights.serialize({}, task.metadata(train)))
         assert pictures.kept_levels(trained) == train.levels
         said = MSHNet(weights=trained).export_preprocessing
-        assert said.startswith(f"grey from {train.levels[0]:g} to {train.levels[1]:g}")
-    assert MSHNet().export_preprocessing == ""
+        assert f"grey from {train.levels[0]:g} to {train.levels[1]:g}" in said
+    said = MSHNet(base_size=128).export_preprocessing  # as `split` scales what a user predicts
+    assert "grey" not in said and "128 pixels or, if that is more, to 0.5 times its length" in said
     with refuses("deeper than 8 bits"):
         read_image(tmp_path / "uint16/images/a.tif")  # by weights that learned from 8 bits
 
@@ -245,6 +246,12 @@ def test_folders_of_splits_in_images_are_the_splits(tmp_path):
         assert InfraredSet(tmp_path, split).names == [f"{split}/{number}.png" for number in range(6)]
 
 
+def upside_down(folder):
+    image, exif = Image.open(folder / "images/a.png"), Image.Exif()
+    exif[ExifTags.Base.Orientation] = 3
+    image.save(folder / "images/a.png", exif=exif)
+
+
 def pages(folder):
     image = Image.open(folder / "images/a.png")
     image.save(folder / "images/a.tif", save_all=True, append_images=[image.rotate(90)])
@@ -272,6 +279,7 @@ def pages(folder):
             "files that are not read, and so left out: 1 .heic (convert images to PNG)",
         ),
         (pages, "1 images have several pages or frames, of which the first is used (a)"),
+        (upside_down, "1 images are turned upright by EXIF orientation: are their masks? (a)"),
     ],
 )
 def test_what_is_in_no_split_is_counted_and_named(change, told, tmp_path):
@@ -287,3 +295,70 @@ def test_what_is_in_no_split_is_counted_and_named(change, told, tmp_path):
 def test_frames_of_one_sequence_in_both_splits_are_told(tmp_path):
     write_set(tmp_path, [f"seq/{number}" for number in range(6)], lists=())
     assert any("1 folders are in training and test" in n for n in InfraredSet(tmp_path, "train").notices)
+
+
+@pytest.mark.parametrize("orientation, turned", [(1, (0, 0)), (3, (7, 9)), (6, (0, 7)), (8, (9, 0))])
+def test_an_image_and_its_mask_are_turned_upright(orientation, turned, tmp_path):
+    """turned: where the pixel at the upper left is in the picture that a viewer shows."""
+    pixels, exif = np.zeros((8, 10), np.uint8), Image.Exif()
+    pixels[0, 0], exif[ExifTags.Base.Orientation] = 255, orientation
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    for read in (read_image, read_mask):
+        assert np.argwhere(read(tmp_path / "a.png")[0] > 128).tolist() == [[*turned]]
+
+
+def test_a_mask_that_fits_only_the_stored_image_is_refused_with_what_turns_it(tmp_path):
+    write_set(tmp_path, "ab")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("L", (32, 16)).save(tmp_path / "images/a.png", exif=exif)
+    Image.new("L", (32, 16)).save(tmp_path / "masks/a.png")
+    with refuses("image is 16x32, mask is 32x16", "EXIF", "save both upright"):
+        InfraredSet(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    "colours, is_good",
+    [
+        ([(255, 255, 255), (100, 100, 100)], True),
+        ([(255, 0, 0)], True),
+        ([(255, 0, 0), (0, 255, 0)], False),
+        ([(255, 255, 255), (255, 0, 0)], False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["RGB", "P", "RGBA"])
+def test_a_mask_of_several_colours_is_refused_however_it_is_stored(colours, is_good, mode, tmp_path):
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    for row, colour in enumerate(colours):
+        pixels[2 * row, 3] = colour
+    Image.fromarray(pixels).convert(mode, palette=Image.Palette.ADAPTIVE).save(tmp_path / "a.png")
+    if is_good:
+        assert np.argwhere(read_mask(tmp_path / "a.png")[0] == 255).tolist() == [[0, 3]]
+        return
+    with refuses("3 colours", "white"):
+        read_mask(tmp_path / "a.png")
+
+
+def test_linked_folders_are_searched_and_hidden_ones_are_not(tmp_path):
+    write_set(tmp_path / "set", ["a", "b", ".ipynb_checkpoints/a-checkpoint"], lists=())
+    write_set(tmp_path / "elsewhere", "cd", lists=())
+    for kind in ("images", "masks"):
+        (tmp_path / "set" / kind / "seq").symlink_to(tmp_path / "elsewhere" / kind)
+    found = [InfraredSet(tmp_path / "set", split) for split in ("train", "test")]
+    assert sorted(found[0].names + found[1].names) == ["a.png", "b.png", "seq/c.png", "seq/d.png"]
+    assert "test: 1 names" in found[1].notes and "images, which has 4" in found[1].notes
+
+
+def test_a_list_of_windows_names_images_in_folders(tmp_path):
+    write_set(tmp_path, ["seq/a", "seq/b"])
+    (tmp_path / "trainval.txt").write_text("seq\\a.png\r\nseq\\b.png\r\n")
+    assert InfraredSet(tmp_path, "train").names == ["seq/a.png", "seq/b.png"]
+
+
+def test_boxes_in_place_of_masks_are_refused_with_what_is_needed(tmp_path):
+    write_set(tmp_path, "ab", lists=())
+    shutil.rmtree(tmp_path / "masks")
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels/a.txt").write_text("0 0.5 0.5 0.1 0.1")
+    with refuses("no masks in", "labels", "white", "boxes"):
+        MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()

@@ -12,6 +12,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
+from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
 from tpukit.tasks import arrays
@@ -267,9 +268,13 @@ class CDEIT(Task):
         if statistics is None:
             raise TpukitError(f"{best} does not say how its voltages were normalised: train it again")
         read = [sets.read_voltages(path) for path in paths]
-        volts = np.concatenate(read) / np.float32(sets.CONVENTIONS[self.data].volts)
+        volts = np.float32(sets.CONVENTIONS[self.data].volts)
+        maps = [sets.voltage_map(rows / volts, *statistics) for rows in read]
+        for path, voltages in zip(paths, maps):
+            for sentence in sets.doubtful_voltages(path.name, voltages):
+                print(printable(sentence))
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]
-        return dict(voltages=sets.voltage_map(volts, *statistics), key=np.arange(len(volts))), names
+        return dict(voltages=np.concatenate(maps), key=np.arange(len(names))), names
 
 
 def _carried_statistics(file: Path) -> sets.Statistics | None:

@@ -20,6 +20,8 @@ PATTERN = (ELECTRODES, ELECTRODES - 3)  # drive patterns, voltages of each
 VOLTAGES = 16 * 13
 SIZE = 128  # of the images
 FALLBACK = Path("data")
+NPZ = "[!.]*.npz"  # without macOS's ._NAME.npz, which is beside NAME.npz on a disk of another system
+SAMPLES = "save each sample as one, with xs, its image of 128 x 128, and ys, its 208 voltages"
 STATISTICS = ("mean.pth", "std.pth")  # of the voltages
 APART = 10.0  # times as large as they should be: numbers in another unit
 BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
@@ -97,14 +99,8 @@ class Impedance:
 def _doubts(folder, values):
     """Return sentences about a split's numbers, if they may be in another unit, and about files that are not
     read."""
-    notices = []
-    measured = values["voltages"][values["voltages"] != 0]
-    spread, largest = np.sqrt(np.nanmean(measured**2)), np.nanmax(np.abs(values["image"]))
-    if not 1 / APART < spread < APART:
-        notices.append(
-            f"{folder.name}: its voltages are {spread:.3g} times as large as those of the statistics: is data"
-            " (--data) the convention that its files have?"
-        )
+    notices = doubtful_voltages(folder.name, values["voltages"])
+    largest = np.nanmax(np.abs(values["image"]))
     if not 1 / APART < largest < APART:
         notices.append(
             f"{folder.name}: its images have values of up to {largest:.3g}, and should have -1 and 1 for what"
@@ -114,6 +110,18 @@ def _doubts(folder, values):
     if others:
         notices.append(f"{folder.name}: {len(others)} files are not npz, and are not read ({some(others)})")
     return notices
+
+
+def doubtful_voltages(name: str, voltages: np.ndarray) -> list[str]:
+    """Return a sentence if the voltages of a folder or a file, maps of `voltage_map`, may be in another unit;
+    else none."""
+    spread = np.sqrt(np.nanmean(voltages[voltages != 0] ** 2))
+    if 1 / APART < spread < APART:
+        return []
+    return [
+        f"{name}: its voltages are {spread:.3g} times as large as those of the statistics: is data (--data)"
+        " the convention that its files have?"
+    ]
 
 
 def find_copies(train: Impedance, test: Impedance) -> list[str]:
@@ -144,11 +152,13 @@ def find_split(root: Path, convention: Convention) -> Path:
     for name in convention.folders:
         if (root / name).is_dir():
             return root / name
-    if convention is not TRAINING and any(root.glob("*.npz")):
+    if convention is not TRAINING and any(root.glob(NPZ)):
         return root
     wanted = " or ".join(f"{name}/" for name in convention.folders)
     here = ", ".join(sorted(path.name for path in root.glob("*/"))) or "no folder"
-    raise TpukitError(f"{root} has {here}, not {wanted} with npz files; `tpukit simulate eit` makes a set")
+    raise TpukitError(
+        f"{root} has {here}, not {wanted} with npz files: {SAMPLES}; `tpukit simulate eit` makes a set"
+    )
 
 
 def _read_split(folder, names):
@@ -157,16 +167,16 @@ def _read_split(folder, names):
     from tpukit.host.bars import tqdm
 
     def read():
-        paths = sorted(folder.glob("*.npz"))
         if not paths:
             here = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-            raise TpukitError(f"no npz files in {folder}, which has {here}")
+            raise TpukitError(f"no npz files in {folder}, which has {here}: {SAMPLES}")
         shown = tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)
         samples = [_read_file(path, names) for path in shown]
         split = {name: np.stack([sample[name] for sample in samples]) for name in names}
         return dict(split, names=np.array([path.stem for path in paths]))
 
-    contents = arrays.content_key(folder, like=("*.npz",))
+    paths = sorted(folder.glob(NPZ))
+    contents = arrays.content_key(paths)
     return arrays.mapped(f"eit-{folder.name}", [names, contents], read), contents
 
 

@@ -148,7 +148,9 @@ class ImageClassifier(Task):
         """test/ if there is one; of a set with a val/ alone, that."""
         found = self._find_samples()
         levels, _ = self._levels(found)
-        return self._open(found, levels, "test", "val")
+        test = self._open(found, levels, "test", "val")
+        test.notices += [*filter(None, [found.held_out]), *found.notices]
+        return test
 
     def _open(self, found, levels, *splits, **options):
         split = next(name for name in splits if name in found.samples)

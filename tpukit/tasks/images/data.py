@@ -23,8 +23,9 @@ from tpukit.tasks import arrays, pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
 from tpukit.tasks.images.lists import Sample, describe_lists, find_lists, read_lists
 
-VERSION = 5  # of what `_decode` returns for the same files, which is cached
+VERSION = 6  # of what `_decode` returns for the same files, which is cached
 PAGE = "YOUR_DATA"  # of the docs
+ALL_IMAGES = ("images", "image", "imgs", "img", "jpegimages")  # folders of sets that have no class folders
 
 
 class Found(NamedTuple):
@@ -36,6 +37,8 @@ class Found(NamedTuple):
     """those of train, and of val or test or both"""
     notices: list[str]
     """what was left out, or what else is to be known"""
+    held_out: str = ""
+    """of a set without splits: how many of its images are its test set"""
 
 
 def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_share: float = 0.2) -> Found:
@@ -59,7 +62,7 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
             raise TpukitError(f"{place}: {tables}")
         here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
         here += describe_lists(place)
-        if left_out := pictures.left_out(_files_below(place) if place.is_dir() else []):
+        if left_out := pictures.left_out(splits.files_below(place) if place.is_dir() else []):
             here += f"; {left_out}"
         raise TpukitError(
             f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
@@ -69,8 +72,17 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
     samples = _without_unlabelled(samples)
     notices += _find_unused(place.resolve(), samples)
     has_splits = any(sample.split in ("val", "test") for sample in samples)
+    held_out = ""
+    if not has_splits:
+        samples = _hold_out(samples, test_share)
+        notices += _find_divided(samples)
+        count = sum(sample.split == "test" for sample in samples)
+        held_out = (
+            f"{place} names no splits, so {count} of its {len(samples)} images are the test set: to test all,"
+            " name them test and the training images train, as folders or in a list"
+        )
     by_split = collections.defaultdict(list)
-    for sample in samples if has_splits else _hold_out(samples, test_share):
+    for sample in samples:
         by_split[sample.split or "train"].append(sample)
     names = {sample.label for sample in samples}
     classes = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
@@ -85,7 +97,7 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
                 f"{place}: {lacks}: add some, in a set without splits two images or more of each class"
             )
         notices.append(f"{lacks}: its scores say nothing of them")
-    return Found(classes, dict(by_split), notices)
+    return Found(classes, dict(by_split), notices, held_out)
 
 
 def _without_unlabelled(samples):
@@ -113,12 +125,29 @@ def _hold_out(samples, test_share):
     ]
 
 
+def _find_divided(samples):
+    """Return a sentence if folders in the class folders have images in training and in test."""
+    divided = collections.defaultdict(lambda: collections.defaultdict(set))  # class -> folder -> splits
+    for sample in samples:
+        folder = Path(sample.name).parent
+        if folder.parts[:1] == (sample.label,):
+            divided[sample.label][folder.as_posix()].add(sample.split)
+    several = [folders for folders in divided.values() if len(folders) > 1]
+    both = [name for folders in several for name, found in folders.items() if "/" in name and len(found) > 1]
+    if not both:
+        return []
+    return [
+        f"{len(both)} folders in classes have images in training and in test ({splits.some(both)}): if these"
+        " are videos or patients, their images are much alike, so sort whole ones into train/ and test/"
+    ]
+
+
 def _find_unused(place, samples):
     """Return sentences that count the files at a place that are no samples: images by their folders, and
     files that are not read as images by their endings."""
     used = {sample.path for sample in samples}
     if place.is_dir():
-        below, base = _files_below(place), place
+        below, base = splits.files_below(place), place
     else:  # a list in a folder that may hold anything: look only where its images are
         folders = filter(Path.is_dir, sorted({path.parent for path in used}))
         below = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
@@ -151,6 +180,8 @@ def _find_in_class_folders(folder):
     images = {(class_folder, split): _images_below(class_folder) for class_folder, split in classes}
     if empty := [each.relative_to(folder).as_posix() for (each, _), paths in images.items() if not paths]:
         notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
+    learned = {each.name for (each, split), paths in images.items() if paths and split in (None, "train")}
+    notices += _doubtful_classes(sorted(learned))
     samples = [
         Sample(path.relative_to(folder).as_posix(), class_folder.name, split, path)
         for (class_folder, split), paths in images.items()
@@ -164,8 +195,10 @@ def _find_split_folders(children):
     has the word, as train_station, is one only if it holds folders of classes, as others do, or if all are
     splits without such folders, of which a list may tell."""
     named = {child: split for child in children if (split := splits.split_of(child.name))}
+    if not named:
+        return {}
     exact = {child: split for child, split in named.items() if child.name.lower() in splits.SPLITS}
-    others = [child for child in children if child not in named]
+    others = [child for child in children if child not in named and _images_below(child)]
     inner = {child: {each.name for each in _folders(_unwrapped(child))} for child in named}
     trained, tested = set(), set()
     for child, split in named.items():
@@ -188,6 +221,18 @@ def _common_names(children):
     ]
 
 
+def _doubtful_classes(names):
+    """Return a sentence if a class has the name that sets of other kinds give to the folder of all their
+    images."""
+    found = [name for name in names if name.lower() in ALL_IMAGES]
+    if not found or len(names) < 2:
+        return []
+    return [
+        f"the classes {splits.some(names)} may be images and their masks or annotations: if so, sort"
+        f" {found[0]}/ into a folder for each class, or, with masks of small targets, use MSHNet"
+    ]
+
+
 def _unwrapped(folder):
     """Return the folder, or the one that is all that it holds: an archive's own top folder, or
     seg_train/seg_train/. One whose name is a split is kept, if it is not the same split again."""
@@ -204,19 +249,8 @@ def _folders(folder):
     return sorted(path for path in found if path.is_dir())
 
 
-def _files_below(folder):
-    """Return its files, sorted, but for hidden ones. Raises OSError for a folder that cannot be read: none is
-    left out silently."""
-
-    def refuse(error):
-        raise error
-
-    paths = sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
-    return [path for path in paths if not any(part[0] == "." for part in path.relative_to(folder).parts)]
-
-
 def _images_below(folder):
-    return [path for path in _files_below(folder) if path.suffix.lower() in pictures.ENDINGS]
+    return [path for path in splits.files_below(folder) if path.suffix.lower() in pictures.ENDINGS]
 
 
 def find_copies(train: "ImageSet", test: "ImageSet") -> list[str]:

@@ -15,6 +15,7 @@ PATH_COLUMNS = "path file filename file_name filepath image image_path image_nam
 LABEL_COLUMNS = (
     "label labels class class_name category target species breed diagnosis classid class_id y".split()
 )
+TABLES = (".csv", ".tsv")
 SPLIT_COLUMNS = "split subset partition set usage".split()
 
 
@@ -53,9 +54,11 @@ def read_lists(place: Path, images_dir: Path | None) -> tuple[list[Sample], list
 
 
 def find_lists(folder: Path) -> list[Path]:
-    """Return the files in a folder that may list images."""
-    paths = [*sorted(folder.glob("*.csv")), folder / "metadata.jsonl"]
-    return [path for path in paths if path.is_file()]
+    """Return the files in a folder that may list images; none in a file."""
+    if not folder.is_dir():
+        return []
+    files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != ".")
+    return [path for path in files if path.suffix.lower() in TABLES or path.name == "metadata.jsonl"]
 
 
 def describe_lists(folder: Path) -> str:
@@ -81,7 +84,7 @@ def _open_list(path):
         return names, [
             {name: "" if row.get(name) is None else str(row[name]) for name in names} for row in rows
         ]
-    wrong = f"{path} is not a CSV file in UTF-8, so save it as one"
+    wrong = f"{path} is not a CSV file in UTF-8, so save a list as one, or give a folder or an archive (.zip)"
     with open(path, newline="", encoding="utf-8-sig") as file, explained(wrong):
         delimiter = max(",;\t", key=file.readline().count)
         file.seek(0)
@@ -105,12 +108,14 @@ def _read_list(path, images_dir, split, notices):
         raise TpukitError(
             f"{path} has the columns {', '.join(names)}: rename those of images and labels to image and label"
         )
-    base = Path(images_dir or _folder_of_images(path, [row[image].strip() for row in rows[:20]])).resolve()
+    for row in rows:
+        row[image] = row[image].strip().replace("\\", "/")  # as Windows writes paths
+    base = Path(images_dir or _folder_of_images(path, [row[image] for row in rows[:20]])).resolve()
     split_column = _split_column(path, names, rows, split, notices)
     samples = []
     for number, row in enumerate(rows, 2):
         where = f"{path}, row {number}"
-        name = row[image].strip()
+        name = row[image]
         class_name = row[label].strip() if label else _class_of_row(row, columns, where)
         if None in row or not name or not class_name:
             raise TpukitError(f"{where}: it must have a path, a label, and no more fields than row 1")
@@ -192,8 +197,8 @@ def _inside(base, name, where):
     # predictions.
     with explained(f"{where}: {name!r} is not a valid path"):
         path = (base / name).resolve()
-    if not path.is_relative_to(base):
-        raise TpukitError(f"{where}: {name} is not in {base}; name the folder of the images as images_dir")
+    if not path.is_relative_to(base) or re.match("[A-Za-z]:/", name):
+        raise TpukitError(f"{where}: {name} is not in {base}: write paths relative to it, or to images_dir")
     return _with_ending(path)
 
 

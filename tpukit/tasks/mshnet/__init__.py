@@ -182,7 +182,12 @@ class MSHNet(Task):
     @property
     def export_preprocessing(self) -> str:
         levels = pictures.kept_levels(self.weights)
-        return f"grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded" if levels else ""
+        scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
+        return (
+            f"turn it upright by its EXIF orientation;{scaled} scale the long side to {self.base_size} pixels"
+            f" or, if that is more, to {self._smallest_scale:g} times its length (bilinear); uint8, (3, rows,"
+            " columns)"
+        )
 
     def exported(self, model: nn.Module, inputs: Batch) -> Tensor:
         return self.predict(model, inputs).sigmoid()

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import ImageOps
 from torch import Tensor
 
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.mshnet import augment
 from tpukit.tasks.mshnet.scores import brightest, regions
-from tpukit.tasks.splits import hold_out, some, split_of
+from tpukit.tasks.splits import files_below, hold_out, some, split_of
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
@@ -35,8 +36,8 @@ FOLDERS = dict(images=("images", "image", "imgs", "img"), masks=("masks", "mask"
 IMAGE_SUFFIXES = ("", "_img", "_image")
 MASK_SUFFIXES = ("", "_pixels0", "_mask", "_masks", "_gt", "_label")
 TEST_SHARE = 0.2  # of the images, without lists
-NOISE = 64  # of masks that are JPEG files: what is darker is not a label
-VERSION = 9  # of what `_read_split` returns for the same files, which is cached
+NOISE = 64  # of masks that are JPEG files: what is darker is not a label, and channels differ by less
+VERSION = 10  # of what `_read_split` returns for the same files, which is cached
 
 
 class InfraredSet:
@@ -62,15 +63,23 @@ class InfraredSet:
         listing, names = read_list(folder, split)
         images, masks = (find_folder(folder, kind) for kind in FOLDERS)
         files = _image_files(images), _image_files(masks)
+        if files[0] and not files[1]:
+            raise TpukitError(
+                f"no masks in {masks}: there, each image needs one of its name and size, an image that is"
+                " white where the targets are and black elsewhere; boxes in text files are not read"
+            )
         self.levels, levels_note = levels, ""
         if levels is None:
             listed = [path for name in names.values() for path in _find_image(files[0], name)]
             self.levels, levels_note = pictures.find_levels(listed)
-        key = [VERSION, skip_bad, names, self.levels, arrays.content_key(images, masks, like=("**/*",))]
+        contents = arrays.content_key(itertools.chain(*files[0].values(), *files[1].values()))
+        key = [VERSION, skip_bad, names, self.levels, contents]
         decoded = arrays.mapped(
             f"{folder.name}-{split}", key, lambda: _read_split(files, listing, names, skip_bad, self.levels)
         )
         used = f"{split}: {len(decoded['names'])} names of {listing}"
+        if listing == images and split == "test":
+            used += f", which has {len(files[0])}"
         self.notes = "\n".join(filter(None, (used, levels_note, str(decoded["notes"]))))
         self.targets = decoded["targets"]  # (N, 5), see `_measure_targets`
         self.levels_used = decoded["levels_used"]  # (N,) how many values an image has
@@ -166,7 +175,8 @@ def _read_lines(path):
     content = path.read_bytes()
     is_utf16 = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     lines = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace").splitlines()
-    return {number: line.strip() for number, line in enumerate(lines, 1) if line.strip()}
+    names = (line.strip().replace("\\", "/") for line in lines)  # as Windows writes paths
+    return {number: name for number, name in enumerate(names, 1) if name}
 
 
 def find_folder(folder: Path, kind: str) -> Path:
@@ -185,8 +195,8 @@ def find_folder(folder: Path, kind: str) -> Path:
 def _image_files(folder):
     """Return {name without ending, relative to the folder: paths}, several of an image in several formats."""
     files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in pictures.ENDINGS and path.name[0] != ".":
+    for path in files_below(folder) if folder.is_dir() else []:
+        if path.suffix.lower() in pictures.ENDINGS:
             files.setdefault(path.relative_to(folder).with_suffix("").as_posix(), []).append(path)
     return files
 
@@ -238,7 +248,7 @@ def _find_unused(folder, images, files):
         " ones in trainval.txt and test.txt": [] if is_listed else sorted((trained & tested) - {"."}),
     }
     notices = [_counted(names, text) for text, names in found.items() if names]
-    if left_out := pictures.left_out(path for path in images.rglob("*") if path.is_file()):
+    if left_out := pictures.left_out(files_below(images)):
         notices.append(left_out)
     return notices
 
@@ -272,12 +282,12 @@ def _read_split(files, listing, names, skip_bad, levels):
     files: of images and masks, by `_image_files`. listing, names: of `read_list`."""
     if not names:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    kept, samples, bad, stacks = [], [], [], []
+    kept, samples, bad, stacks, turned = [], [], [], [], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = [pool.submit(_read_pair, files, name, levels) for name in names.values()]
     for (number, name), future in zip(names.items(), futures):
         try:
-            sample, is_stack = future.result()
+            sample, is_stack, is_turned = future.result()
         except TpukitError as error:
             where = name if listing.is_dir() else f"line {number}: {name}"
             bad.append(f"  {where}: {error}")
@@ -285,18 +295,21 @@ def _read_split(files, listing, names, skip_bad, levels):
         kept.append(name)
         samples.append(sample)
         stacks += [name] * is_stack
-    notes = f"{len(bad)} of {len(names)} names of {listing} cannot be used:\n" if bad else ""
-    notes += "\n".join(bad[:20] + ["  ..."] * (len(bad) > 20))
+        turned += [name] * is_turned
+    notes = [f"{len(bad)} of {len(names)} names of {listing} cannot be used:"] if bad else []
+    notes += bad[:20] + ["  ..."] * (len(bad) > 20)
     if bad and not (skip_bad and samples):
-        raise TpukitError(f"{notes}\nFix them, or leave them out with skip_bad=True (--skip-bad).")
+        raise TpukitError("\n".join([*notes, "Fix them, or leave them out with skip_bad=True (--skip-bad)."]))
     if stacks:
-        notes += "\n" + _counted(stacks, "images have several pages or frames, of which the first is used")
+        notes.append(_counted(stacks, "images have several pages or frames, of which the first is used"))
+    if turned:
+        notes.append(_counted(turned, "images are turned upright by EXIF orientation: are their masks?"))
     # Kept with the arrays, so that the start of a training run reads no pixels.
     channels = max(map(len, samples))
     pixels = [sample if len(sample) == channels else sample[[0, 0, 0, 1]] for sample in samples]
     return dict(
         names=np.array(kept),
-        notes=np.array(notes),
+        notes=np.array("\n".join(notes)),
         digests=np.array([hashlib.sha256(sample[:-1]).hexdigest() for sample in samples]),
         mask_digests=np.array([hashlib.sha256(sample[-1]).hexdigest() for sample in samples]),
         targets=np.array([_measure_targets(sample[-1]) for sample in samples]),
@@ -316,7 +329,8 @@ def _measure_targets(mask):
 
 
 def _read_pair(files, name, levels):
-    """Return (the planes of an image and its mask, (C + 1, H, W), whether the image has several pages).
+    """Return (the planes of an image and its mask, (C + 1, H, W); whether the image has several pages;
+    whether it was turned).
 
     The name is looked up among these files, and so leads nowhere else. Raises TpukitError with what is
     wrong."""
@@ -331,9 +345,11 @@ def _read_pair(files, name, levels):
         except Exception as error:  # Pillow raises many types for a damaged file
             raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
     sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
+    is_turned = pictures.is_turned(image)
     if sizes[0] != sizes[1]:
-        raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
-    return np.concatenate(planes), pictures.is_stack(image)
+        turned = "; the image is turned by its EXIF orientation, so save both upright" if is_turned else ""
+        raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}{turned}")
+    return np.concatenate(planes), pictures.is_stack(image), is_turned
 
 
 def _one(paths, files, kind, name):
@@ -347,7 +363,7 @@ def _one(paths, files, kind, name):
             raise TpukitError(
                 f"masks/ has {', '.join(numbered[:3])}: put all targets of an image into one mask"
             )
-        here = ", ".join(path.name for stem in list(files)[:3] for path in files[stem])
+        here = ", ".join(f"{stem}{files[stem][0].suffix}" for stem in list(files)[:3])
         raise TpukitError(f"no image {kind}/{_stem(name)}; {kind}/ has {here or 'no images'}")
     return paths[0]
 
@@ -355,29 +371,40 @@ def _one(paths, files, kind, name):
 def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
     """Return the planes of an image file: uint8, (1, H, W) for grey images and (3, H, W) for colour.
 
-    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and grey of 16 or 32 bits, see
-    `pictures.to_uint8`. If colours differ by one level at most, it is a grey image that some software has
-    converted and rounded (as three of IRSTD-1k's). Raises what `pictures.opened` does."""
+    Turned upright by its EXIF orientation. Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and
+    grey of 16 or 32 bits, see `pictures.to_uint8`. If colours differ by one level at most, it is a grey image
+    that some software has converted and rounded (as three of IRSTD-1k's). Raises what `pictures.opened` does.
+    """
     with pictures.opened(path) as image:
-        image = pictures.to_uint8(image, levels)
+        image = pictures.to_uint8(ImageOps.exif_transpose(image), levels)
         image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
         planes = np.stack([np.asarray(plane) for plane in image.split()])
         return planes if np.ptp(planes, axis=0).max() > 1 else np.array(image.convert("L"))[None]
 
 
+def _require_one_colour(planes):
+    """Raise TpukitError for a mask (H, W, 3) that has a colour, and more than that and black."""
+    if np.ptp(planes, axis=2).max() < NOISE:
+        return
+    colours = np.unique(planes.astype(np.int32) @ (1 << 16, 1 << 8, 1))
+    if len(colours) > 2:
+        raise TpukitError(f"it has {len(colours)} colours: targets must be white, all else black")
+
+
 def read_mask(path: Path) -> np.ndarray:
-    """Return the plane of a mask file, uint8 (1, H, W): a pixel of 128 or more is a target. If black and one
-    other value are all that it has, the other becomes 255. Raises what `pictures.opened` does."""
-    with pictures.opened(path) as image:
-        is_lossy, is_palette = image.format in ("JPEG", "MPO"), image.mode == "P"
+    """Return the plane of a mask file, uint8 (1, H, W), upright as an image: a pixel of 128 or more is a
+    target. If black and one other value are all that it has, the other becomes 255. Raises what
+    `pictures.opened` does, and TpukitError for several colours."""
+    with pictures.opened(path) as opened:
+        is_lossy = opened.format in ("JPEG", "MPO")
+        image = ImageOps.exif_transpose(opened)
         if image.mode.startswith(("I", "F")):
             values = np.asarray(image).astype(np.float64)
         else:
             planes = np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
             values = planes if planes.ndim == 2 else planes.max(2)  # red is as bright as white
-            colours = np.unique(planes.reshape(-1, 3), axis=0) if is_palette else ()
-            if len(colours) > 2 and np.ptp(colours, axis=1).max() > 0:
-                raise TpukitError(f"it has {len(colours)} colours: targets must be white, all else black")
+            if planes.ndim == 3 and not is_lossy:
+                _require_one_colour(planes)
     found = np.unique(values)
     if len(found) == 2 and found[0] == 0 and not is_lossy:  # the noise of a JPEG is not a label
         values = np.where(values == found[1], 255, 0)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import glob
 import itertools
 import json
 import math
@@ -66,8 +65,9 @@ def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tu
     trained on."""
     folder, files = place if place.is_dir() else place.parent, reading.find_texts(place)
     others = [path.name for path in files.pop("others")]
-    names = [glob.escape(str(path.relative_to(folder))) for path in itertools.chain(*files.values())]
-    key = [VERSION, names, arrays.content_key(folder, like=names), length, test_share]
+    paths = list(itertools.chain(*files.values()))
+    names = [str(path.relative_to(folder)) for path in paths]
+    key = [VERSION, names, arrays.content_key(paths), length, test_share]
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
     packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, test_share))
     is_test, signature = packed["is_test"], arrays.digest(key)
