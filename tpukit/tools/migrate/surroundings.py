@@ -21,6 +21,8 @@ NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
 READ = re.compile(r"\.(item|tolist)\(|^(int\(.*|[\w.]+)\.(sum|max|min|count_nonzero)\(")
 DRAWN = re.compile(r"torch\.(rand|normal|empty\(\d+\))")
 EVALUATES = re.compile(r"(?i)val|test|eval|dev|pred|infer|train=False")
+# Names of optimizers and loss scalers, and of the classes that make them.
+UPDATES = re.compile("opt|scaler", re.IGNORECASE)
 # Methods of models, optimizers and loaders: a function of the same name in the file is another one.
 FOREIGN = {"train", "eval", "step"}
 # Methods in which a library runs the step.
@@ -105,21 +107,39 @@ class Surroundings:
         functions = self.bodies | {self.source.function_of(body) for body in self.bodies}
         return self.source.function_of(call) in functions
 
+    def updates_weights(self, call: ast.Call) -> bool:
+        """Return whether a step is of an optimizer or a loss scaler, by its name or by what made it."""
+        values = self.source.assigned.get(last_name(getattr(call.func, "value", call.func)), [])
+        makers = [self.source.name(value.func) for value in values if isinstance(value, ast.Call)]
+        names = [ast.unparse(call.func), *makers]
+        is_schedule = any("sched" in name.lower() for name in names)
+        return not is_schedule and any(map(UPDATES.search, names))
+
     def takes_loss(self, call: ast.Call) -> bool:
-        """Return whether a loss is an argument of a call: `print(loss)`, `print(f"{loss:.3f}")`."""
+        """Return whether a loss is an argument of a call, or a part of one: `print(f"{loss:.3f}")`."""
         values = [*call.args, *(arg.value for arg in call.keywords)]
-        parts = [part for value in values for part in getattr(value, "values", [value])]
-        names = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
-        return any(isinstance(name, ast.Name) and name.id in self.losses for name in names)
+        return any(self.is_loss(part) for value in values for part in _parts_of(value))
+
+    def is_loss(self, value: ast.AST) -> bool:
+        return isinstance(value, ast.Name) and value.id in self.losses
 
     def is_not_drawn(self, call: ast.Call) -> bool:
         """Return whether a value is no random number, which is drawn on the host: `torch.rand(1).item()`."""
         return DRAWN.search(ast.unparse(call)) is None
 
-    def is_decisive(self, call: ast.Call) -> bool:
-        """Return whether a call decides which code runs next: `if torch.isnan(loss)`."""
-        parent = self.source.parents[call]
-        return isinstance(parent, ast.If | ast.While | ast.Assert | ast.UnaryOp | ast.BoolOp)
+    def is_decisive(self, node: ast.AST) -> bool:
+        """Return whether a value decides which code runs next: `if torch.isnan(loss).any()`."""
+        outer = self.source.parents[node]
+        while isinstance(outer, ast.Attribute | ast.Call):
+            outer = self.source.parents[outer]
+        return isinstance(outer, ast.If | ast.IfExp | ast.While | ast.Assert | ast.UnaryOp | ast.BoolOp)
+
+    def decides_by_loss(self, comparison: ast.Compare) -> bool:
+        """Return whether the host compares a loss in each step, to decide by it: `if loss < best`."""
+        if any(isinstance(one, ast.Is | ast.IsNot | ast.In | ast.NotIn) for one in comparison.ops):
+            return False
+        has_loss = any(map(self.is_loss, [comparison.left, *comparison.comparators]))
+        return has_loss and self.in_step(comparison) and self.is_decisive(comparison)
 
     def is_mask(self, index: ast.AST) -> bool:
         """Return whether an index is named as a mask, or compares values that are no counter and no text."""
@@ -167,11 +187,19 @@ class Surroundings:
         """Return whether a state is given to `torch.save` as it is, not copied by {name: ... for ...}."""
         outers = {call, *self.source.ancestors(call)}
         for save in self.source.calls:
-            if self.source.name(save.func) == "torch.save" and save.args:
-                saved = [save.args[0], *self.source.assigned.get(last_name(save.args[0]), [])]
-                if not outers.isdisjoint(saved):
-                    return not any(isinstance(outer, ast.DictComp) for outer in outers)
+            if self.source.name(save.func) == "torch.save" and not outers.isdisjoint(self._saved_by(save)):
+                return not any(isinstance(outer, ast.DictComp) for outer in outers)
         return False
+
+    def saves_model(self, save: ast.Call) -> bool:
+        """Return whether `torch.save` gets a model itself, one whose parameters are asked for elsewhere."""
+        models = {ast.unparse(one.func.value) for one in self.source.calls if method_of(one) == "parameters"}
+        return any(ast.unparse(part) in models for value in self._saved_by(save) for part in _parts_of(value))
+
+    def _saved_by(self, save):
+        """Return what `torch.save` gets, and the values that its name was given."""
+        named = [value for one in save.args[:1] for value in self.source.assigned.get(last_name(one), [])]
+        return [*save.args[:1], *named]
 
     def is_not_stored(self, call: ast.Call) -> bool:
         """Return whether a value is neither put into a dict, such as a checkpoint, nor converted at once."""
@@ -216,6 +244,24 @@ class Surroundings:
         while isinstance(outer := self.source.parents[condition], ast.If) and outer.orelse == [condition]:
             condition = outer
         return MENTIONS_XLA.search(ast.unparse(condition)) is not None
+
+
+def _parts_of(value):
+    """Yield the values that a value is made of: {loss:.3f} of an f-string, loss of {"loss": loss}."""
+    match value:
+        case ast.JoinedStr() | ast.Dict():
+            parts = value.values
+        case ast.Tuple() | ast.List():
+            parts = value.elts
+        case ast.BinOp():
+            parts = [value.left, value.right]
+        case ast.FormattedValue():
+            parts = [value.value]
+        case _:
+            yield value
+            return
+    for part in parts:
+        yield from _parts_of(part)
 
 
 def _functions_of(values, methods, source):
