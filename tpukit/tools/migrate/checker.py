@@ -47,6 +47,8 @@ class Checker:
                 self._check_mask(node)
             case ast.Compare() if self.around.decides_by_loss(node):
                 self._add(node, dict(rule="read-in-loop"))
+            case ast.Assign() if self.around.is_tied_before_the_move(node):
+                self._add(node, dict(rule="untied"))
 
     # Names
 

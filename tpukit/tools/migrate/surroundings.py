@@ -178,6 +178,18 @@ class Surroundings:
         ]
         return bool(moves) and moves[0].lineno > call.lineno
 
+    def has_training_steps(self, call: ast.Call) -> bool:
+        return bool(self.bodies)
+
+    def is_tied_before_the_move(self, node: ast.Assign) -> bool:
+        """Return whether weights are tied, `self.head.weight = self.embedding.weight`, and only where their
+        model is made."""
+        is_in_init = [self._is_in_init(one) for one in self.source.nodes if _ties(one)]
+        return _ties(node) and all(is_in_init)
+
+    def _is_in_init(self, node):
+        return getattr(self.source.function_of(node), "name", "") == "__init__"
+
     def before_launch(self, call: ast.Call) -> bool:
         """Return whether a call runs in the module itself, above a launch of processes."""
         is_outside = self.source.function_of(call) is self.source.tree
@@ -262,6 +274,14 @@ def _parts_of(value):
             return
     for part in parts:
         yield from _parts_of(part)
+
+
+def _ties(node):
+    """Return whether a node is an assignment of a layer's weight to another layer."""
+    match node:
+        case ast.Assign(targets=[ast.Attribute(attr="weight")], value=ast.Attribute(attr="weight")):
+            return True
+    return False
 
 
 def _functions_of(values, methods, source):
