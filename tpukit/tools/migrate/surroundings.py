@@ -15,7 +15,9 @@ SCHEDULE = re.compile(
     r"(?i)%|log|print|interval|every|eval|verbose|debug|report|freq|first|is_last|sync_grad|\btime\b"
     r"|step|iter|batch|idx|index|epoch|count|\b([ijkn]|it)\b"
 )
-MASK = re.compile(r"[<>]|[!=]=|~|mask$|\.bool\(\)$", re.IGNORECASE)
+MASK = re.compile(
+    r"[<>]|[!=]=|~|mask$|\.bool\(\)$|\.(eq|ne|[gl][te]|is(nan|finite|inf))\([^()]*\)$", re.IGNORECASE
+)
 NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
 # A number that the host reads from a tensor: `n = int(mask.sum())`.
 READ = re.compile(r"\.(item|tolist)\(|^(int\(.*|[\w.]+)\.(sum|max|min|count_nonzero)\(")
@@ -165,14 +167,17 @@ class Surroundings:
     # Optimizers and processes
 
     def is_before_the_move(self, call: ast.Call) -> bool:
-        """Return whether an optimizer is made of a model that is moved to a device afterwards, in the same
-        function."""
-        models = re.findall(r"([\w.]+)\.parameters\(", ast.unparse(call))
+        """Return whether an optimizer is made of a model, or of a part of one, that is moved to a device
+        afterwards, in the same function."""
+        groups = [value for one in call.args for value in self.source.assigned.get(last_name(one), [])]
+        texts = [ast.unparse(one) for one in [call, *groups] if one is call or not _makes_object(one)]
+        parts = re.findall(r"([\w.]+)\.(?:named_)?parameters\(", " ".join(texts))
         moves = [
             move
             for move in self.source.calls
-            if method_of(move) in ("to", "cuda")
-            and ast.unparse(move.func.value) in models
+            if parts
+            and method_of(move) in ("to", "cuda")
+            and any(f"{part}.".startswith(f"{ast.unparse(move.func.value)}.") for part in parts)
             and self.source.function_of(move) is self.source.function_of(call)
             and not (MOVED_ELSEWHERE.search(ast.unparse(move)) or self.cuda_condition(move))
         ]
@@ -184,8 +189,7 @@ class Surroundings:
     def is_tied_before_the_move(self, node: ast.Assign) -> bool:
         """Return whether weights are tied, `self.head.weight = self.embedding.weight`, and only where their
         model is made."""
-        is_in_init = [self._is_in_init(one) for one in self.source.nodes if _ties(one)]
-        return _ties(node) and all(is_in_init)
+        return _ties(node) and all(self._is_in_init(one) for one in self.source.nodes if _ties(one))
 
     def _is_in_init(self, node):
         return getattr(self.source.function_of(node), "name", "") == "__init__"
@@ -274,6 +278,11 @@ def _parts_of(value):
             return
     for part in parts:
         yield from _parts_of(part)
+
+
+def _makes_object(value):
+    """Return whether a value is made by a class, as an optimizer is, not a list of parameters."""
+    return isinstance(value, ast.Call) and last_name(value.func)[:1].isupper()
 
 
 def _ties(node):
