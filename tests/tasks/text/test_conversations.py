@@ -44,6 +44,13 @@ def test_ids_are_those_of_the_whole_though_a_tokenizer_adds_a_space_to_each_part
     assert ids == expected["input_ids"][:-1]
 
 
+def test_an_indentation_is_learned_though_a_tokenizer_counts_spaces_to_no_token(chats):
+    code = "if x:\n        return  1"
+    chats.backend_tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    _, labels = tokens_of(said("a", code), chats)
+    assert chats.decode([label for label in labels if label >= 0]) == f"{code}</s>"
+
+
 def learned(messages, tokenizer):
     """[text of each part that is learned], and what was counted"""
     parts, counts = parts_and_counts(dict(messages=messages), tokenizer)
@@ -92,6 +99,9 @@ def test_tool_calls_are_learned_and_tools_are_read(chats):
     chats.chat_template = WITH_TOOLS
     parts, counts = parts_and_counts(row, chats)
     assert parts[1] == ("weather(Rome)</s>", True) and '"name": "weather"' in parts[0][0] and not counts
+    older = dict(role="assistant", content="Wait: ", function_call=CALL["function"])
+    parts, _ = parts_and_counts(dict(row, messages=[*turns("a"), older]), chats)
+    assert parts[1] == ("Wait: weather(Rome)</s>", True)
 
 
 def test_nothing_is_doubled_in_texts_that_begin_and_end_as_the_model_wants(tokenizer):

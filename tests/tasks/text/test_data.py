@@ -144,7 +144,7 @@ def test_a_row_without_anything_to_learn_is_left_out_and_told_and_a_set_of_such_
 
 def test_test_texts_that_are_training_texts_are_counted(tmp_path, chats):
     write_lines(tmp_path / "train.jsonl", said("a", "b"), said("c", "d"))
-    write_lines(tmp_path / "test.jsonl", said("c", "d"), said("e", "f"))
+    write_lines(tmp_path / "test.jsonl", dict(said("c", "d"), id=7), said("e", "f"))
     assert f"1 {data.COPIES}" in opened(tmp_path, chats, length=63)[0].notes
     (tmp_path / "rows").mkdir()
     for name in "ab":  # of which rows are held out, rather than texts

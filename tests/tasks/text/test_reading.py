@@ -6,6 +6,7 @@ import pytest
 
 from tests.conftest import refuses
 from tests.tasks.text.small import TEXT_END, opened, parts_and_counts, parts_of, said, turns, write_lines
+from tpukit.tasks.text import reading
 
 pytest.importorskip("tokenizers")
 
@@ -29,6 +30,7 @@ FORMATS = {
     "parts": dict(messages=[*turns("a"), dict(role="assistant", content=[dict(type="text", text="b")])]),
     "missing values": dict(messages=[dict(one, tool_calls=None, name=None) for one in turns("a", "b")]),
     "a text of JSON": dict(messages=json.dumps(turns("a", "b"))),
+    "Alpaca, all of it in the input": dict(instruction="", input="a", output="b"),
     "the end of a text after it": dict(prompt="a", completion=f"b{TEXT_END}"),
 }
 
@@ -52,6 +54,13 @@ def test_an_input_or_a_context_and_a_system_column_are_part_of_the_prompt(row, c
     assert parts[0][0] == "<system>s</s><user>a\n\ni</s><assistant>" and not counts
 
 
+def test_a_context_that_is_no_text_is_not_written_into_the_question_as_python_writes_it(chats):
+    parts, counts = parts_and_counts(dict(question="a", context=["one", "two"], answer="b"), chats)
+    assert parts[0][0] == "<user>a</s><assistant>" and counts == {reading.UNUSED.format("context"): 1}
+    with refuses("question (int)"):
+        parts_and_counts(dict(question=1, context="i", answer="b"), chats)
+
+
 def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
     rows = [said("a", "b"), said("c", "d")]
     path = tmp_path / "a.json"
@@ -69,6 +78,17 @@ def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
     path.write_text(json.dumps([rows[0], dict(words="a")]))
     with refuses("a.json, entry 2", "it needs a text"):
         opened(path, chats)
+
+
+def test_files_of_rows_name_their_split_anywhere_and_texts_at_the_beginning(tmp_path):
+    for name in ("chats_train.jsonl", "chats-val.jsonl", "more.v2.test.jsonl", "how_to_test.md"):
+        (tmp_path / name).write_text(json.dumps(dict(text="a")))
+    files = reading.find_texts(tmp_path)
+    assert {split: [path.name for path in paths] for split, paths in files.items()} == dict(
+        train=["chats_train.jsonl"], test=["chats-val.jsonl", "more.v2.test.jsonl"], others=["how_to_test.md"]
+    )
+    alone = tmp_path / "more.v2.test.jsonl"
+    assert reading.find_texts(alone)["train"] == [alone], "the only file, named by the user"
 
 
 def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_lines(tmp_path, tokenizer):

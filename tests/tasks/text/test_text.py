@@ -32,7 +32,7 @@ from tpukit import test as score_run
 from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.tasks.datasets import find_dataset, make_synthetic
-from tpukit.tasks.text import conversations, hub
+from tpukit.tasks.text import conversations, data, hub
 from tpukit.tasks.trained import task_of as task_of_run
 from tpukit.tools.child import to_request
 from tpukit.training.prediction import predict_test_images
@@ -318,6 +318,8 @@ def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path):
     assert "27 optimizer steps, of 1 rows of 256" in train_set.notes and "WARNING" in train_set.notes
     assert "WARNING" not in dataclasses.replace(task, epochs=9).datasets()[0].notes
     assert "% of them learned" in train_set.notes
+    chinese = write_lines(tmp_path / "chinese.jsonl", dict(prompt="问", completion="答" * 900))
+    assert data.fitting_sizes(chinese, 4)[1] == 1024, "about 600 tokens of a model that knows Chinese"
     given = dataclasses.replace(task, batch_size=16, sequence_length=512)
     assert (given.batch_size, given.length) == (16, 512)
     assert LanguageModel(**options).batch_size == 16, "without data, as for a plan"

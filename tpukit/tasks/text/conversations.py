@@ -52,6 +52,8 @@ def tokens_of(row: Any, tokenizer: Any, counts: collections.Counter[str]) -> tup
     is_learned = np.repeat([learned for _, learned in parts], [len(text) for text, _ in parts])
     learned_before = np.append(0, is_learned.cumsum())  # each character
     starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+    # Some tokenizers count spaces to no token, so that those of an indentation have no place of their own.
+    starts = np.minimum(starts, np.append(0, ends)[:-1])
     return _with_labels(encoded["input_ids"], learned_before[ends] > learned_before[starts]), True
 
 

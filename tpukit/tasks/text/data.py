@@ -28,7 +28,7 @@ SHORTEST = 128  # tokens of a row by default, at least
 FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
 MOST_NOTES = 8  # about texts
 MANY = 256  # conversations to choose from for what is left of a row
-VERSION = 7  # of what `_pack` makes of the same files, which is cached
+VERSION = 8  # of what `_pack` makes of the same files, which is cached
 NOTHING = np.array([(0, -1, 0)], TOKEN)
 COPIES = "test texts are training texts, too: the scores say nothing of new texts"
 
@@ -93,13 +93,13 @@ def fitting_sizes(place: Path | None, bytes_per_token: int) -> tuple[int, int]:
     tokens = sum(path.stat().st_size for path in files["train"] + files["test"]) // bytes_per_token
     if tokens >= LENGTH * rows:
         return BATCH, LENGTH
-    letters = 0  # of the longest conversation
+    longest = 0  # conversation, in bytes
     for path in files["train"]:
         if path.suffix not in reading.TEXTS:
             for _, row in reading.read_rows(path):
-                letters = max(letters, len(json.dumps(row, ensure_ascii=False)))
-    # A token has at least half as many letters as one of English.
-    shortest = max(SHORTEST, math.ceil(letters / max(1, bytes_per_token / 2)))
+                longest = max(longest, len(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace")))
+    # A token has at least half as many bytes as one of English.
+    shortest = max(SHORTEST, math.ceil(longest / max(1, bytes_per_token / 2)))
     length = LENGTH
     while length // 2 >= shortest and tokens // length < rows:
         length //= 2
@@ -160,7 +160,7 @@ def _documents(paths, tokenizer, counts, left_out) -> Iterator[tuple[np.ndarray,
         except TpukitError as error:
             raise TpukitError(f"{where}: {error}") from error
         else:
-            yield tokens, is_conversation, hash(json.dumps(row, sort_keys=True))
+            yield tokens, is_conversation, hash(tokens.tobytes())
 
 
 def _is_held_out(number, share):

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from tpukit.host.errors import TpukitError, explained
-from tpukit.tasks.splits import about_tables, find_files
+from tpukit.tasks.splits import about_tables, find_files, split_of
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
 PAGE = "TEXT"  # of the docs
@@ -50,6 +50,8 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
     files = find_files(place, (*TEXTS, LINES, LIST))
     files = [each for each in files if each[0].stem.lower() not in ABOUT] or files
     files = [each for each in files if each[0].suffix != LIST or _is_list_file(each[0])] or files
+    if place.is_dir():
+        files = [(path, split or _split_in_name(path)) for path, split in files]
     train = [path for path, split in files if split == "train"]
     train = train or [path for path, split in files if split is None]
     test = [path for path, split in files if split in ("val", "test")]
@@ -65,6 +67,11 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
             f" line, or .json files with a list of such{here}"
         )
     return dict(train=train, test=test, others=others)
+
+
+def _split_in_name(path):
+    """Return the split that a file of rows names anywhere: chats_train.jsonl. A text has any title."""
+    return None if path.suffix in TEXTS else split_of(path.stem)
 
 
 def _is_list_file(path):
@@ -116,8 +123,10 @@ def read_row(
         if _is_list(question):
             said = [dict(one, weight=0) for one in question]
         else:
-            added = _take(unused, *ADDED)
-            said = [dict(role="user", content=f"{question}\n\n{added}" if added else question)]
+            added = _take(unused, *ADDED, kind=str)
+            if added and isinstance(question, str):
+                question = f"{question}\n\n{added}" if question else added
+            said = [dict(role="user", content=question)]
         if _is_list(answer):
             said += answer
         elif answer is not None:
@@ -159,6 +168,8 @@ def _message(one: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(content, list):
         parts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if call := one.pop("function_call", None):  # as OpenAI had it before
+        one["tool_calls"] = [dict(type="function", function=call)]
     calls = one.get("tool_calls")
     if content is None and calls:
         content = ""

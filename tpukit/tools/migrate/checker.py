@@ -45,6 +45,10 @@ class Checker:
                 self._check_call(node)
             case ast.Subscript(ctx=ast.Load()):  # `x[mask] = 0` keeps its shape
                 self._check_mask(node)
+            case ast.Compare() if self.around.decides_by_loss(node):
+                self._add(node, dict(rule="read-in-loop"))
+            case ast.Assign() if self.around.is_tied_before_the_move(node):
+                self._add(node, dict(rule="untied"))
 
     # Names
 
@@ -90,13 +94,19 @@ class Checker:
         entries = [entry for entry in TABLES["patterns"]["words"] if re.fullmatch(entry["word"], text)]
         if not entries or isinstance(self.source.parents[word], ast.JoinedStr):
             return
-        node, place = word, self._place_of(word)
+        node = self._formatted(word)
+        place = self._place_of(node)
         while (outer := self._device_expression(node)) is not None:
             node, place = outer, f"{place} in {self._place_of(outer)}"
         for entry in entries:
             if re.fullmatch(entry["place"], place) and self._holds(entry):
                 self._add(node, entry, use=entry.get("use", ""))
                 return
+
+    def _formatted(self, word):
+        """Return the call in which a text is formatted, "cuda:{}".format(rank), or the text alone."""
+        parent = self.source.parents[word]
+        return self.source.parents[parent] if getattr(parent, "attr", "") == "format" else word
 
     def _device_expression(self, node):
         """Return what names one device together with a node: torch.device(node), "cuda:" + str(i), "cuda" if

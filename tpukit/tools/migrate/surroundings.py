@@ -15,12 +15,16 @@ SCHEDULE = re.compile(
     r"(?i)%|log|print|interval|every|eval|verbose|debug|report|freq|first|is_last|sync_grad|\btime\b"
     r"|step|iter|batch|idx|index|epoch|count|\b([ijkn]|it)\b"
 )
-MASK = re.compile(r"[<>]|[!=]=|~|mask$|\.bool\(\)$", re.IGNORECASE)
+MASK = re.compile(
+    r"[<>]|[!=]=|~|mask$|\.bool\(\)$|\.(eq|ne|[gl][te]|is(nan|finite|inf))\([^()]*\)$", re.IGNORECASE
+)
 NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
 # A number that the host reads from a tensor: `n = int(mask.sum())`.
 READ = re.compile(r"\.(item|tolist)\(|^(int\(.*|[\w.]+)\.(sum|max|min|count_nonzero)\(")
 DRAWN = re.compile(r"torch\.(rand|normal|empty\(\d+\))")
 EVALUATES = re.compile(r"(?i)val|test|eval|dev|pred|infer|train=False")
+# Names of optimizers and loss scalers, and of the classes that make them.
+UPDATES = re.compile("opt|scaler", re.IGNORECASE)
 # Methods of models, optimizers and loaders: a function of the same name in the file is another one.
 FOREIGN = {"train", "eval", "step"}
 # Methods in which a library runs the step.
@@ -105,21 +109,39 @@ class Surroundings:
         functions = self.bodies | {self.source.function_of(body) for body in self.bodies}
         return self.source.function_of(call) in functions
 
+    def updates_weights(self, call: ast.Call) -> bool:
+        """Return whether a step is of an optimizer or a loss scaler, by its name or by what made it."""
+        values = self.source.assigned.get(last_name(getattr(call.func, "value", call.func)), [])
+        makers = [self.source.name(value.func) for value in values if isinstance(value, ast.Call)]
+        names = [ast.unparse(call.func), *makers]
+        is_schedule = any("sched" in name.lower() for name in names)
+        return not is_schedule and any(map(UPDATES.search, names))
+
     def takes_loss(self, call: ast.Call) -> bool:
-        """Return whether a loss is an argument of a call: `print(loss)`, `print(f"{loss:.3f}")`."""
+        """Return whether a loss is an argument of a call, or a part of one: `print(f"{loss:.3f}")`."""
         values = [*call.args, *(arg.value for arg in call.keywords)]
-        parts = [part for value in values for part in getattr(value, "values", [value])]
-        names = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
-        return any(isinstance(name, ast.Name) and name.id in self.losses for name in names)
+        return any(self.is_loss(part) for value in values for part in _parts_of(value))
+
+    def is_loss(self, value: ast.AST) -> bool:
+        return isinstance(value, ast.Name) and value.id in self.losses
 
     def is_not_drawn(self, call: ast.Call) -> bool:
         """Return whether a value is no random number, which is drawn on the host: `torch.rand(1).item()`."""
         return DRAWN.search(ast.unparse(call)) is None
 
-    def is_decisive(self, call: ast.Call) -> bool:
-        """Return whether a call decides which code runs next: `if torch.isnan(loss)`."""
-        parent = self.source.parents[call]
-        return isinstance(parent, ast.If | ast.While | ast.Assert | ast.UnaryOp | ast.BoolOp)
+    def is_decisive(self, node: ast.AST) -> bool:
+        """Return whether a value decides which code runs next: `if torch.isnan(loss).any()`."""
+        outer = self.source.parents[node]
+        while isinstance(outer, ast.Attribute | ast.Call):
+            outer = self.source.parents[outer]
+        return isinstance(outer, ast.If | ast.IfExp | ast.While | ast.Assert | ast.UnaryOp | ast.BoolOp)
+
+    def decides_by_loss(self, comparison: ast.Compare) -> bool:
+        """Return whether the host compares a loss in each step, to decide by it: `if loss < best`."""
+        if any(isinstance(one, ast.Is | ast.IsNot | ast.In | ast.NotIn) for one in comparison.ops):
+            return False
+        has_loss = any(map(self.is_loss, [comparison.left, *comparison.comparators]))
+        return has_loss and self.in_step(comparison) and self.is_decisive(comparison)
 
     def is_mask(self, index: ast.AST) -> bool:
         """Return whether an index is named as a mask, or compares values that are no counter and no text."""
@@ -145,18 +167,32 @@ class Surroundings:
     # Optimizers and processes
 
     def is_before_the_move(self, call: ast.Call) -> bool:
-        """Return whether an optimizer is made of a model that is moved to a device afterwards, in the same
-        function."""
-        models = re.findall(r"([\w.]+)\.parameters\(", ast.unparse(call))
+        """Return whether an optimizer is made of a model, or of a part of one, that is moved to a device
+        afterwards, in the same function."""
+        groups = [value for one in call.args for value in self.source.assigned.get(last_name(one), [])]
+        texts = [ast.unparse(one) for one in [call, *groups] if one is call or not _makes_object(one)]
+        parts = re.findall(r"([\w.]+)\.(?:named_)?parameters\(", " ".join(texts))
         moves = [
             move
             for move in self.source.calls
-            if method_of(move) in ("to", "cuda")
-            and ast.unparse(move.func.value) in models
+            if parts
+            and method_of(move) in ("to", "cuda")
+            and any(f"{part}.".startswith(f"{ast.unparse(move.func.value)}.") for part in parts)
             and self.source.function_of(move) is self.source.function_of(call)
             and not (MOVED_ELSEWHERE.search(ast.unparse(move)) or self.cuda_condition(move))
         ]
         return bool(moves) and moves[0].lineno > call.lineno
+
+    def has_training_steps(self, call: ast.Call) -> bool:
+        return bool(self.bodies)
+
+    def is_tied_before_the_move(self, node: ast.Assign) -> bool:
+        """Return whether weights are tied, `self.head.weight = self.embedding.weight`, and only where their
+        model is made."""
+        return _ties(node) and all(self._is_in_init(one) for one in self.source.nodes if _ties(one))
+
+    def _is_in_init(self, node):
+        return getattr(self.source.function_of(node), "name", "") == "__init__"
 
     def before_launch(self, call: ast.Call) -> bool:
         """Return whether a call runs in the module itself, above a launch of processes."""
@@ -167,11 +203,19 @@ class Surroundings:
         """Return whether a state is given to `torch.save` as it is, not copied by {name: ... for ...}."""
         outers = {call, *self.source.ancestors(call)}
         for save in self.source.calls:
-            if self.source.name(save.func) == "torch.save" and save.args:
-                saved = [save.args[0], *self.source.assigned.get(last_name(save.args[0]), [])]
-                if not outers.isdisjoint(saved):
-                    return not any(isinstance(outer, ast.DictComp) for outer in outers)
+            if self.source.name(save.func) == "torch.save" and not outers.isdisjoint(self._saved_by(save)):
+                return not any(isinstance(outer, ast.DictComp) for outer in outers)
         return False
+
+    def saves_model(self, save: ast.Call) -> bool:
+        """Return whether `torch.save` gets a model itself, one whose parameters are asked for elsewhere."""
+        models = {ast.unparse(one.func.value) for one in self.source.calls if method_of(one) == "parameters"}
+        return any(ast.unparse(part) in models for value in self._saved_by(save) for part in _parts_of(value))
+
+    def _saved_by(self, save):
+        """Return what `torch.save` gets, and the values that its name was given."""
+        named = [value for one in save.args[:1] for value in self.source.assigned.get(last_name(one), [])]
+        return [*save.args[:1], *named]
 
     def is_not_stored(self, call: ast.Call) -> bool:
         """Return whether a value is neither put into a dict, such as a checkpoint, nor converted at once."""
@@ -216,6 +260,37 @@ class Surroundings:
         while isinstance(outer := self.source.parents[condition], ast.If) and outer.orelse == [condition]:
             condition = outer
         return MENTIONS_XLA.search(ast.unparse(condition)) is not None
+
+
+def _parts_of(value):
+    """Yield the values that a value is made of: {loss:.3f} of an f-string, loss of {"loss": loss}."""
+    match value:
+        case ast.JoinedStr() | ast.Dict():
+            parts = value.values
+        case ast.Tuple() | ast.List():
+            parts = value.elts
+        case ast.BinOp():
+            parts = [value.left, value.right]
+        case ast.FormattedValue():
+            parts = [value.value]
+        case _:
+            yield value
+            return
+    for part in parts:
+        yield from _parts_of(part)
+
+
+def _makes_object(value):
+    """Return whether a value is made by a class, as an optimizer is, not a list of parameters."""
+    return isinstance(value, ast.Call) and last_name(value.func)[:1].isupper()
+
+
+def _ties(node):
+    """Return whether a node is an assignment of a layer's weight to another layer."""
+    match node:
+        case ast.Assign(targets=[ast.Attribute(attr="weight")], value=ast.Attribute(attr="weight")):
+            return True
+    return False
 
 
 def _functions_of(values, methods, source):
