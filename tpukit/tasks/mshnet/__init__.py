@@ -53,7 +53,7 @@ class MSHNet(Task):
     published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     export_output: ClassVar[str] = (
-        "probability of a target (batch, 1, height, width); images RGB or thrice grey"
+        "probability of a target (batch, 1, height, width); images RGB, or grey three times"
     )
     export_multiple: ClassVar[int] = 16  # of which height and width of an exported image are multiples
 
