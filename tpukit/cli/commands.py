@@ -23,7 +23,7 @@ from tpukit.host.tables import printable
 from tpukit.tasks import TASKS
 
 # Parameters of the library's functions, as a shell gives them
-FILES = Annotated[functions.Files, conf.arg(help="files, folders of them, or patterns such as 'night/*.png'")]
+FILES = Annotated[functions.Files, conf.arg(help="files, folders or patterns such as 'night/*.png'")]
 IN_SHELL = dict(run=functions.Trained, files=FILES, task=functions.TaskName, out=Path | None)
 
 
@@ -80,8 +80,8 @@ ALIASES = {
 OLD = {
     "main.py": "`tpukit train mshnet` or `tpukit train cdeit`: the page docs/OLD_GUIDES.md",
     "main-tpu.py": "`tpukit train mshnet` or `tpukit train cdeit`: the page docs/OLD_GUIDES.md",
-    "--use-tpu": "the accelerator that is here is used; leave it out",
-    "--mode": "it is two commands: `tpukit train TASK` and `tpukit test RUN`",
+    "--use-tpu": "leave it out; tpukit uses the accelerator it finds",
+    "--mode": "use two commands: `tpukit train TASK` and `tpukit test RUN`",
 }
 
 
@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int | None:
     """Parse a command line and run its command. SystemExit ends it after a help text or wrong usage."""
     for word in argv:
         if (name := word.partition("=")[0].replace("_tpu", "-tpu")) in OLD:
-            raise TpukitError(f"`{word}` is of the old guides: {OLD[name]}")
+            raise TpukitError(f"`{word}` comes from the old guides: {OLD[name]}")
     there = {name: one.__doc__ for name, one in COMMANDS.items() if leaves.has_command(name)}
     command, words = choose(argv, there, "command", "tpukit"), argv[1:]
     function, names = COMMANDS[command], []
@@ -136,7 +136,7 @@ def choose(words: list[str], known: dict[str, Any], kind: str, prog: str) -> str
         raise SystemExit(0 if words else 2)
     if words[0] not in known:
         nearest = difflib.get_close_matches(words[0], known, 1, 0.0)[0]
-        exit_wrong(f"no {kind} {words[0]!r} (of {', '.join(known)}): did you mean {nearest}?")
+        exit_wrong(f"no {kind} {words[0]!r}, only {', '.join(known)}: did you mean {nearest}?")
     return words[0]
 
 

@@ -231,7 +231,7 @@ class CDEIT(Task):
             return None
         convention = sets.CONVENTIONS[self.data]
         unit, gauss_newton = np.float32(convention.unit), np.float32(convention.gauss_newton)
-        with explained(f"{path} is damaged, `tpukit test` makes it anew"), arrays.load(path) as saved:
+        with explained(f"{path} is damaged; `tpukit test` writes it again"), arrays.load(path) as saved:
             batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit)
             batch["xs_gn"] = saved["xs_gn"] / gauss_newton
             return batch, saved["prediction"][:, None] / unit

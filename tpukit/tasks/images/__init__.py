@@ -141,7 +141,7 @@ class ImageClassifier(Task):
         test = self._open(found, levels, "val", "test")
         data.notices += found.notices + find_copies(data, test)
         if is_random:
-            data.notices.append(f"{weights_note}. From these, a few hundred photos teach a network little")
+            data.notices.append(f"{weights_note}. To train from these, a few hundred photos are not enough")
         return data, test
 
     def test_set(self) -> ImageSet:
@@ -318,7 +318,7 @@ class ImageClassifier(Task):
         path = folder / "worst.npz"
         if not path.is_file():
             return None
-        with explained(f"{path} is damaged, `tpukit test` makes it anew"), arrays.load(path) as saved:
+        with explained(f"{path} is damaged; `tpukit test` writes it again"), arrays.load(path) as saved:
             return {name: saved[name] for name in ("image", "label", "name")}, saved["prediction"]
 
     def panels(self, batch, prediction=None):
