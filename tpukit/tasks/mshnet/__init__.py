@@ -227,8 +227,8 @@ class MSHNet(Task):
 
 
 def network_for(image: Tensor) -> ModuleType:
-    """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA the
-    way for TPUs, with the same weights and numbers."""
+    """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA its
+    version for TPUs, with the same weights and results."""
     from tpukit.devices.tensors import is_on_xla
 
     if is_on_xla(image):
