@@ -270,7 +270,7 @@ def pages(folder):
             lambda folder: shutil.copy(folder / "masks/a.png", folder / "masks/a_1.png"),
             "1 masks belong to no image, and are not used (a_1.png)",
         ),
-        (pages, "1 images have several pages or frames, of which the first is used (a)"),
+        (pages, "1 images have several pages or frames; only the first is used (a)"),
     ],
 )
 def test_what_is_in_no_split_is_counted_and_named(change, told, tmp_path):
