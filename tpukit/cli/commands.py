@@ -1,11 +1,9 @@
 """The table of commands: each is a function, of whose parameters tyro makes options, and of the settings of
 a task if it has one."""
 
-import ast
 import difflib
 import functools
 import inspect
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from tpukit.cli import functions
 from tpukit.cli.doctor import doctor, to_stderr
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
+from tpukit.runs.settings import annotate_help
 from tpukit.tasks import TASKS
 
 # Parameters of the library's functions, as a shell gives them
@@ -104,25 +103,12 @@ def run(argv: list[str]) -> int | None:
         summaries = {name: entry.summary for name, entry in TASKS.items()}
         task = choose(words, summaries, "task", f"tpukit {command}")
         cls: Any = tasks.find(task)
-        join_help_lines(cls)
+        annotate_help(cls, lambda text: conf.arg(help=text))
         function.__annotations__["task"] = Annotated[cls, conf.arg(name=task)]
         command, words, names = f"{command} {task}", words[1:], [field.name for field in fields(cls)]
     words = [todays(word) for word in words]
     check_options(words, [*names, *function.__annotations__], command)
     return tyro.cli(function, args=words, prog=f"tpukit {command}", config=CONFIG)
-
-
-def join_help_lines(cls: type) -> None:
-    """Give tyro the help of each setting of a task in one line, because it keeps the source's line breaks."""
-    settings = {field.name for field in fields(cls)}
-    for base in cls.__mro__[:-1]:  # without object
-        statements = ast.walk(ast.parse(inspect.getsource(base)))
-        for declared, below in itertools.pairwise(statements):
-            match declared, below:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    if name in settings:
-                        help_text = conf.arg(help=" ".join(text.split()))
-                        base.__annotations__[name] = Annotated[base.__annotations__[name], help_text]
 
 
 def check_options(words: list[str], names: list[str], command: str) -> None:
