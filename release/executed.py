@@ -94,7 +94,7 @@ def introduction(source: str, name: str) -> str:
     note = (
         f"> A copy **with outputs**, executed on a CPU with small settings by tpukit {tpukit.__version__},"
         f" {time.strftime('%Y-%m')}; n = 1, and times are those of a shared machine. Scores on"
-        f" synthetic data say nothing of real data. To run it, open `notebooks/{name}.ipynb`, or a badge."
+        f" synthetic data say nothing about real data. To run it, open `notebooks/{name}.ipynb`, or a badge."
     )
     return f"{title}\n\n{note}\n{rest}"
 

@@ -17,8 +17,10 @@ _TASKS = dict(
     cdeit=TaskEntry(
         "CDEIT", "eit", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"
     ),
-    images=TaskEntry("ImageClassifier", "my-images", "your own images in classes, by timm or torchvision"),
-    text=TaskEntry("LanguageModel", "my-text", "language models, fine-tuned or pretrained, by transformers"),
+    images=TaskEntry("ImageClassifier", "my-images", "your own images in classes, with timm or torchvision"),
+    text=TaskEntry(
+        "LanguageModel", "my-text", "language models, fine-tuned or pretrained, with transformers"
+    ),
 )
 # Commands that need a leaf, and its module below tpukit; all others are always there.
 COMMANDS = dict(

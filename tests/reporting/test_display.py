@@ -44,7 +44,8 @@ def test_a_chinese_notebook_has_chinese_tables_and_sentences_and_a_name_that_is_
     assert shown[0].columns == ("分数", "最后一轮", "保留的")
     assert [row[0] for row in shown[0].rows] == ["正确率", "mine"]
     display.show(MNIST(lr=0.125))
-    assert shown[-1].title == "mnist 的设置" and shown[-1].summary.endswith("个取默认值的设置")
+    assert shown[-1].title == "MNIST 的设置" and shown[-1].summary.endswith("个取默认值的设置")
+    assert ("precision", "auto") in shown[-1].folded  # a name of code, not the score of that name
     display.show_report(Run.open(tmp_path / "new", MNIST()))
     assert str(shown[-1]) == "- 这次训练还没有开始。"
 

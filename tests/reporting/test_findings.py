@@ -79,9 +79,9 @@ def test_memory_stands_in_the_report_device_by_device_and_compilations_with_thei
     tables = {table.title: table for table in run_report.accelerator_tables(records)}
     assert tables["Memory"].rows == [("0", "12.00", "16.00", "75%"), ("1", "8.00", "16.00", "50%")]
     assert tables["Compilations"].rows == [
-        ("1", "step", "30.0", "the first time"),
-        ("9", "predict", "4.0", "the first time"),
-        ("12", "step", "20.0", why),
+        ("1", "step()", "30.0", "the first time"),
+        ("9", "predict()", "4.0", "the first time"),
+        ("12", "step()", "20.0", why),
     ]
     sentences = " ".join(run_report.describe(records))
     assert f"Step 12 compiled again (20.0 s) because {why}." in sentences

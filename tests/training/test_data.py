@@ -101,7 +101,7 @@ def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_lo
     monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
     loader = BatchLoader(data, xla)
     assert loader.resident is None and "because more than" in loader.description
-    assert "2 threads make the batches" in loader.description
+    assert "2 threads prepare batches" in loader.description
     assert BatchLoader(data, xla, on="device").resident
     assert BatchLoader(data, cpu).resident is None  # the host's memory is the device's
     plain = types.SimpleNamespace(batch=data.batch, __len__=data.__len__)

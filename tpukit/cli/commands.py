@@ -20,10 +20,11 @@ from tpukit.cli import functions
 from tpukit.cli.doctor import doctor, to_stderr
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
+from tpukit.runs.settings import annotate_help
 from tpukit.tasks import TASKS
 
 # Parameters of the library's functions, as a shell gives them
-FILES = Annotated[functions.Files, conf.arg(help="files, folders of them, or patterns such as 'night/*.png'")]
+FILES = Annotated[functions.Files, conf.arg(help="files, folders or patterns such as 'night/*.png'")]
 IN_SHELL = dict(run=functions.Trained, files=FILES, task=functions.TaskName, out=Path | None)
 
 
@@ -78,10 +79,10 @@ ALIASES = {
     "--num-cores": "--cores",
 }
 OLD = {
-    "main.py": "`tpukit train mshnet` or `tpukit train cdeit`: the page docs/OLD_GUIDES.md",
-    "main-tpu.py": "`tpukit train mshnet` or `tpukit train cdeit`: the page docs/OLD_GUIDES.md",
-    "--use-tpu": "the accelerator that is here is used; leave it out",
-    "--mode": "it is two commands: `tpukit train TASK` and `tpukit test RUN`",
+    "main.py": "use `tpukit train mshnet` or `tpukit train cdeit`; see docs/OLD_GUIDES.md",
+    "main-tpu.py": "use `tpukit train mshnet` or `tpukit train cdeit`; see docs/OLD_GUIDES.md",
+    "--use-tpu": "leave it out; tpukit uses the accelerator it finds",
+    "--mode": "use two commands: `tpukit train TASK` and `tpukit test RUN`",
 }
 
 
@@ -90,7 +91,7 @@ def run(argv: list[str]) -> int | None:
     # A script's name stands where a command does: `migrate main.py` is the user's own.
     for word in [*argv[:1], *(word for word in argv[1:] if word.startswith("--"))]:
         if (name := word.partition("=")[0].replace("_tpu", "-tpu")) in OLD:
-            raise TpukitError(f"`{word}` is of the old guides: {OLD[name]}")
+            raise TpukitError(f"`{word}` comes from the old guides: {OLD[name]}")
     there = {name: one.__doc__ for name, one in COMMANDS.items() if leaves.has_command(name)}
     command, words = choose(argv, there, "command", "tpukit"), argv[1:]
     function, names = COMMANDS[command], []
@@ -103,6 +104,7 @@ def run(argv: list[str]) -> int | None:
         summaries = {name: entry.summary for name, entry in TASKS.items()}
         task = choose(words, summaries, "task", f"tpukit {command}")
         cls: Any = tasks.find(task)
+        annotate_help(cls, lambda text: conf.arg(help=text))
         function.__annotations__["task"] = Annotated[cls, conf.arg(name=task)]
         command, words, names = f"{command} {task}", words[1:], [field.name for field in fields(cls)]
     words = [todays(word) for word in words]
@@ -137,7 +139,7 @@ def choose(words: list[str], known: dict[str, Any], kind: str, prog: str) -> str
         raise SystemExit(0 if words else 2)
     if words[0] not in known:
         nearest = difflib.get_close_matches(words[0], known, 1, 0.0)[0]
-        exit_wrong(f"no {kind} {words[0]!r} (of {', '.join(known)}): did you mean {nearest}?")
+        exit_wrong(f"no {kind} {words[0]!r}, only {', '.join(known)}: did you mean {nearest}?")
     return words[0]
 
 

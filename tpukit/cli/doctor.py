@@ -21,9 +21,9 @@ def doctor(
     Args:
         as_json: print one JSON object, for machines.
         error: check nothing; print how to fix this error message, or the one in this file.
-        hardware: also try on the accelerator what tpukit assumes of it, each check in a process of its own,
+        hardware: also check on the accelerator what tpukit assumes about it, each check in its own process,
             and write hardware.json, a report to send back, into the output folder.
-        rehearse: --hardware without an accelerator: try the checks themselves, in small.
+        rehearse: like --hardware, but on the CPU and in small, to try the checks themselves.
     """
     from tpukit.tools.doctor import blocked, examine, find_known_error, table
 

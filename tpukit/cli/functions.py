@@ -19,10 +19,10 @@ from tpukit.training.task import Task
 RunFolder = Annotated[Path, conf.arg(metavar="RUN", help="the folder of a run")]
 Trained = Annotated[
     Path,
-    conf.arg(metavar="RUN", help="the folder of a run, a weights file, or demo, the small MSHNet of tpukit"),
+    conf.arg(metavar="RUN", help="the folder of a run, a weights file, or demo (the small MSHNet of tpukit)"),
 ]
 TaskName = Annotated[str | None, conf.arg(help="the task, if a weights file does not name its own")]
-Cores = Annotated[int | None, conf.arg(help="TPU cores, GPUs or processes; by default all, on a CPU one")]
+Cores = Annotated[int | None, conf.arg(help="TPU cores, GPUs or processes; by default all, or one on a CPU")]
 Files = Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="FILE ...")]
 
 
@@ -79,7 +79,7 @@ def test(
     scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
     if not run.is_dir():
         if (scored.path / "config.json").exists():
-            raise TpukitError(f"{scored.path} is a run: rename it, because tests of weights files go there")
+            raise TpukitError(f"{scored.path} is a run: rename it, because `tpukit test FILE` writes there")
         with explain_unwritable(scored.path):
             scored.path.mkdir(parents=True, exist_ok=True)
     scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
@@ -99,7 +99,7 @@ def report(run: RunFolder, trace: int = 0, tensorboard: Path | None = None) -> N
     """Show what the accelerator did in a run: compilations and their causes, the time of a step, memory.
 
     Args:
-        trace: also run this number of steps of its task again, here, keep a profiler's trace of them for
+        trace: also run this number of steps of its task again, here, save a profiler trace of them for
             TensorBoard, and name the lines whose operations fall back to the CPU or wait for the device.
         tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
     """
@@ -122,8 +122,8 @@ def measure(task: Task, cores: Cores = None, batch_sizes: tuple[int, ...] = (), 
 
     Args:
         batch_sizes: global batch sizes; by default they double from --batch-size on, until a step does not
-            fit; on a CPU once.
-        steps: timed steps of each batch size, after the first ones, in five rounds.
+            fit; on a CPU only once.
+        steps: steps to time at each batch size, in five rounds, after the first few.
     """
     from tpukit.tools.measure import compare, measure_here
 
@@ -135,12 +135,12 @@ def measure(task: Task, cores: Cores = None, batch_sizes: tuple[int, ...] = (), 
     )
     for table in compare(measured, epochs=task.epochs):
         print(table)
-    print(f"\nNext, with the files of other machines next to it: tpukit compare {folder}/*.json")
+    print(f"\nNext, put other machines' files into that folder, and run: tpukit compare {folder}/*.json")
 
 
 def merge(files: Files, epochs: int = 400) -> None:
-    """Put side by side what several machines measured, and how long a whole training run takes on each: a
-    table for each task and size of its samples.
+    """Compare what several machines measured, and how long a whole training run takes on each: one table for
+    each task and sample size.
 
     Args:
         files: files that `tpukit compare TASK` wrote.
@@ -156,12 +156,12 @@ def merge(files: Files, epochs: int = 400) -> None:
 
 
 def migrate(files: Files, fix: bool = False) -> int:
-    """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs
+    """List what in PyTorch code will not work on a TPU or will be slow, line by line, each with a fix. Runs
     none of the code. Exit code 1 if anything is left that will not work.
 
     Args:
         files: scripts, notebooks, or folders of them.
-        fix: rewrite what is safe to rewrite, in place, and show the difference. A copy of each file as it was
+        fix: rewrite what is safe to rewrite, in place, and show the difference. The original of each file
             stays next to it (NAME.orig).
     """
     from tpukit.tools.migrate import as_text, examine, files_in

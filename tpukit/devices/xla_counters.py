@@ -11,8 +11,8 @@ import torch_xla.debug.profiler as xp
 from tpukit.devices import xla_private
 
 FIRST = "the first graph"
-OTHER_OPERATIONS = "another number of operations: a new part of the program, a branch, a loop"
-NEW_SIZE = "data of a new size was sent to the device: a batch of another shape"
+OTHER_OPERATIONS = "a different number of operations: a new part of the program, a branch or a loop"
+NEW_SIZE = "data of a new size was sent to the device: a batch of a different shape"
 SAME_SIZES = "the same number of operations and data of known sizes: a Python number, or a shape made there"
 UNKNOWN = "too long ago to tell"
 PREFETCHED = 16  # graphs: a loader may have sent a batch that long before its step

@@ -18,7 +18,7 @@ from tpukit.host.tables import Table, notebook_kernel
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" if `require("cpu")` chose the processor over an accelerator
-ONE_HOST = "tpukit trains on one host: use a machine that has all its chips or GPUs itself, as a v5litepod-8"
+ONE_HOST = "tpukit trains on one host: use one machine that has all the chips or GPUs, such as a v5litepod-8"
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR = "0x1ae0"
 # The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids. All
@@ -130,7 +130,7 @@ class Environment:
             raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
         if is_here and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             if accelerator == "any" and self.accelerator == "cpu" and self.host in ("colab", "kaggle"):
-                print(f"this {self.host} session has no TPU and no GPU: its CPU trains, slowly")
+                print(f"this {self.host} session has no TPU and no GPU: training runs on the CPU, slowly")
                 print(TPU_MENU[self.host], GPU_MENU[self.host], sep="\n")
             return self
         menus = {"tpu": TPU_MENU, "cuda": GPU_MENU}

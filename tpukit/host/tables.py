@@ -50,6 +50,7 @@ class Table:
     a notebook shows it as HTML.
 
     folded: further rows, which a notebook shows after a click on `summary`, and a terminal below the others.
+    are_names: the values are names of code, which no language translates.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class Table:
         *,
         folded: Iterable[Iterable] = (),
         summary: str = "",
+        are_names: bool = False,
     ):
         self.title, self.summary = _shown(title), _shown(summary)
         self.columns = tuple(map(_shown, columns))
-        self.rows, self.folded = _texts(rows), _texts(folded)
+        self.rows, self.folded = _texts(rows, are_names), _texts(folded, are_names)
 
     def __repr__(self):
         from rich import box
@@ -95,11 +97,16 @@ class Table:
 
 
 def _shown(value):
-    return "" if value is None else translate(printable(value))
+    return translate(_printed(value))
 
 
-def _texts(rows):
-    return [tuple(map(_shown, row)) for row in rows]
+def _printed(value):
+    return "" if value is None else printable(value)
+
+
+def _texts(rows, are_names):
+    as_text = _printed if are_names else _shown
+    return [tuple(map(as_text, row)) for row in rows]
 
 
 def _cell(tag, text):

@@ -54,7 +54,7 @@ def launch(
         from tpukit.launching.joining import call_under_torchrun
 
         if cores and cores != int(os.environ["WORLD_SIZE"]):
-            raise TpukitError(f"cores={cores}: torchrun's --nproc-per-node decides, leave cores out")
+            raise TpukitError(f"cores={cores}: torchrun's --nproc-per-node sets the number; leave cores out")
         return call_under_torchrun(job, parallel)
     count = _count_cores(env, cores, parallel)
     if cores is None and env.accelerator == "cuda" and count > 1 and (why := plan.why_one_gpu(count)):

@@ -86,7 +86,7 @@ class MetricsReport:
             sentences = [f"{self.device}, {self.where}: {compiled} graphs compiled, {executed} executed."]
             return sentences + ([] if self._operations_on_the_cpu() else [words.describe_fallbacks({})])
         if self.device:
-            return [f"{self.device}.", f"{words.NOTHING_COMPILES} What `torch.compile` makes is not counted."]
+            return [f"{self.device}.", f"{words.NOTHING_COMPILES} Graphs of `torch.compile` are not counted."]
         if "torch_tpu" in sys.modules:
             return ["torch_tpu does not report what it compiles."]
         return [

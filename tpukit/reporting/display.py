@@ -156,7 +156,8 @@ def _show_task(task: Task) -> None:
     for name, value in settings_dict(task).items():
         (folded if getattr(task, name) == defaults[name] else rows).append((name, value))
     summary = f"{len(folded)} settings at their defaults"
-    present(Table(f"Settings of {task.name}", ("setting", "value"), rows, folded=folded, summary=summary))
+    title = f"Settings of {type(task).__name__}"
+    present(Table(title, ("setting", "value"), rows, folded=folded, summary=summary, are_names=True))
 
 
 def show_samples(task: Task, *, count: int = 4) -> None:

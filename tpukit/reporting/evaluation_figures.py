@@ -64,4 +64,4 @@ def per_class_table(confusion: dict) -> Table:
         correct = row[len(rows)]
         precision, recall = (format_number(correct / of) if of else "" for of in (sum(column), sum(row)))
         rows.append((name, f"{sum(row):.0f}", precision, recall))
-    return Table("Classes", ("class", "test images", "precision", "recall"), rows)
+    return Table("Classes", ("class", "test images", "precision", "recall"), rows, are_names=True)

@@ -118,14 +118,14 @@ def accelerator_tables(records: list) -> list[Table]:
         function = record["what"]
         reason = _why(record) or ("no argument changed" if function in seen else "the first time")
         seconds = "refused" if record["refused"] else f"{record['seconds']:.1f}"
-        compilations.append((record["step"], function, seconds, reason))
+        compilations.append((record["step"], f"{function}()", seconds, reason))
         seen.add(function)
     spans, steps = intervals(records), []
     timed = [name for name in TIMES if any(f"{span[name]:.2f}" != "0.00" for span in spans)]
     stride = math.ceil(len(spans) / 12) or 1  # at most 12, the last among them
     for span in spans[(len(spans) - 1) % stride :: stride]:
         times = [f"{span[name]:.2f}" for name in timed]
-        steps.append((f"{span['from']} to {span['to']}", *times, f"{span['images_per_s']:.1f}"))
+        steps.append((f"{span['from']}–{span['to']}", *times, f"{span['images_per_s']:.1f}"))
     trained = findings.of_kind(session, "train")
     memory = trained[-1]["speed"]["memory"] if trained else []
     tables = (

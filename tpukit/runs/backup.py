@@ -13,7 +13,7 @@ from tpukit.host.environment import Environment
 from tpukit.host.errors import Damaged, TpukitError, explained
 from tpukit.runs import hashes
 
-OTHER_FOLDER = "choose another backup, or, to resume what was backed up, a folder that does not exist yet"
+OTHER_FOLDER = "choose another backup, or, to resume the run in it, a folder that does not exist yet"
 MOUNT = (
     "mount the bucket and give the folder where it is (gcsfuse, rclone mount), or copy the run there yourself"
     " (gcloud storage rsync, hf upload)"
@@ -121,7 +121,7 @@ class Backup:
             elif hashes.is_whole(self.path / name, both.get(name, [])):
                 whole[name] = both[name]
         if hashes.steps(listed) and not hashes.steps(whole):
-            raise Damaged(f"no checkpoint in {folder} is whole")
+            raise Damaged(f"no checkpoint in {folder} is intact")
         self._check_mounted()
         hashes.write_list(self.path, whole)
 
@@ -168,7 +168,7 @@ class Backup:
         if after < 0 and hashes.steps(listed) and not hashes.steps(whole):
             count = len(hashes.steps(listed))
             raise TpukitError(
-                f"none of the {count} checkpoints in {self} is whole: start again without this backup"
+                f"none of the {count} checkpoints in {self} is intact: start again without this backup"
             )
         others = {name: digests for name, digests in own.items() if name not in whole}
         hashes.write_list(folder, {**whole, **others})

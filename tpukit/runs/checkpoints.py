@@ -80,7 +80,7 @@ class Checkpoints:
                 with weights.explain_damage(path):
                     state = weights.load_tensors(path)
             except Damaged as error:
-                self.say(f"{error}; trying the checkpoint before")
+                self.say(f"{error}; trying the previous checkpoint")
                 damaged.append(name)
                 continue
             if damaged:
@@ -114,7 +114,9 @@ class Checkpoints:
         listed = hashes.read_list(self.folder)
         if listed is None and any((self.folder / "checkpoints").glob("step-*.pt")):
             path = self.folder / hashes.LIST
-            raise Damaged(f"{path} is missing, with checkpoints there: put it back, or choose another folder")
+            raise Damaged(
+                f"{path} is missing, but its checkpoints are there: put it back, or choose another folder"
+            )
         return listed or {}
 
 

@@ -277,7 +277,7 @@ class Run:
             hashes.check_best(path)
             return True
         except Damaged as error:
-            self.print(f"{error}; the weights of the next evaluation take its place")
+            self.print(f"{error}; the next evaluation's weights will replace it")
             return False
 
     def best(self) -> Path:

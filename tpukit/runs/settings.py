@@ -1,11 +1,25 @@
 """The settings of a task, as a run keeps them and compares them when it is resumed."""
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -116,3 +130,17 @@ def from_settings(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
     types, fields = get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
     names = fields & given.keys()
     return kind(**{name: as_declared(name, given[name], types[name]) for name in names})
+
+
+def annotate_help(cls: type, as_help: Callable[[str], Any]) -> None:
+    """Annotate each setting of a task with its docstring in one line, because tyro keeps the source's line
+    breaks. as_help: help text -> annotation."""
+    settings = {field.name for field in dataclasses.fields(cls)}
+    for base in cls.__mro__[:-1]:  # without object
+        statements = ast.walk(ast.parse(inspect.getsource(base)))
+        for declared, below in itertools.pairwise(statements):
+            match declared, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    if name in settings:
+                        help_text = as_help(" ".join(text.split()))
+                        base.__annotations__[name] = Annotated[base.__annotations__[name], help_text]

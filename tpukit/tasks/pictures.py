@@ -87,8 +87,8 @@ def _require_range(image):
     colours = pixels if image.mode == "RGB" else pixels[..., :-1]  # without the opacity
     if colours.max() < LEVELS / 4 or np.ptp(colours) < LEVELS / 8:
         raise TpukitError(
-            f"its channels have 16 bits, but use only {np.ptp(colours) + 1} of the {LEVELS} levels that are"
-            " kept of them: convert it to 8 bits, or to a single channel of 16 bits, which is scaled"
+            f"its channels have 16 bits, but use only {np.ptp(colours) + 1} of the {LEVELS} levels that"
+            " 8 bits keep of them: convert it to 8 bits, or to a single channel of 16 bits, which is scaled"
         )
 
 
@@ -141,13 +141,13 @@ def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
     low, high = max(least.min(), low - span), min(most.max(), high + span)
     high = high if high > low else low + 1
     note = (
-        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits: {low:g} to {high:g}, of the"
-        f" training set, become 0 to {LEVELS - 1}, in predictions, too"
+        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits: the training set's {low:g}"
+        f" to {high:g} become 0 to {LEVELS - 1}, in predictions, too"
     )
     if (used := np.median(highs - lows) / (high - low) * LEVELS) < FEW_LEVELS:
         note += (
-            f". Half of them use only {used:.0f} of {LEVELS} levels, because the images differ more from each"
-            " other than within: subtract from each its own background"
+            f". Half of them use only {used:.0f} of {LEVELS} levels, because brightness differs more between"
+            " images than within one: subtract each image's own background"
         )
     return (float(low), float(high)), note
 

@@ -73,7 +73,7 @@ def about_tables(place: Path, page: str) -> str:
         return ""
     return (
         f"the files of a Hugging Face dataset ({tables[0].name}, {len(tables)} in all) are not read: the page"
-        f" docs/{page}.md has the lines of Python that turn one into files that are"
+        f" docs/{page}.md has the lines of Python that convert them"
     )
 
 

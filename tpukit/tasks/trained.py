@@ -20,7 +20,7 @@ def task_of(config: dict) -> Task:
     gone. Raises TpukitError for a task of the user's own."""
     if config["task"] not in tasks.TASKS:
         raise TpukitError(
-            f"{config['task']} is a task of your own, which its name does not find: from Python, give it as"
+            f"{config['task']} is a task of your own, not found by its name: from Python, give it as"
             " task=TASK"
         )
     try:
@@ -58,7 +58,7 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
         config = run.config if run else config_of(path)
         if not (config or task):
             names = ", ".join(tasks.TASKS)
-            raise TpukitError(f"{path} does not say of which task it is: name one of {names} (--task)")
+            raise TpukitError(f"{path} does not say which task it belongs to: name one of {names} (--task)")
         if config and task not in (None, config["task"]):
             raise TpukitError(f"{source} is of the task {config['task']}, not of {task}")
         task = task_of(config or dict(task=task, settings={}))

@@ -132,7 +132,7 @@ def show_own(run: Run | str | Path, task: Task | None = None, paths: str | Path 
     if paths:
         present_figure(_predict_and_save(run, task, paths))
         return
-    print("no file named: test images stand in for your own, and what you upload stays on this machine")
+    print("no file named: showing test images; what you upload stays on this machine")
 
     def draw(upload):
         if not upload:

@@ -55,9 +55,9 @@ def _trace_steps(task: Task, run: Run, *, steps: int, folder: Path, runtime=None
     for (operation, line), count in interruptions.lines.most_common():
         sentences.append(f"{operation}, {count} times per step, at {line}.")
     if trainer.runtime.device.type == "cpu":
-        sentences.append("On a CPU nothing waits: with PJRT_DEVICE=CPU an XLA device tells what would.")
+        sentences.append("On a CPU nothing waits; PJRT_DEVICE=CPU shows what would wait on an XLA device.")
     elif not interruptions.lines:
-        sentences.append("No operation of the step ran on the host instead, and none waited for the device.")
+        sentences.append("No operation of the step ran on the host, and none waited for the device.")
     return sentences
 
 

@@ -89,7 +89,7 @@ def restore(
         run.print(
             f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other"
             f" {' and '.join(changed)}: the scores so far are those of the old one. `tpukit test` scores the"
-            f" weights that were kept on the new one; or {TRAIN_ANEW}"
+            f" kept weights on the new one; or {TRAIN_ANEW}"
         )
     if len(saved["random"]) == runtime.world.size:
         random = saved["random"][runtime.world.rank]

@@ -75,7 +75,7 @@ class BatchLoader:
                 " 'host', or implement device_arrays, device_nbytes, sample_parameters and compose"
                 " (tpukit/tasks/mnist.py has them)"
             )
-        where = f"{workers} threads make the batches ahead" if workers else "a batch is made when it is due"
+        where = f"{workers} threads prepare batches in advance" if workers else "batches are made on demand"
         if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):
             most = runtime.memory_size() // MEMORY_SHARE if on == "auto" else float("inf")
             if data.device_nbytes() <= most:

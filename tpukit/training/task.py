@@ -31,10 +31,11 @@ class Task:
     A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
     Fields declared with `setting(free=True)` may change when a run is resumed.
 
-    Other modules describe what only they ask of a task: `reporting.display.Displayed` to show samples, labels
-    and predictions, `training.loop.Rated` to record other speeds, `tools.own_files.OwnFiles` to predict a
-    user's own files, `tools.export.Exportable` to export, `tasks.datasets.Findable` to find a dataset by
-    name."""
+    Other modules declare the methods that only they call: `reporting.display.Displayed` to show samples,
+    labels and predictions, `training.loop.Rated` to record other speeds, `tools.own_files.OwnFiles` to
+    predict a user's own files, `tools.export.Exportable` to export, `tasks.datasets.Findable` to find a
+    dataset by name.
+    """
 
     name: ClassVar[str]
     """Its name on the command line."""
@@ -48,10 +49,10 @@ class Task:
         `num_uniforms` of the training set: random numbers for each sample's augmentation (0 if none);
         `numbers` holds them, (B, num_uniforms) float64, uniform in [0, 1), and is None in an evaluation.
 
-        A dataset that can be kept on the device implements four methods more:
+        A dataset that can be kept on the device implements four more methods:
         `device_arrays()` -> dict of arrays (N, ...), uploaded once; `device_nbytes()`, their size in bytes;
         `sample_parameters(indices, numbers)` -> dict of arrays (B, ...), the few numbers sent for each batch;
-        `compose(rows, parameters)` -> the batch, from rows of the arrays, as tensors on the device."""
+        `compose(rows, parameters)` -> the batch, made of rows of the arrays, as tensors on the device."""
         raise self._missing("datasets")
 
     def model(self) -> nn.Module:
@@ -74,8 +75,8 @@ class Task:
         """Predict a batch, for `evaluate`: return one tensor or a pytree of them. It is one compiled graph
         on XLA. On one GPU a batch may have more samples than `batch_size`.
 
-        epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for
-        finished weights."""
+        epoch: as in `loss`, for a model that has a warm-up: the epoch that the weights come from, or None if
+        they are finished."""
         raise self._missing("predict")
 
     def evaluate(self, predictions: Iterable[tuple[Any, Batch]]) -> dict:
@@ -97,8 +98,8 @@ class Task:
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line in the curves."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
-    """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`, the ones that are read
-    back from the device; None for all."""
+    """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; only these are read back
+    from the device. None: all."""
 
     # Its settings
 
@@ -118,34 +119,34 @@ class Task:
     weights: Path | None = None
     """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
     clip_norm: float | None = None
-    """Scale gradients of a larger norm down to it; None: do not clip."""
+    """Largest norm of the gradients; larger ones are scaled down to it. None: no clipping."""
     schedule: Literal["constant", "cosine"] = "constant"
     """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
     final_lr: float = 0.0
-    """Share of the learning rate that the cosine schedule ends with."""
+    """Share of `lr` at which the cosine schedule ends."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but
     its last layer. Their batch norms use the running statistics; their dropout still drops."""
     micro_batches: int = setting(1, free=True)
-    """Parts of a batch whose gradients are computed one after the other and added up, for less memory. The
-    step is the same, except that batch norm takes its statistics of each part, and for a loss that is not a
-    mean over samples."""
+    """Compute the gradients of a batch in this many parts and add them up, to save memory. The step is the
+    same, except that batch norm takes its statistics from each part, and except for a loss that is not a mean
+    over samples."""
     patience: int | None = setting(None, free=True)
     """Stop after this many evaluations in a row without a better score; None: train all epochs."""
     ema_decay: float | None = None
-    """Score and keep a moving average of the weights, with this decay every 10 steps; None: the weights."""
+    """Score and save a moving average of the weights, with this decay every 10 steps. None: the weights."""
     log_every: int = setting(20, free=True)
-    """Steps between two records. Reading the loss waits for the device, so not every step."""
+    """Steps between two records. Reading the loss waits for the device, so don't record every step."""
     eval_every: int = setting(1, free=True)
     """Epochs between two evaluations; the last epoch is always evaluated."""
     save_every_s: float = setting(60.0, free=True)
     """Seconds between two checkpoints."""
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
-    """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running
-    ones are kept. synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the
-    running ones, which no longer change; scale and offset still train."""
+    """Statistics of batch norm on several cores. per-core: of each core's share of the batch; rank 0's
+    running statistics are kept. synced: of the whole global batch (on GPUs; on TPUs parallel="spmd"
+    always does so). frozen: the running statistics, which no longer change; scale and offset still train."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
     compile: Literal["auto", "yes", "no"] = setting("auto", free=True)
@@ -174,12 +175,12 @@ class Task:
     # What it may override
 
     def test_set(self) -> Any:
-        """Return the test set alone, for which the training set need not be there."""
+        """Return the test set alone, even if there is no training set."""
         return self.datasets()[1]
 
     def data_signature(self, data: Any) -> dict[str, str]:
         """Return what must be the same in the data when a run is resumed, whatever folder the data is in: a
-        digest, as of `arrays.digest`, by the name that errors use.
+        digest, made by `arrays.digest`, under the name that errors use.
 
         data: the training set, which a resumed run refuses if this differs, or the test set: then the best
         score so far is dropped."""
@@ -217,7 +218,7 @@ class Task:
         the test set."""
 
     def launch_plan(self, *others: Any) -> Plan | None:
-        """Return what `launch(function, task, run)` has to know of the call; None without a run."""
+        """Return what `launch(function, task, run)` must know about the call; None without a run."""
         from tpukit.training.launch_plan import launch_plan
 
         return launch_plan(self, *others) if others and isinstance(others[0], Run) else None

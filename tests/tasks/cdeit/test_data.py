@@ -180,7 +180,7 @@ def scaled(name, factor):
         (lambda folder: None, None),
         (lambda folder: (folder / "test/._000001.npz").write_bytes(b"of macOS"), None),
         (scaled("ys", 1040), "test: its voltages are"),
-        (scaled("xs", 2 / 1978), "test: its images have values of up to 0.00101"),
+        (scaled("xs", 2 / 1978), "test: its images have values up to 0.00101"),
         (
             lambda folder: shutil.copy(folder / "train/000003.npz", folder / "test"),
             "1 of 5 test samples are training samples, too (000003)",

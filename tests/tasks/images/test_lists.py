@@ -144,7 +144,7 @@ def test_columns_of_0_and_1_name_the_class_of_each_image(tmp_path):
     "rows, header, told",
     [
         (["a,0", "b,0", "a,1", "b,1"], "image,label,split", "the column split names no splits (0 in 2 rows"),
-        (["a", "b", "a|b"] * 2, "image,label", "1 classes look like several at once, as a|b"),
+        (["a", "b", "a|b"] * 2, "image,label", "1 classes look like several at once, such as a|b"),
         (["a", "b", "a", "b\n0.png,a"], "image,label", "1 images (0.png) are listed more than once"),
         (["a", "b", "a", "b"], "image,label", "1 images are not used, because"),
         (["a", "b", "a", "b"], "image,label", "1 .heic"),

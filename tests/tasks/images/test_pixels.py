@@ -81,7 +81,7 @@ def test_images_of_which_a_part_is_read_are_told(tmp_path):
     Image.fromarray(icon).save(tmp_path / "b/icon.png")
     notes = "\n".join(split.notes for split in task(tmp_path).datasets())
     assert "have several pages" in notes and "a/pages.tif" in notes and "a/moving.png" in notes
-    assert "one colour" in notes and "b/icon.png" in notes
+    assert "same colour" in notes and "b/icon.png" in notes
 
 
 def deep_png(path, pixels):

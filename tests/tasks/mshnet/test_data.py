@@ -278,7 +278,7 @@ def pages(folder):
             lambda folder: (folder / "images/c.heic").touch(),
             "files that are not read, and so left out: 1 .heic (convert images to PNG)",
         ),
-        (pages, "1 images have several pages or frames, of which the first is used (a)"),
+        (pages, "1 images have several pages or frames; only the first is used (a)"),
         (upside_down, "1 images are turned upright by EXIF orientation: are their masks? (a)"),
     ],
 )

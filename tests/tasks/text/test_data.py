@@ -117,8 +117,8 @@ def test_texts_are_tokenised_once_and_anew_where_files_or_settings_change(tmp_pa
 
 LEFT_OUT = {
     "an empty completion": (dict(prompt="a", completion=" "), "line 1: the completion is empty"),
-    "no completion": (dict(prompt="a", completion=None), "line 1: no message is of the assistant"),
-    "nothing said": (dict(messages=turns("a")), "line 1: no message is of the assistant, only of user"),
+    "no completion": (dict(prompt="a", completion=None), "line 1: no message is from the assistant"),
+    "nothing said": (dict(messages=turns("a")), "line 1: no message is from the assistant, only from user"),
     "nothing written": (dict(text=" "), "line 1: the text is empty"),
     "an answer that is not wanted": (dict(prompt="a", completion="b", label=False), "line 1: its label"),
     "refused": (

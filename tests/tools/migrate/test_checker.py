@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.migrate.helpers import written
+from tpukit.host.language import translate
 from tpukit.tools import migrate
 from tpukit.tools.migrate.checker import Checker
 from tpukit.tools.migrate.findings import TABLES
@@ -88,6 +89,12 @@ def test_every_rule_has_an_example_and_every_entry_a_rule_and_a_condition_that_e
     assert {entry["rule"] for entry in entries if entry} <= set(migrate.RULES)
     conditions = {name for entry in entries for name in entry.get("where", "").split()}
     assert conditions and all(hasattr(Surroundings, name) for name in conditions)
+
+
+def test_what_a_rule_advises_has_words_for_a_chinese_notebook(monkeypatch):
+    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
+    for _, message in migrate.RULES.values():
+        assert re.search(r"[\u4e00-\u9fff]", translate(message)), message
 
 
 SILENT = {

@@ -59,14 +59,14 @@ class CDEIT(Task):
     """Mean absolute or squared error of the predicted image. l1 is published, but first learns an empty
     image, because most of it is background: for over 600 steps in our small model. l2 does not."""
     clip_norm: float | None = 1.0
-    """Gradients of a larger norm are scaled down to it; None does not clip."""
+    """Largest norm of the gradients; larger ones are scaled down to it. None: no clipping."""
     ema_decay: float | None = 0.995
     """Decay of the moving average of the weights, which is evaluated and saved; None: no average."""
     sampling_steps: int = setting(5, free=True)
     """Steps of DDIM from noise to an image, 1 to 1000."""
     eta: float = setting(1.0, free=True)
-    """Noise that DDIM adds in each step: 0 none, 1 as much as in training; with 1000 steps that is ancestral
-    sampling."""
+    """Noise that DDIM adds in each step: 0: none; 1: as much as in training, which with 1000 steps is
+    ancestral sampling."""
     patch: int = 2
     """Side of the patches that become tokens."""
     width: int = 512
@@ -232,7 +232,7 @@ class CDEIT(Task):
             return None
         convention = sets.CONVENTIONS[self.data]
         unit, gauss_newton = np.float32(convention.unit), np.float32(convention.gauss_newton)
-        with explained(f"{path} is damaged, `tpukit test` makes it anew"), arrays.load(path) as saved:
+        with explained(f"{path} is damaged; `tpukit test` writes it again"), arrays.load(path) as saved:
             batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit)
             batch["xs_gn"] = saved["xs_gn"] / gauss_newton
             return batch, saved["prediction"][:, None] / unit

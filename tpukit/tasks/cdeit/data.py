@@ -103,8 +103,7 @@ def _doubts(folder, values):
     largest = np.nanmax(np.abs(values["image"]))
     if not 1 / APART < largest < APART:
         notices.append(
-            f"{folder.name}: its images have values of up to {largest:.3g}, and should have -1 and 1 for what"
-            " is in the tank"
+            f"{folder.name}: its images have values up to {largest:.3g}, but inclusions should be -1 or 1"
         )
     others = [path.name for path in sorted(folder.iterdir()) if path.suffix != ".npz" and path.name[0] != "."]
     if others:
@@ -119,8 +118,8 @@ def doubtful_voltages(name: str, voltages: np.ndarray) -> list[str]:
     if 1 / APART < spread < APART:
         return []
     return [
-        f"{name}: its voltages are {spread:.3g} times as large as those of the statistics: is data (--data)"
-        " the convention that its files have?"
+        f"{name}: its voltages are {spread:.3g} times as large as the statistics expect: does data (--data)"
+        " name the convention of its files?"
     ]
 
 
@@ -184,7 +183,7 @@ def _read_file(path, names):
     """Return float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
     missing = dict.fromkeys(BASELINES, np.full((SIZE, SIZE), np.nan))
     sample = {}
-    wrong = f"{path} is not a sample with xs, an image, and ys, voltages: copy or make it again"
+    wrong = f"{path} is not a sample with xs (an image) and ys (voltages): copy or make it again"
     with explained(wrong), arrays.load(path) as file:
         for name in names:
             values = _real(file[name] if name in file else missing[name])
@@ -207,7 +206,7 @@ def read_voltages(path: Path) -> np.ndarray:
     A sample is a row of 208, or 16 rows of 13; a single one may be a column. Raises TpukitError for a file
     that cannot be read, has another shape, or holds a number that is not finite."""
     ending = path.suffix.lower()
-    wrong = f"{path} holds no voltages, 208 finite numbers a sample, in .npz (ys), .npy, .csv or .txt"
+    wrong = f"{path} holds no voltages (208 finite numbers a sample, in .npz (ys), .npy, .csv or .txt)"
     with explained(wrong):
         if ending in (".npz", ".npy"):
             loaded = arrays.load(path)

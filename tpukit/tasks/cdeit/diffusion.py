@@ -55,7 +55,7 @@ def ddim_schedule(steps: int, eta: float = 1.0) -> np.ndarray:
     if not 1 <= steps <= STEPS:
         raise TpukitError(f"sampling_steps={steps}: choose 1 to {STEPS}")
     if not 0 <= eta <= 1:
-        raise TpukitError(f"eta={eta}: choose from 0, no noise, to 1, as much as in training")
+        raise TpukitError(f"eta={eta}: choose from 0 (no noise) to 1 (as much as in training)")
     times = np.linspace(-1, STEPS - 1, steps + 1).astype(int)[::-1]
     left = alphas_cumprod()
     schedule = []

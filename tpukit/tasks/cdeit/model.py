@@ -194,8 +194,8 @@ class CDEITModel(nn.Module):
         if min(patch, width, heads, window, levels + 1) < 1 or any(remainders):
             raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width},"
-                f" heads={heads} do not fit: all must be 1 or more (levels 0), patch a divisor of image_size,"
-                f" window and 2^levels of the token grid image_size / patch ({grid}), heads and 4 of width"
+                f" heads={heads} do not fit: all must be 1 or more (levels: 0); patch must divide image_size,"
+                f" window and 2^levels image_size / patch ({grid}), heads and 4 width"
             )
         self.patch, self.grid = patch, grid
 

@@ -69,25 +69,25 @@ class ImageClassifier(Task):
     export_output: ClassVar[str] = "one score for each class, before softmax, in the order of `classes`"
 
     epochs: int | None = setting(None, free=True)  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Passes over the training set. None: 10, and more for small sets, so that there are 200 steps."""
+    """Passes over the training set. None: 10, or more for a small set, to make 200 steps."""
     batch_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Global batch size: images in one optimizer step, over all cores. None: about a sixteenth of the
     training images, from 8 to 64."""
     lr: float = 1e-3
     """Learning rate of AdamW. Use a third of it for a large pretrained network."""
     weight_decay: float = 0.05
-    """Of AdamW; not for biases and norms."""
+    """Weight decay of AdamW; not for biases and norms."""
     model_name: str = "resnet18"
-    """A classification model of timm, or of torchvision where timm is not installed."""
+    """A classification model of timm, or of torchvision if timm is not installed."""
     pretrained: str = "auto"
-    """yes, no, auto (if they are found, otherwise random weights) or a file: pretrained weights. They are
-    looked for in timm's cache and on the internet. A head of other classes is replaced."""
+    """Start from pretrained weights: yes, no, auto (if they are found, else random ones) or a file. They come
+    from timm's cache or the internet. The last layer is replaced if its classes differ."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
-    kept. None: that of the run that `weights` are from, else the network's own."""
+    kept. None: as in the run that `weights` come from, else the network's own."""
     test_share: float = 0.2
-    """Of a set without a test split: the share of every class that is held out, by a hash of the files'
-    names."""
+    """Share of every class to hold out for testing, chosen by a hash of the file names, if the set has no
+    test split."""
     images_dir: Path | None = setting(None, free=True)
     """Folder that the paths in a CSV are relative to, and may not leave; None: the folder of the CSV."""
     skip_bad: bool = False
@@ -141,7 +141,7 @@ class ImageClassifier(Task):
         test = self._open(found, levels, "val", "test")
         data.notices += found.notices + find_copies(data, test)
         if is_random:
-            data.notices.append(f"{weights_note}. From these, a few hundred photos teach a network little")
+            data.notices.append(f"{weights_note}. To train from these, a few hundred photos are not enough")
         return data, test
 
     def test_set(self) -> ImageSet:
@@ -320,7 +320,7 @@ class ImageClassifier(Task):
         path = folder / "worst.npz"
         if not path.is_file():
             return None
-        with explained(f"{path} is damaged, `tpukit test` makes it anew"), arrays.load(path) as saved:
+        with explained(f"{path} is damaged; `tpukit test` writes it again"), arrays.load(path) as saved:
             return {name: saved[name] for name in ("image", "label", "name")}, saved["prediction"]
 
     def panels(self, batch, prediction=None):

@@ -96,7 +96,7 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
             raise TpukitError(
                 f"{place}: {lacks}: add some, in a set without splits two images or more of each class"
             )
-        notices.append(f"{lacks}: its scores say nothing of them")
+        notices.append(f"{lacks}: its scores say nothing about them")
     return Found(classes, dict(by_split), notices, held_out)
 
 
@@ -261,7 +261,7 @@ def find_copies(train: "ImageSet", test: "ImageSet") -> list[str]:
     if leaked := [name for name, digest in zip(test.names, test.digests) if digest in learned]:
         notices.append(
             f"{len(leaked)} of {len(test)} test images are training images, too ({splits.some(leaked)}): the"
-            " scores say nothing of new images"
+            " scores say nothing about new images"
         )
     for data in (train, test):
         for digest, label, name in zip(data.digests, data.labels.tolist(), data.names):
@@ -317,8 +317,8 @@ def _decode(samples, size, skip_bad, split, levels):
     kept = np.array([index for index, problem in enumerate(problems) if problem is None], np.int64)
     notes = []
     for which, what in (
-        (is_flat, "have one colour in all pixels; what is in their transparency is not used"),
-        (is_stack, "have several pages or frames, of which the first is used"),
+        (is_flat, "have the same colour in every pixel; their transparency is not used"),
+        (is_stack, "have several pages or frames; only the first is used"),
     ):
         if names := [samples[index].name for index in np.flatnonzero(which)]:
             notes.append(f"{len(names)} of {count} {split} images {what} ({splits.some(names)})")

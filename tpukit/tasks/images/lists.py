@@ -172,8 +172,8 @@ def _doubts(path, samples):
     }
     if several:
         notices.append(
-            f"{path.name}: {len(several)} classes look like several at once, as {min(several)}: each is"
-            " learned as a class of its own"
+            f"{path.name}: {len(several)} classes look like several at once, such as {min(several)};"
+            " each is learned as a class of its own"
         )
     return notices
 

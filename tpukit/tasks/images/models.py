@@ -54,7 +54,7 @@ def _describe_torchvision(name):
     with explained("neither timm nor torchvision can be imported (pip install timm)"):
         from torchvision import models
     known = models.list_models(module=models)  # without those of segmentation and detection
-    _require_known(name, known, "torchvision, as timm is not installed,")
+    _require_known(name, known, "torchvision (timm is not installed)")
     published = models.get_model_weights(name)["DEFAULT"]
     images = published.transforms()
     fixed_size, mean, std = name.startswith("vit_"), tuple(images.mean), tuple(images.std)
@@ -131,7 +131,7 @@ def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
     wanted: auto, yes, no, or a file. Looked for in the library's cache, then on the internet. Raises
     TpukitError if `yes` finds none."""
     if wanted == "no":
-        return None, f"{network.name}: random weights, as pretrained='no' asks for"
+        return None, f"{network.name}: random weights, because pretrained='no'"
     try:
         path = Path(wanted) if wanted not in ("auto", "yes") else _find_published(network)
     except TpukitError as error:
@@ -140,8 +140,11 @@ def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
                 f"no pretrained weights of {network.name} ({error}): switch the internet on, or give a file"
                 " as pretrained=PATH"
             ) from error
-        return None, f"{network.name}: random weights, because no pretrained ones are here ({error})"
-    return path, f"{network.name}: pretrained weights of {path}; a head of other classes is replaced"
+        return None, f"{network.name}: random weights, because no pretrained ones were found ({error})"
+    return (
+        path,
+        f"{network.name}: pretrained weights from {path}; the last layer is replaced if its classes differ",
+    )
 
 
 def _find_published(network):

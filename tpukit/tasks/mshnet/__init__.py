@@ -53,7 +53,7 @@ class MSHNet(Task):
     published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     export_output: ClassVar[str] = (
-        "probability of a target (batch, 1, height, width); images RGB or thrice grey"
+        "probability of a target (batch, 1, height, width); images RGB, or grey three times"
     )
     export_multiple: ClassVar[int] = 16  # of which height and width of an exported image are multiples
 
@@ -232,8 +232,8 @@ class MSHNet(Task):
 
 
 def network_for(image: Tensor) -> ModuleType:
-    """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA the
-    way for TPUs, with the same weights and numbers."""
+    """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA its
+    version for TPUs, with the same weights and results."""
     from tpukit.devices.tensors import is_on_xla
 
     if is_on_xla(image):

@@ -244,8 +244,10 @@ def _find_unused(folder, images, files):
         "names are in the lists more than once": [
             name for name, count in collections.Counter(listed).items() if count > 1
         ],
-        "folders are in training and test: if these are sequences, their frames are much alike, so list whole"
-        " ones in trainval.txt and test.txt": [] if is_listed else sorted((trained & tested) - {"."}),
+        "folders are in training and test: if these are sequences, their frames look alike, so put each"
+        " sequence into one list, trainval.txt or test.txt": []
+        if is_listed
+        else sorted((trained & tested) - {"."}),
     }
     notices = [_counted(names, text) for text, names in found.items() if names]
     if left_out := pictures.left_out(files_below(images)):
@@ -301,7 +303,7 @@ def _read_split(files, listing, names, skip_bad, levels):
     if bad and not (skip_bad and samples):
         raise TpukitError("\n".join([*notes, "Fix them, or leave them out with skip_bad=True (--skip-bad)."]))
     if stacks:
-        notes.append(_counted(stacks, "images have several pages or frames, of which the first is used"))
+        notes.append(_counted(stacks, "images have several pages or frames; only the first is used"))
     if turned:
         notes.append(_counted(turned, "images are turned upright by EXIF orientation: are their masks?"))
     # Kept with the arrays, so that the start of a training run reads no pixels.

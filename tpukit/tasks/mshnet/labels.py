@@ -47,13 +47,13 @@ def find_problems(data: InfraredSet) -> dict[str, list[int]]:
     contradicts = np.array([first[image] != mask for image, mask in images_and_masks])
     rules = {
         "masks hold no value of 128 or more and so label no target: make their targets 255": is_dim,
-        "masks are white for the most part: targets must be white on black": is_white,
+        "masks are mostly white: targets must be white on black": is_white,
         "masks are black: an image without a target teaches the network what is not one": brightest == 0,
         "masks have regions darker than 128, which are not targets: make them 255 if they are": has_dark,
-        f"masks have a target of less than {TINY} pixels as the network sees it: a larger base_size keeps"
+        f"masks have a target of fewer than {TINY} pixels as the network sees it: a larger base_size keeps"
         " it": is_tiny,
         f"masks have a target of over {SMALL:.2%} of the image: MSHNet is made for smaller ones": is_large,
-        "images have at most two levels of grey: are they masks, or was their range lost?": is_plain,
+        "images have at most two levels of grey: are they masks, or was their grey range lost?": is_plain,
         "images equal another one, and their masks differ": contradicts,
     }
     return {text: np.flatnonzero(found).tolist() for text, found in rules.items() if found.any()}

@@ -68,35 +68,35 @@ class LanguageModel(Task):
     warmup_epochs: float = 0.1
     clip_norm: float | None = 1.0
     weight_decay: float = 0.1
-    """Of AdamW; not for biases and norms."""
+    """Weight decay of AdamW; not for biases and norms."""
     model_name: str = hub.TINY
-    """A model of the Hugging Face hub by its name (gpt2, Qwen/Qwen3-0.6B), a folder of save_pretrained of
-    transformers, or tiny, a GPT of four layers with random weights."""
+    """The name of a model on the Hugging Face hub (gpt2, Qwen/Qwen3-0.6B), a folder that save_pretrained of
+    transformers wrote, or tiny, a GPT of four layers with random weights."""
     pretrained: Literal["auto", "yes", "no"] = "auto"
     """Start from the model's weights (yes, and auto for all but tiny), or from random ones of its shape."""
     tokenizer: Literal["auto", "bytes"] = "auto"
     """auto: the model's, or bytes for tiny. bytes: each byte is a token."""
     adapter: Literal["auto", "lora", "none"] = "auto"
-    """lora: small matrices next to those of the layers train, and all else is frozen, in bf16. none: all
-    weights train. auto: lora for pretrained weights."""
+    """lora: train small matrices next to those of the layers; all else is frozen, in bf16. none: train all
+    weights. auto: lora for pretrained weights."""
     lora_rank: int = 16
     """Rank of the matrices of LoRA."""
     lora_alpha: float = 32.0
     """LoRA's output is multiplied by this over the rank."""
     sequence_length: int | None = None
-    """Tokens of a row, into which texts are packed. None: 1024, or the model's limit if that is less; for
+    """Tokens in a row; texts are packed into rows. None: 1024, or the model's limit if that is less; for
     a small training set a power of two that still holds its longest conversation."""
     test_share: float = 0.1
-    """Of data without a test split: the share that is held out, evenly spaced, of documents, or of rows if
-    there are text files."""
+    """Share to hold out for testing if the data has no test split: of the documents, evenly spaced, or of the
+    rows if there are text files."""
     gradient_checkpointing: bool = True
     """Compute each layer again for the backward pass: a third more time for a fraction of the memory."""
     samples: int = setting(4, free=True)
-    """Texts that are written at each evaluation, from the beginnings of test rows."""
+    """Texts to generate at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)
-    """Tokens of each text that is written, at most half of `sequence_length`."""
+    """Tokens of each generated text, at most half of `sequence_length`."""
     temperature: float = setting(0.8, free=True)
-    """Of what is written. 0: always the most probable token; 1: drawn by the model's probabilities."""
+    """Randomness of generated texts. 0: always the most probable token; 1: by the model's probabilities."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

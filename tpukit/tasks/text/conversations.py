@@ -117,7 +117,7 @@ def _find_answers(messages):
     roles = [message["role"] for message in messages]
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise NothingToLearn(f"no message is of the assistant, only of {', '.join(dict.fromkeys(roles))}")
+        raise NothingToLearn(f"no message is from the assistant, only from {', '.join(dict.fromkeys(roles))}")
     if not any(answer["content"].strip() or answer.get("tool_calls") for answer in answers):
         raise NothingToLearn("the completion is empty: there is nothing to learn")
     return [number for number, role in enumerate(roles) if role == "assistant"]

@@ -30,7 +30,7 @@ MOST_NOTES = 8  # about texts
 MANY = 256  # conversations to choose from for what is left of a row
 VERSION = 8  # of what `_pack` makes of the same files, which is cached
 NOTHING = np.array([(0, -1, 0)], TOKEN)
-COPIES = "test texts are training texts, too: the scores say nothing of new texts"
+COPIES = "test texts are training texts, too: the scores say nothing about new texts"
 
 
 class TextSet:
@@ -137,7 +137,7 @@ def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
     is_test = _is_held_out(numbers, test_share) if has_texts and not has_test else numbers >= border
     notes = [f"{targets.sum()} tokens to predict, in rows of {length}"]
     if rows.longer:
-        notes.append(f"{rows.longer} conversations longer than that go on in the next row")
+        notes.append(f"{rows.longer} conversations longer than that continue in the next row")
     if left_out:
         notes.append(f"{len(left_out)} texts are left out ({left_out[0]})")
     notes += [f"{count} {what}" for what, count in counts.most_common(MOST_NOTES) if count]

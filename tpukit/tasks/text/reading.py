@@ -132,7 +132,7 @@ def read_row(
         elif answer is not None:
             said.append(dict(role="assistant", content=answer))
         if _take(unused, "label") is False:  # as in KTO
-            raise NothingToLearn("its label says that the answer is not a wanted one")
+            raise NothingToLearn("its label marks the answer as unwanted")
     text = _take(unused, "text", kind=str) if said is None else None
     messages: list[Any] = [_message(one) for one in said] if _is_list(said) else []
     if text is None and (not messages or None in messages):

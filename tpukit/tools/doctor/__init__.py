@@ -136,7 +136,7 @@ def _packages(machine: Machine) -> Rows:
 
 def _torch(machine: Machine) -> Rows:
     version, error = machine.version("torch") or "", machine.errors.get("torch", "")
-    old = f"{version}: its torch.load runs code from checkpoints, weights_only or not (CVE-2025-32434)"
+    old = f"{version}: its torch.load runs code from checkpoints even with weights_only (CVE-2025-32434)"
     again = fix_for(error) or machine.repair("pip install --force-reinstall torch")
     return [
         (not version, BLOCKS, "not installed", machine.repair("pip install torch")),

@@ -78,7 +78,7 @@ def step(env: Environment) -> Found:
 
 
 def training(env: Environment) -> Found:
-    """A short training run on one core compiles its step once, runs nothing elsewhere, and learns."""
+    """A short training run on one core compiles its step once, leaves nothing to the CPU, and learns."""
     _, holds, text = train_digits(env, 1)
     return holds, text
 

@@ -120,10 +120,10 @@ class Plan:
         chip = MACHINES[self.chip].chip
         text = (
             f"{chip.hbm_bytes / GIB:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM"
-            f" time: at {chip.bandwidth / 1e9:g} GB/s, each operand and result in HBM once. No forecasts."
+            f" time: at {chip.bandwidth / 1e9:g} GB/s, if operands and results pass HBM once. No forecasts."
         )
         if kernels := {name for row in self.rows if row["fits"] for name in row["kernels"]}:
-            text += f" What kernels ({', '.join(sorted(kernels))}) do inside is counted by hand and added."
+            text += f" The work inside kernels ({', '.join(sorted(kernels))}) is counted by hand and added."
         return text
 
     def show(self) -> None:
