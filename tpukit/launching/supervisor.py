@@ -64,7 +64,7 @@ class Supervisor:
                 self._watch(stop)
             finally:
                 self._end_processes()
-                self._show()
+                self._show(is_over=True)
                 if self.bar is not None:
                     self.bar.close()
         return self._result(stop)
@@ -120,12 +120,14 @@ class Supervisor:
         [result] = self.job.folder.glob("rank-*.result")
         return torch.load(result, weights_only=True)
 
-    def _show(self):
-        """Show what rank 0 has printed since the last call, in whole lines, and how far the function is."""
+    def _show(self, is_over=False):
+        """Show what rank 0 has printed since the last call, in whole lines until it is over, and how far the
+        function is."""
         with explained(f"cannot read {self.printed}"), open(self.printed, "rb") as file:
             file.seek(self.bytes_shown)
             text = file.read()
-        text = text[: text.rfind(b"\n") + 1]
+        if not is_over:
+            text = text[: text.rfind(b"\n") + 1]
         self.bytes_shown += len(text)
         for line in printable(text.decode(errors="replace")).splitlines():
             with contextlib.suppress(BrokenPipeError):  # the reader may be gone (`| head`)
