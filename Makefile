@@ -48,6 +48,7 @@ XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true -
 		|| { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH),grep -v ^torch,cat) requirements.txt > .venv/requirements.txt
+	@echo "installing torch and the rest into .venv, once: about 9 GB, which takes minutes without a word"
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) -r .venv/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@

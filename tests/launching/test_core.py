@@ -4,10 +4,12 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tpukit
-from tests.conftest import loaded_by
+from tests.conftest import loaded_by, refuses
 from tests.launching.conftest import CPU, needs_torch_xla, python, xla_environ
+from tpukit.launching import core as core_module
 
 PLAIN = """
 import tpukit
@@ -43,6 +45,25 @@ def test_outside_of_a_launch_the_core_is_the_only_one_and_has_this_machines_devi
     core = tpukit.core()
     assert (core.rank, core.size, core.device) == (0, 1, xla.device)
     assert tpukit.core() is core
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "init_process_group", "xmp.spawn"])
+def test_one_of_several_processes_that_no_launch_started_is_not_taken_for_the_only_one(
+    starter, xla, monkeypatch
+):
+    core_module._alone.cache_clear()
+    if starter == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    elif starter == "init_process_group":
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    else:
+        import torch_xla.runtime as xr
+
+        monkeypatch.setattr(xr, "world_size", lambda: 2)
+    with refuses("one of 2", "tpukit.launch"):
+        tpukit.core()
 
 
 def test_on_one_core_a_function_runs_in_this_process_and_a_step_updates_and_counts(xla, capsys):

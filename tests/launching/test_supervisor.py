@@ -235,6 +235,15 @@ def test_a_core_that_ends_while_it_is_checked_is_not_taken_for_dead(tmp_path):
     assert supervisor._find_dead() == [1]
 
 
+def test_a_last_line_that_does_not_end_is_shown_when_all_is_over(tmp_path, capsys):
+    supervisor = supervisor_of(tmp_path)
+    supervisor.printed.write_text("step 1\nstep 2")
+    supervisor._show()
+    assert capsys.readouterr().out == "step 1\n"
+    supervisor._show(is_over=True)
+    assert capsys.readouterr().out == "step 2\n"
+
+
 def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
     cores, foreign = tmp_path / "cores", ["thesis.tex", "rank-00.txt", "log", ".hidden"]
     cores.mkdir()

@@ -85,6 +85,25 @@ def test_ranks_that_restore_at_once_on_a_new_machine_get_the_newest_state_and_on
     assert len(log.read_text().splitlines()) == 1
 
 
+def test_ranks_that_all_save_leave_whole_checkpoints(tmp_path):
+    ranks = []
+    for rank in range(3):
+        if (pid := os.fork()) == 0:
+            try:
+                saved = Checkpoints(tmp_path / "mine", backup=tmp_path / "drive")
+                for step in range(10):
+                    saved.save(filled(rank), step)
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+        ranks.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0] * 3
+    for folder in (tmp_path / "mine", tmp_path / "drive"):
+        listed = hashes.read_list(folder)
+        assert len(listed) == 2 and all(hashes.is_whole(folder / name, listed[name]) for name in listed)
+        assert {f"checkpoints/{path.name}" for path in folder.glob("checkpoints/*.pt")} == set(listed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_a_folder", ["new", "older"])
 def test_a_kill_while_a_loop_saves_its_first_state_or_restores_one_can_be_repeated(in_a_folder, tmp_path):

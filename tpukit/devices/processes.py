@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from tpukit.host.environment import ONE_HOST, Environment
+from tpukit.host.environment import ONE_HOST, Environment, under_torchrun
 from tpukit.host.errors import TpukitError
 
 # Both name the same bounds; torch_xla reads the second if the first is not set.
@@ -63,6 +64,20 @@ def is_busy(device: Path) -> bool:
     except OSError as error:
         return error.errno == errno.EBUSY
     return False
+
+
+def count_started(env: Environment) -> int:
+    """Return how many processes torchrun, torch.distributed or torch_xla has made of this program; 1 if it is
+    alone. Opens no device."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if env.accelerator in ("tpu", "xla") and not env.uses_torch_tpu:
+        import torch_xla.runtime as xr
+
+        return xr.world_size()
+    return 1
 
 
 def open_chip(index: int, processes: int) -> tuple[int, int]:

@@ -137,7 +137,9 @@ class Environment:
         advice = menus[self.accelerator if is_here else accelerator][self.host]
         if is_here:
             raise TpukitError(f"requested {cores} cores, found {self.cores} ({self.device_name}).\n{advice}")
-        has = f"{NAMES[self.accelerator]} ({self.device_name})"
+        has = self.device_name  # which names the kind of a CPU XLA device
+        if self.accelerator != "xla":
+            has = f"{NAMES[self.accelerator]} ({has})"
         raise TpukitError(
             f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}.\n{advice}\n"
             'Or use what is here: ACCELERATOR = "any" in a notebook\'s Settings, require("any").'

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.devices import open_runtime
 from tpukit.host import environment
+from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -56,13 +57,22 @@ _running: Core | None = None
 
 def core() -> Core:
     """Return this process's core: in a function that `launch` calls, one of several; elsewhere the only one,
-    whose device this opens."""
+    whose device this opens. Raises TpukitError in one of several processes that something else started."""
     return _running or _alone()
 
 
 @functools.cache
 def _alone() -> Core:
-    return Core(open_runtime(environment.detect(), "fp32"))
+    from tpukit.devices import processes
+
+    env = environment.detect()
+    if (count := processes.count_started(env)) > 1:  # each would train, and save, as if it were the only one
+        raise TpukitError(
+            f"tpukit.core(): this process is one of {count}, started by torchrun, torch_xla.launch, xmp.spawn"
+            " or the like. Let `tpukit.launch(function)` call the function that asks: it joins torchrun's"
+            " processes, and otherwise starts them itself."
+        )
+    return Core(open_runtime(env, "fp32"))
 
 
 @contextlib.contextmanager

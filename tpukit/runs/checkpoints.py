@@ -23,7 +23,7 @@ class Checkpoints:
         state = saved.restore()
         saved.save({"model": model.state_dict(), "step": step}, step)
 
-    One process at a time saves, of several ranks the first; all may restore."""
+    Of several ranks the first saves; others that save too wait for each other. All may restore."""
 
     def __init__(self, folder: str | Path, backup: str | Path | None = None, *, say: Say = say):
         """
@@ -56,12 +56,13 @@ class Checkpoints:
             raise TpukitError(f"step={step}: a checkpoint has a step of 0 or more")
         state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
         _check_readable(tree_map_only(torch.Tensor, lambda tensor: None, state))
-        self._listed()
-        hashes.put(self.folder, f"checkpoints/step-{step:08d}.pt", lambda file: _write(state, file))
-        if self.backup:
-            if not (self.folder / ID).exists():
-                files.write_atomic(self.folder / ID, json.dumps(dict(id=secrets.token_hex(8))))
-            self.backup.update(self.folder, self.say)
+        with files.file_lock(self.folder):  # a loop may forget that only one of its ranks saves
+            self._listed()
+            hashes.put(self.folder, f"checkpoints/step-{step:08d}.pt", lambda file: _write(state, file))
+            if self.backup:
+                if not (self.folder / ID).exists():
+                    files.write_atomic(self.folder / ID, json.dumps(dict(id=secrets.token_hex(8))))
+                self.backup.update(self.folder, self.say)
 
     def restore(self) -> Any:
         """Return the newest whole state, of this folder or of the backup, with its tensors on the CPU; None

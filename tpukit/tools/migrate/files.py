@@ -30,8 +30,8 @@ def files_in(paths: Sequence[str | Path]) -> list[Path]:
         else:
             raise TpukitError(f"{path} is neither an existing .py or .ipynb file nor a folder of them")
     if not found:
-        names = ", ".join(map(str, paths))
-        raise TpukitError(f"no .py or .ipynb files in [{names}]: name scripts, notebooks, or folders of them")
+        within = f" in {', '.join(map(str, paths))}" if paths else ""
+        raise TpukitError(f"no .py or .ipynb files{within}: name scripts, notebooks, or folders of them")
     return list(dict.fromkeys(found))
 
 
