@@ -70,7 +70,7 @@ if leaves.has_command("simulate"):
     )
 WITH_TASK = ("train", "plan", "compare")
 CONFIG = (conf.OmitArgPrefixes, conf.DisallowNone, conf.PositionalRequiredArgs, conf.SuppressFixed)
-HELP = ("-h", "--help")
+HELP = ("-h", "--help", "help")
 # As published training scripts and the old guides call options.
 ALIASES = {
     "--data-path": "--dataset-dir",

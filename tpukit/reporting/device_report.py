@@ -83,7 +83,7 @@ class MetricsReport:
         """Return facts that are no problems."""
         if self.counters:
             compiled, executed = self.compilations, self.counters["executions"]
-            sentences = [f"{self.device}, {self.where}: {compiled} graphs compiled, {executed} executed."]
+            sentences = [f"{self.device}, {self.where}: graphs compiled: {compiled}, executed: {executed}."]
             return sentences + ([] if self._operations_on_the_cpu() else [words.describe_fallbacks({})])
         if self.device:
             return [f"{self.device}.", f"{words.NOTHING_COMPILES} Graphs of `torch.compile` are not counted."]
@@ -104,7 +104,9 @@ class MetricsReport:
             (words.READING, counted["read"], counted["from_device_s"]),
         ]
         rows = [(what, count, f"{seconds:.2f}") for what, count, seconds in rows if count]
-        rows += [(f"{name} on the CPU", count, None) for name, count in self.fallbacks.items()]
+        names = {name: f"{name} on the CPU" for name in self.fallbacks}
+        names[READ_A_VALUE] = "single values read, as by .item()"
+        rows += [(names[name], count, None) for name, count in self.fallbacks.items()]
         tables = (
             Table(f"What the XLA device did {self.where}", ("what", "how often", "seconds"), rows),
             Table("Likely causes of compilations", ("cause", "graphs"), self.causes.most_common()),

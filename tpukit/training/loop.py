@@ -5,9 +5,6 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
-
-from torch import nn
 
 from tpukit.devices.runtime import Runtime
 from tpukit.host import known_errors
@@ -17,15 +14,6 @@ from tpukit.training import metrics
 from tpukit.training.data import Batch
 from tpukit.training.setup import Trainer
 from tpukit.training.task import Task
-
-
-@runtime_checkable
-class Rated(Protocol):
-    """A task whose speed has other figures than samples per second."""
-
-    def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """Return such figures, by names for the report, from the samples per second over all cores."""
-        ...
 
 
 def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
@@ -90,7 +78,7 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
     loss = interval.sums["loss"] / interval.sums["steps"]
     # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
     speed: dict = trainer.throughput.measure(trainer.task.batch_size) | dict(memory=interval.memory)
-    if isinstance(trainer.task, Rated):
+    if isinstance(trainer.task, metrics.Rated):
         speed["rates"] = trainer.task.rates(trainer.model, trainer.runtime, speed["images_per_s"])
     norm = interval.sums["grad_norm"]
     trainer.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=norm, lr=trainer.lr(), speed=speed)

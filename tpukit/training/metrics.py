@@ -5,6 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,15 @@ def gradient_norm(model: nn.Module) -> Tensor:
     last one before a sync is used."""
     gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
     return nn.utils.get_total_norm(gradients).reshape(1)
+
+
+@runtime_checkable
+class Rated(Protocol):
+    """A task whose speed has other figures than samples per second."""
+
+    def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
+        """Return such figures, by names for the report, from the samples per second over all cores."""
+        ...
 
 
 class Throughput:

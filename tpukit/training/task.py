@@ -32,7 +32,7 @@ class Task:
     Fields declared with `setting(free=True)` may change when a run is resumed.
 
     Other modules declare the methods that only they call: `reporting.display.Displayed` to show samples,
-    labels and predictions, `training.loop.Rated` to record other speeds, `tools.own_files.OwnFiles` to
+    labels and predictions, `training.metrics.Rated` to record other speeds, `tools.own_files.OwnFiles` to
     predict a user's own files, `tools.export.Exportable` to export, `tasks.datasets.Findable` to find a
     dataset by name.
     """
