@@ -138,7 +138,7 @@ def _find_divided(samples):
         return []
     return [
         f"{len(both)} folders in classes have images in training and in test ({splits.some(both)}): if these"
-        " are videos or patients, their images are much alike, so sort whole ones into train/ and test/"
+        " are videos or patients, their images look alike, so sort whole ones into train/ and test/"
     ]
 
 

@@ -22,7 +22,7 @@ def parse(code: str) -> ast.Module:
 
 class Source:
     """nodes: those with a position, an outer one before what is in it. calls: the calls among them. assigned:
-    last name of a target -> the values assigned to it."""
+    last name of a target -> the values assigned to it, or what a loop takes it from."""
 
     def __init__(self, code: str):
         self.tree = parse(code)
@@ -42,6 +42,8 @@ class Source:
             elif isinstance(node, ast.Assign):
                 for name in filter(None, map(last_name, node.targets)):
                     self.assigned.setdefault(name, []).append(node.value)
+            elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):
+                self.assigned.setdefault(node.target.id, []).append(node.iter)
 
     def name(self, node: ast.AST) -> str:
         """Return the full name of a name or an attribute, such as torch.nn.DataParallel or builtins.print.

@@ -110,10 +110,11 @@ class Surroundings:
         return self.source.function_of(call) in functions
 
     def updates_weights(self, call: ast.Call) -> bool:
-        """Return whether a step is of an optimizer or a loss scaler, by its name or by what made it."""
+        """Return whether a step is of an optimizer or a loss scaler, by its name, or by what made it or holds
+        it."""
         values = self.source.assigned.get(last_name(getattr(call.func, "value", call.func)), [])
-        makers = [self.source.name(value.func) for value in values if isinstance(value, ast.Call)]
-        names = [ast.unparse(call.func), *makers]
+        makers = [value.func if isinstance(value, ast.Call) else value for value in values]
+        names = [ast.unparse(call.func), *map(self.source.name, makers)]
         is_schedule = any("sched" in name.lower() for name in names)
         return not is_schedule and any(map(UPDATES.search, names))
 
