@@ -237,7 +237,7 @@ def test_weights_whose_settings_or_statistics_are_missing_or_damaged_are_named(t
         ("settings", '{"patch": "x"}', "patch='x'"),
     ):
         path.write_bytes(weights.serialize(state, about | {name: value}))
-        with refuses(told):
+        with refuses(path, told):
             predict(path, np.ones((1, 208)), progress=False)
 
 

@@ -113,7 +113,7 @@ def report(run: RunFolder, trace: int = 0, tensorboard: Path | None = None) -> N
         from tpukit.tasks.trained import task_of
         from tpukit.tools.trace import trace as run_trace
 
-        task = with_dataset(task_of(folder.config), tpukit.detect())
+        task = with_dataset(task_of(folder.config, folder.path), tpukit.detect())
         print(f"\n{Sentences(run_trace(task, folder, steps=trace))}")
 
 

@@ -15,9 +15,10 @@ from tpukit.training.task import Task
 DEMO_FOLDER = Path(__file__).parent / "mshnet" / "demo"  # a small MSHNet and infrared images
 
 
-def task_of(config: dict) -> Task:
-    """The task of a run's config, dict(task, settings), with fresh weights: those that it started from may be
-    gone. Raises TpukitError for a task of the user's own."""
+def task_of(config: dict, source: Path) -> Task:
+    """Return the task of a run's config, dict(task, settings), with fresh weights: those that it started from
+    may be gone. source: the run's folder or weights file, for errors. Raises TpukitError for a task of the
+    user's own, and for damaged settings."""
     if config["task"] not in tasks.TASKS:
         raise TpukitError(
             f"{config['task']} is a task of your own, not found by its name: from Python, give it as"
@@ -26,7 +27,7 @@ def task_of(config: dict) -> Task:
     try:
         return from_settings(tasks.find(config["task"]), config["settings"] | dict(weights=None))
     except TpukitError as error:
-        raise TpukitError(f"the settings of a {config['task']} are damaged: {error}") from error
+        raise TpukitError(f"the settings in {source} are damaged: {error}") from error
 
 
 def config_of(path: Path) -> dict | None:
@@ -61,5 +62,5 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
             raise TpukitError(f"{path} does not say which task it belongs to: name one of {names} (--task)")
         if config and task not in (None, config["task"]):
             raise TpukitError(f"{source} is of the task {config['task']}, not of {task}")
-        task = task_of(config or dict(task=task, settings={}))
+        task = task_of(config or dict(task=task, settings={}), path)
     return dataclasses.replace(task, weights=path), path

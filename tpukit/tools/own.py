@@ -128,7 +128,7 @@ def show_own(run: Run | str | Path, task: Task | None = None, paths: str | Path 
         present_figure(_predict(run, None, paths or DEMO, title)[2])
         return
     run = run if isinstance(run, Run) else Run.find(run)
-    task = task or task_of(run.config)
+    task = task or task_of(run.config, run.path)
     if paths:
         present_figure(_predict_and_save(run, task, paths))
         return
