@@ -149,16 +149,6 @@ def check_empty(folder: Path) -> None:
         raise TpukitError(f"{folder} is not empty and holds no run (it has {has}): choose an empty folder")
 
 
-def append(path: Path, text: str) -> None:
-    """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError if it cannot
-    be written."""
-    with explain_unwritable(path), open(path, "a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            text = text if file.read(1) == b"\n" else f"\n{text}"
-        file.write(_as_bytes(text))
-
-
 def _as_bytes(data: str | bytes) -> bytes:
     # Names of files need not be UTF-8.
     return data.encode(errors="backslashreplace") if isinstance(data, str) else data

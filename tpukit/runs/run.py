@@ -18,6 +18,7 @@ cores/                   what each core of the last launch printed, and its erro
 import contextlib
 import json
 import operator
+import os
 import secrets
 import time
 import warnings
@@ -177,14 +178,14 @@ class Run:
             with contextlib.suppress(BrokenPipeError):  # the reader may be gone (`| head`); the run continues
                 tqdm.write(fit_page(text))
         if self._writes:
-            files.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+            _append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
     def log(self, kind: str, step: int, **values: Any) -> None:
         """Append one record. Floats that are not finite become null: JSON has no such numbers."""
         if not self._writes:
             return
         record = _finite(dict(kind=kind, step=step, time=round(time.time(), 3), **values))
-        files.append(self.path / "records.jsonl", json.dumps(record) + "\n")
+        _append(self.path / "records.jsonl", json.dumps(record) + "\n")
 
     def records(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Return the records in the order of their steps; in the file an evaluation comes once it is scored,
@@ -291,6 +292,16 @@ class Run:
         """Write the best weights, CPU tensors by name, as best.safetensors. values: kept as its metadata."""
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         hashes.put(self.path, hashes.BEST, lambda file: file.write(data))
+
+
+def _append(path: Path, text: str) -> None:
+    """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError if it cannot
+    be written."""
+    with files.explain_unwritable(path), open(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else f"\n{text}"
+        file.write(text.encode(errors="backslashreplace"))  # names of files need not be UTF-8
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
