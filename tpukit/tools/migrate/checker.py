@@ -77,7 +77,7 @@ class Checker:
     def _entry_of(self, name):
         """Return the table's entry for a full name; None if nothing is wrong with it here."""
         for start, entry in TABLES["names"].items():
-            if f"{name}.".startswith(f"{start}."):
+            if re.match(r"({})(\.|$)".format(start.replace(".", r"\.")), name):
                 advice = dict(advice=f"use {entry['use']}") if "use" in entry else {}
                 return advice | entry if entry and self._holds(entry) else None
         return None
@@ -172,11 +172,8 @@ class Checker:
     def _check_device(self):
         """Check that a file which runs a model chooses an XLA device somewhere, or has been told to."""
         told = {rule for _, _, rule, *_ in self.findings} & {"cuda", "library"}
-        if (
-            told
-            or re.search(TABLES["knows_xla"], self.text)
-            or not re.search("torch|[tT]rain|[lL]earner", self.text)
-        ):
+        knows_xla = re.search(TABLES["knows_xla"], self.text)
+        if told or knows_xla or not re.search("torch|[tT]rain|[lL]earner", self.text):
             return
         is_script = "'__main__'" in self.text
         for call in self.source.calls:
@@ -195,10 +192,8 @@ class Checker:
         rule, advice = entry["rule"], entry.get("advice", "")
         condition = self.around.cuda_condition(node) if rule in NOT_ON_CUDA else ""
         if condition == "asks" and rule == "cuda":
-            advice, use = (
-                "torch.cuda.is_available() is false on a TPU: this is skipped, and the CPU trains",
-                "",
-            )
+            advice = "torch.cuda.is_available() is false on a TPU: this is skipped, and the CPU trains"
+            use = ""
         elif condition:
             return
         if rule == "library" and any(one[2] == rule and one[4] == advice for one in self.findings):
