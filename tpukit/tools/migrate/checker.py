@@ -67,11 +67,14 @@ class Checker:
         name = self.source.name(node)
         entry = self._entry_of(name)
         call = parent if isinstance(parent, ast.Call) and parent.func is node else None
-        if entry is None or "called" in entry and call is None or self.around.cuda_condition(node):
+        is_called = call is not None
+        if entry is None or "called" in entry and not is_called or self.around.cuda_condition(node):
             return
         use = entry.get("use", "")
-        if call is not None and use.endswith(")"):  # takes the place of a call without arguments
-            node, use = call, "" if call.args or call.keywords else use
+        if is_called and call.keywords:  # the new name may have others: `xla_device(devkind="TPU")`
+            use = ""
+        elif is_called and use.endswith(")"):  # takes the place of a call without arguments
+            node, use = call, "" if call.args else use
         self._add(node, entry, found=f"`{name}`", use=use)
 
     def _entry_of(self, name):
