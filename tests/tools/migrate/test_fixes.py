@@ -81,6 +81,7 @@ def test_a_word_that_no_device_can_replace_is_found_and_left(place):
         ),
         ("torch.load(path, map_location=self.device)", 'torch.load(path, map_location="cpu")'),
         ("places = {'cuda:%d' % 0: 'cuda:%d' % rank}", "places = {'cuda:%d' % 0: \"cpu\"}"),
+        ("torch.utils.checkpoint.checkpoint(f, x)", "torch_xla.utils.checkpoint.checkpoint(f, x)"),
         ("xm.get_ordinal(defval=-1)", "xm.get_ordinal(defval=-1)"),  # the new name has no defval
         ("torch.Generator(device=device).manual_seed(0)", "torch.Generator().manual_seed(0)"),
     ],

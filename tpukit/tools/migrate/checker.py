@@ -47,6 +47,8 @@ class Checker:
                 self._check_mask(node)
             case ast.Compare() if self.around.decides_by_loss(node):
                 self._add(node, dict(rule="read-in-loop"))
+            case ast.IfExp() if re.fullmatch(TABLES["chooses_cpu"]["text"], ast.unparse(node)):
+                self._add(node, TABLES["chooses_cpu"])
             case ast.Assign() if self.around.is_tied_before_the_move(node):
                 self._add(node, dict(rule="untied"))
 
@@ -68,7 +70,7 @@ class Checker:
         entry = self._entry_of(name)
         call = parent if isinstance(parent, ast.Call) and parent.func is node else None
         is_called = call is not None
-        if entry is None or "called" in entry and not is_called or self.around.cuda_condition(node):
+        if entry is None or entry.get("called", is_called) != is_called or self.around.cuda_condition(node):
             return
         use = entry.get("use", "")
         if is_called and call.keywords:  # the new name may have others: `xla_device(devkind="TPU")`

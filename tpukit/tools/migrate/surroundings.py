@@ -30,6 +30,8 @@ FOREIGN = {"train", "eval", "step"}
 # Methods in which a library runs the step.
 LIBRARY_STEPS = {"training_step", "compute_loss"}
 LAUNCHES = {"torch_xla.launch", "torch_xla.distributed.xla_multiprocessing.spawn"}
+# What saves as torch.save does: save_checkpoint(state), utils.save_on_master(state).
+SAVES = re.compile(r"^torch\.save$|(?<!xla_model\.)save_(checkpoint|ckpt|model|on_master)$")
 # Moves that are none to another device.
 MOVED_ELSEWHERE = re.compile(r"\(['\"]cpu|dtype|float|half|memory_format")
 
@@ -204,7 +206,7 @@ class Surroundings:
         """Return whether a state is given to `torch.save` as it is, not copied by {name: ... for ...}."""
         outers = {call, *self.source.ancestors(call)}
         for save in self.source.calls:
-            if self.source.name(save.func) == "torch.save" and not outers.isdisjoint(self._saved_by(save)):
+            if SAVES.search(self.source.name(save.func)) and not outers.isdisjoint(self._saved_by(save)):
                 return not any(isinstance(outer, ast.DictComp) for outer in outers)
         return False
 
@@ -236,7 +238,9 @@ class Surroundings:
             if isinstance(outer, ast.If | ast.IfExp) and child is not None and child is not outer.test:
                 conditions = [outer.test]
             elif isinstance(outer, ast.Call):
-                conditions = [arg.value for arg in outer.keywords if arg.arg == "enabled"]
+                conditions = [
+                    arg.value for arg in outer.keywords if arg.arg == "enabled" and arg is not child
+                ]
             for condition in conditions:
                 if answer := self.kind_of(condition):
                     return "knows" if self.mentions_xla(outer) else answer
