@@ -199,7 +199,7 @@ class Checker:
         if condition == "asks" and rule == "cuda":
             advice = "torch.cuda.is_available() is false on a TPU: this is skipped, and the CPU trains"
             use = ""
-        elif condition:
+        elif condition or self.around.is_without_xla(node):
             return
         if rule == "library" and any(one[2] == rule and one[4] == advice for one in self.findings):
             return

@@ -3,6 +3,7 @@
 A call's conditions in rules.toml (`where`) are methods here."""
 
 import ast
+import itertools
 import re
 
 from tpukit.tools.migrate.findings import TABLES
@@ -10,6 +11,9 @@ from tpukit.tools.migrate.source import Function, Located, Source, last_name, me
 
 NAMES_CUDA = re.compile(r"""["']cuda["':]|\bis_cuda\b""")
 MENTIONS_XLA = re.compile(r"torch_xla\.device|xla_device|[\"']xla|(?<![a-z])tpu(?![a-z])", re.IGNORECASE)
+# How conditions ask for XLA: `IS_TPU`, `args.device == "xla"`, `is_torch_xla_available()`.
+IS_XLA = re.compile(r"(?i)(xla|(?<![a-z])tpu(?![a-z]))")
+DENIES_XLA = re.compile(r"(?i)(not |!= ['\"])\S*(xla|tpu)|(xla|tpu)\S* (not |is |!=|== (0|None|False))")
 # How conditions look that hold only in some steps: `step % 100 == 0`, `step < 3`, `args.log_every`.
 SCHEDULE = re.compile(
     r"(?i)%|log|print|interval|every|eval|verbose|debug|report|freq|first|is_last|sync_grad|\btime\b"
@@ -246,6 +250,13 @@ class Surroundings:
                     return "knows" if self.mentions_xla(outer) else answer
             child = outer
         return ""
+
+    def is_without_xla(self, node: ast.AST) -> bool:
+        """Return whether a node runs only where there is no XLA: in the `else` of `if IS_TPU`."""
+        pairs = itertools.pairwise([node, *self.source.ancestors(node)])
+        ifs = [outer for inner, outer in pairs if isinstance(outer, ast.If) and inner in outer.orelse]
+        tests = [ast.unparse(outer.test) for outer in ifs]
+        return any(IS_XLA.search(test) and not DENIES_XLA.search(test) for test in tests)
 
     def kind_of(self, test: ast.AST) -> str:
         """Return what a condition does (see `cuda_condition`), by its own text or by what a name in it
