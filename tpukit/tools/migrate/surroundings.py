@@ -11,9 +11,6 @@ from tpukit.tools.migrate.source import Function, Located, Source, last_name, me
 
 NAMES_CUDA = re.compile(r"""["']cuda["':]|\bis_cuda\b""")
 MENTIONS_XLA = re.compile(r"torch_xla\.device|xla_device|[\"']xla|(?<![a-z])tpu(?![a-z])", re.IGNORECASE)
-# How conditions ask for XLA: `IS_TPU`, `args.device == "xla"`, `is_torch_xla_available()`.
-IS_XLA = re.compile(r"(?i)(xla|(?<![a-z])tpu(?![a-z]))")
-DENIES_XLA = re.compile(r"(?i)(not |!= ['\"])\S*(xla|tpu)|(xla|tpu)\S* (not |is |!=|== (0|None|False))")
 # How conditions look that hold only in some steps: `step % 100 == 0`, `step < 3`, `args.log_every`.
 SCHEDULE = re.compile(
     r"(?i)%|log|print|interval|every|eval|verbose|debug|report|freq|first|is_last|sync_grad|\btime\b"
@@ -34,8 +31,6 @@ FOREIGN = {"train", "eval", "step"}
 # Methods in which a library runs the step.
 LIBRARY_STEPS = {"training_step", "compute_loss"}
 LAUNCHES = {"torch_xla.launch", "torch_xla.distributed.xla_multiprocessing.spawn"}
-# What saves as torch.save does: save_checkpoint(state), utils.save_on_master(state).
-SAVES = re.compile(r"^torch\.save$|(?<!xla_model\.)save_(checkpoint|ckpt|model|on_master)$")
 # Moves that are none to another device.
 MOVED_ELSEWHERE = re.compile(r"\(['\"]cpu|dtype|float|half|memory_format")
 
@@ -210,7 +205,8 @@ class Surroundings:
         """Return whether a state is given to `torch.save` as it is, not copied by {name: ... for ...}."""
         outers = {call, *self.source.ancestors(call)}
         for save in self.source.calls:
-            if SAVES.search(self.source.name(save.func)) and not outers.isdisjoint(self._saved_by(save)):
+            is_save = re.fullmatch(TABLES["saves"], self.source.name(save.func))
+            if is_save and not outers.isdisjoint(self._saved_by(save)):
                 return not any(isinstance(outer, ast.DictComp) for outer in outers)
         return False
 
@@ -256,7 +252,7 @@ class Surroundings:
         pairs = itertools.pairwise([node, *self.source.ancestors(node)])
         ifs = [outer for inner, outer in pairs if isinstance(outer, ast.If) and inner in outer.orelse]
         tests = [ast.unparse(outer.test) for outer in ifs]
-        return any(IS_XLA.search(test) and not DENIES_XLA.search(test) for test in tests)
+        return any(re.fullmatch(TABLES["asks_for_xla"], test) for test in tests)
 
     def kind_of(self, test: ast.AST) -> str:
         """Return what a condition does (see `cuda_condition`), by its own text or by what a name in it
