@@ -49,7 +49,7 @@ def read_cases():
     """[(rules, none for sound code; code)]"""
     cases = re.split("^### ", Path(__file__).with_name("cases.txt").read_text(), flags=re.MULTILINE)[1:]
     for case in cases:
-        rules, _, code = case.partition("\n")
+        rules, _, code = re.split(r"( \| |\n)", case, maxsplit=1)
         code = re.sub("<(STEP|FORWARD)>\n", lambda match: TEXTS[match[0]], code)
         yield set(rules.split()) - {"sound"}, IMPORTS + code
 

@@ -72,6 +72,25 @@ def test_a_word_that_no_device_can_replace_is_found_and_left(place):
     assert [rule for _, _, rule, *_ in checker.findings] == ["cuda"] and checker.fixed == code
 
 
+@pytest.mark.parametrize(
+    "line, fixed",
+    [
+        (
+            "load(map_location=lambda storage, loc: storage.cuda(0))",
+            "load(map_location=lambda storage, loc: storage)",
+        ),
+        ("torch.load(path, map_location=self.device)", 'torch.load(path, map_location="cpu")'),
+        ("places = {'cuda:%d' % 0: 'cuda:%d' % rank}", "places = {'cuda:%d' % 0: \"cpu\"}"),
+        ("torch.utils.checkpoint.checkpoint(f, x)", "torch_xla.utils.checkpoint.checkpoint(f, x)"),
+        ("xm.get_ordinal(defval=-1)", "xm.get_ordinal(defval=-1)"),  # the new name has no defval
+        ("torch.Generator(device=device).manual_seed(0)", "torch.Generator().manual_seed(0)"),
+    ],
+)
+def test_a_fix_calls_what_there_is_with_arguments_that_it_takes(line, fixed):
+    checker = Checker(f"import torch\nimport torch_xla.core.xla_model as xm\n{line}\n")
+    assert checker.findings and checker.fixed.splitlines()[-1] == fixed
+
+
 LAUNCHED = """import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.xla_multiprocessing as xmp

@@ -58,6 +58,7 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
         ("!pip install 'torch'", 1),
         ('!pip install "torch>=2.0"', 1),
         ("!pip install torch[opt]", 1),
+        ("!python pytorch-xla-env-setup.py --version nightly --apt-packages libomp5", 1),
         ("!pip install https://host/wheels/torch_xla-1.9-cp37-cp37m-linux_x86_64.whl", 1),
         ("x = 1\n!pip install -U \\\n  torch_xla", 2),
         ("%%bash\ncd x\npip install -q \\\n   torch_xla", 3),

@@ -104,9 +104,8 @@ class Cells:
             cell = self.cells[int(number)]
             if source != "".join(cell["source"]):
                 cell["source"] = source.splitlines(True) if isinstance(cell["source"], list) else source
-        return (
-            json.dumps(self.notebook, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        )  # as Jupyter does
+        text = json.dumps(self.notebook, indent=1, ensure_ascii=False, allow_nan=False)
+        return text + "\n"  # as Jupyter does
 
 
 def _syntax_error(source):

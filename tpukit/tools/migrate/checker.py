@@ -47,6 +47,8 @@ class Checker:
                 self._check_mask(node)
             case ast.Compare() if self.around.decides_by_loss(node):
                 self._add(node, dict(rule="read-in-loop"))
+            case ast.IfExp() if re.fullmatch(TABLES["chooses_cpu"]["text"], ast.unparse(node)):
+                self._add(node, TABLES["chooses_cpu"])
             case ast.Assign() if self.around.is_tied_before_the_move(node):
                 self._add(node, dict(rule="untied"))
 
@@ -67,17 +69,20 @@ class Checker:
         name = self.source.name(node)
         entry = self._entry_of(name)
         call = parent if isinstance(parent, ast.Call) and parent.func is node else None
-        if entry is None or "called" in entry and call is None or self.around.cuda_condition(node):
+        is_called = call is not None
+        if entry is None or entry.get("called", is_called) != is_called or self.around.cuda_condition(node):
             return
         use = entry.get("use", "")
-        if call is not None and use.endswith(")"):  # takes the place of a call without arguments
-            node, use = call, "" if call.args or call.keywords else use
+        if is_called and call.keywords:  # the new name may have others: `xla_device(devkind="TPU")`
+            use = ""
+        elif is_called and use.endswith(")"):  # takes the place of a call without arguments
+            node, use = call, "" if call.args else use
         self._add(node, entry, found=f"`{name}`", use=use)
 
     def _entry_of(self, name):
         """Return the table's entry for a full name; None if nothing is wrong with it here."""
         for start, entry in TABLES["names"].items():
-            if f"{name}.".startswith(f"{start}."):
+            if re.match(r"({})(\.|$)".format(start.replace(".", r"\.")), name):
                 advice = dict(advice=f"use {entry['use']}") if "use" in entry else {}
                 return advice | entry if entry and self._holds(entry) else None
         return None
@@ -172,11 +177,8 @@ class Checker:
     def _check_device(self):
         """Check that a file which runs a model chooses an XLA device somewhere, or has been told to."""
         told = {rule for _, _, rule, *_ in self.findings} & {"cuda", "library"}
-        if (
-            told
-            or re.search(TABLES["knows_xla"], self.text)
-            or not re.search("torch|[tT]rain|[lL]earner", self.text)
-        ):
+        knows_xla = re.search(TABLES["knows_xla"], self.text)
+        if told or knows_xla or not re.search("torch|[tT]rain|[lL]earner", self.text):
             return
         is_script = "'__main__'" in self.text
         for call in self.source.calls:
@@ -195,11 +197,9 @@ class Checker:
         rule, advice = entry["rule"], entry.get("advice", "")
         condition = self.around.cuda_condition(node) if rule in NOT_ON_CUDA else ""
         if condition == "asks" and rule == "cuda":
-            advice, use = (
-                "torch.cuda.is_available() is false on a TPU: this is skipped, and the CPU trains",
-                "",
-            )
-        elif condition:
+            advice = "torch.cuda.is_available() is false on a TPU: this is skipped, and the CPU trains"
+            use = ""
+        elif condition or self.around.is_without_xla(node):
             return
         if rule == "library" and any(one[2] == rule and one[4] == advice for one in self.findings):
             return

@@ -3,6 +3,7 @@
 A call's conditions in rules.toml (`where`) are methods here."""
 
 import ast
+import itertools
 import re
 
 from tpukit.tools.migrate.findings import TABLES
@@ -204,7 +205,8 @@ class Surroundings:
         """Return whether a state is given to `torch.save` as it is, not copied by {name: ... for ...}."""
         outers = {call, *self.source.ancestors(call)}
         for save in self.source.calls:
-            if self.source.name(save.func) == "torch.save" and not outers.isdisjoint(self._saved_by(save)):
+            is_save = re.fullmatch(TABLES["saves"], self.source.name(save.func))
+            if is_save and not outers.isdisjoint(self._saved_by(save)):
                 return not any(isinstance(outer, ast.DictComp) for outer in outers)
         return False
 
@@ -236,12 +238,21 @@ class Surroundings:
             if isinstance(outer, ast.If | ast.IfExp) and child is not None and child is not outer.test:
                 conditions = [outer.test]
             elif isinstance(outer, ast.Call):
-                conditions = [arg.value for arg in outer.keywords if arg.arg == "enabled"]
+                conditions = [
+                    arg.value for arg in outer.keywords if arg.arg == "enabled" and arg is not child
+                ]
             for condition in conditions:
                 if answer := self.kind_of(condition):
                     return "knows" if self.mentions_xla(outer) else answer
             child = outer
         return ""
+
+    def is_without_xla(self, node: ast.AST) -> bool:
+        """Return whether a node runs only where there is no XLA: in the `else` of `if IS_TPU`."""
+        pairs = itertools.pairwise([node, *self.source.ancestors(node)])
+        ifs = [outer for inner, outer in pairs if isinstance(outer, ast.If) and inner in outer.orelse]
+        tests = [ast.unparse(outer.test) for outer in ifs]
+        return any(re.fullmatch(TABLES["asks_for_xla"], test) for test in tests)
 
     def kind_of(self, test: ast.AST) -> str:
         """Return what a condition does (see `cuda_condition`), by its own text or by what a name in it
