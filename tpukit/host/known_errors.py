@@ -34,7 +34,7 @@ KNOWN_ERRORS = {code: KnownError(**entry) for code, entry in _ENTRIES.items()}
 def match(message: str) -> KnownError | None:
     """Return the first known error whose pattern matches an error message."""
     for known in KNOWN_ERRORS.values():
-        if known.pattern and re.search(known.pattern, message, re.IGNORECASE | re.DOTALL):
+        if known.pattern and re.search(known.pattern, message, re.IGNORECASE):
             return known
     return None
 

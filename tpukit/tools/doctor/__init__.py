@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tpukit.host import environment
 from tpukit.host.environment import Environment, release
+from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import KNOWN_ERRORS, KnownError, fix_for, match
 from tpukit.host.tables import GIB, Table
 from tpukit.tools.child import last_line, run_python
@@ -100,10 +101,8 @@ def import_packages(packages: list[str]) -> tuple[dict[str, str], dict | None]:
         ran = run_python(Path(__file__).with_name("imports.py"), *packages, timeout_s=IMPORT_TIMEOUT_S)
         output, end = ran.stdout, f"Python ended with code {ran.returncode}: {last_line(ran)}"
     except subprocess.TimeoutExpired as error:
-        output, end = (
-            (error.stdout or b"").decode(errors="replace"),
-            f"the import did not end within {IMPORT_TIMEOUT_S} s",
-        )
+        output = (error.stdout or b"").decode(errors="replace")
+        end = f"the import did not end within {IMPORT_TIMEOUT_S} s"
     reports = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):  # packages may print, too
@@ -114,7 +113,6 @@ def import_packages(packages: list[str]) -> tuple[dict[str, str], dict | None]:
 
 # The checks return rows: whether the row applies, its level, what was found, and the fix. The first row that
 # applies is the result.
-
 Rows = list[tuple[object, str, str, str]]
 
 
@@ -128,10 +126,8 @@ def _packages(machine: Machine) -> Rows:
     missing = [name for name in NEEDED if environment.version_of(name) is None]
     level = min((NEEDED[name][0] for name in missing), key=LEVELS.index, default=OK)
     names = ", ".join(f"{name} (for {NEEDED[name][1]})" for name in missing)
-    return [
-        (missing, level, f"missing: {names}", f"pip install {' '.join(missing)}"),
-        (True, OK, "all installed", ""),
-    ]
+    install = f"pip install {' '.join(missing)}"
+    return [(missing, level, f"missing: {names}", install), (True, OK, "all installed", "")]
 
 
 def _torch(machine: Machine) -> Rows:
@@ -216,10 +212,7 @@ def _torch_tpu(machine: Machine) -> Rows:
     found = f"{torch_tpu} with torch {torch} and libtpu {libtpu}"
     unused = f"{found} is not used: torch_xla fits this torch"
     uninstall = "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-    return [
-        (machine.env.tpu_backend == "torch_xla", NOTE, unused, uninstall),
-        (True, OK, found, ""),
-    ]
+    return [(machine.env.tpu_backend == "torch_xla", NOTE, unused, uninstall), (True, OK, found, "")]
 
 
 def _tensorflow(machine: Machine) -> Rows:
@@ -314,14 +307,21 @@ CHECKS = {check.__name__.removeprefix("_"): check for check in (*_OF_PACKAGES, *
 
 
 def find_known_error(text: str) -> KnownError | None:
-    """Find the known error of a text that a user saw or wrote, also of a symptom that is no error message."""
+    """Find the known error, or symptom, of what a user saw or wrote. Raises TpukitError for no text."""
+    # The ends of a long log, without colors; a notebook's file escapes these and its lines.
+    text = re.sub(r"(\x1b|\\u001b)\[[\d;]*m", "", text[:100_000] + text[100_000:][-200_000:])
+    # A notebook's traceback quotes messages of other errors, in numbered lines of source code.
+    text = re.sub(r"^(-+>| ) *\d+ .*", "", text.replace(r"\n", "\n"), flags=re.MULTILINE)
     if known := match(text):
         return known
     text = text.lower()
     # A long text, such as a traceback, has many words that are not about the error.
-    is_described = len(text) < 100
+    is_described = len(text) < 100 and "error:" not in text
     for known in KNOWN_ERRORS.values():
         is_named = is_described and known.phrases and re.search(known.phrases, text)
         if is_named or known.title.lower() in text:
             return known
+    # A word alone is a mistyped name; what is no text was read as replacement characters.
+    if len(text.split()) < 2 or text.count("\ufffd") + text.count("\0") > len(text) / 9:
+        raise TpukitError("neither an error's text nor a text file: give the message, or a text file with it")
     return None
