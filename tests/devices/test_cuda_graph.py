@@ -257,7 +257,7 @@ def test_an_overflow_undoes_the_update_of_tensors_of_every_layout_and_type(overf
         if number == 0:
             our_optimizer.step()  # a warm-up, which makes the state
         else:
-            gpu._step_unless_overflow(our_optimizer, gpu.scaler)
+            gpu._step_unless_overflow(our_optimizer)
         if not is_skipped:
             their_optimizer.step()
     for mine, other in zip(ours, theirs, strict=True):

@@ -114,7 +114,7 @@ class Doubling(Runtime):
 
 
 class TakingOverflows(Runtime):
-    def _step_unless_overflow(self, optimizer, scaler):
+    def _step_unless_overflow(self, optimizer):
         optimizer.step()
 
 

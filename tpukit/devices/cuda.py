@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -102,13 +101,13 @@ class CUDARuntime(Runtime):
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
         return True
 
-    def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def _step_unless_overflow(self, optimizer: Optimizer) -> None:
         """Update the weights, but leave everything on the device as it is if a gradient overflowed.
 
         torch's scaler reads on the host whether one did, unless the optimizer's kernel can skip by itself: a
         step that is captured cannot wait for that."""
-        can_skip = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if can_skip or not torch.cuda.is_current_stream_capturing():
+        scaler, can_skip = self.scaler, getattr(optimizer, "_step_supports_amp_scaling", False)
+        if can_skip or not scaler.is_enabled() or not torch.cuda.is_current_stream_capturing():
             scaler.step(optimizer)
             return
         [overflows] = scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found

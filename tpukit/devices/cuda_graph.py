@@ -101,7 +101,7 @@ class CapturedStep:
         """Run the step on the stream of the capture. After the last time, `memory` is what a step takes."""
         torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
         scaler = self.runtime.scaler
-        scale = scaler.get_scale() if scaler else 1.0
+        scale = scaler.get_scale()
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -110,7 +110,7 @@ class CapturedStep:
         self.memory = self.runtime.memory()
         # A step that overflowed (which halves the scale) has not made the optimizer's state: a captured one
         # would make it anew in every replay.
-        if scaler is None or scaler.get_scale() >= scale:
+        if scaler.get_scale() >= scale:
             self.warm_ups += 1
         return result
 
@@ -135,7 +135,7 @@ class CapturedStep:
             torch.cuda.set_stream(current)
             _end_capture(graph, self.pool)
             host.restore()
-            if self.runtime.scaler is not None:  # as after its `update`: how far the broken step got
+            if self.runtime.scaler.is_enabled():  # as after its `update`: how far the broken step got
                 self.runtime.scaler._per_optimizer_states.clear()
             if not isinstance(error, Exception):  # a signal
                 raise

@@ -54,10 +54,10 @@ def check_batch(batch_size: int, cores: int, micro_batches: int = 1) -> None:
 class Runtime:
     """One device of this process.
 
-    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs,
-    as on XLA. has_graphs: whether they become these or captured ones. cores: the number of devices that share
-    a global batch, over all processes. notes: sentences for the run's log about how the placed model is
-    computed, or "".
+    device: torch.device. precision: "fp32", "bf16" or "fp16". scaler: of the loss; enabled in fp16 only.
+    compiles: whether steps become compiled graphs, as on XLA. has_graphs: whether they become compiled or
+    captured graphs. cores: the number of devices that share a global batch, over all processes. notes:
+    sentences for the run's log about how the placed model is computed, or "".
     trusts_graphs: whether training steps may be captured and replayed, or their loss compiled; False if a
     trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
     compile_events: dicts of what (the name of a function given to `compile`), programs (graphs compiled; on
@@ -91,7 +91,7 @@ class Runtime:
         self.device = self._open_device()
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
-        self.scaler = GradScaler(self.device.type) if self.precision == "fp16" else None
+        self.scaler = GradScaler(self.device.type, enabled=self.precision == "fp16")
 
     def _open_device(self) -> torch.device:
         keep_freed_memory()
@@ -222,9 +222,6 @@ class Runtime:
     def backward(self, loss: Tensor, optimizer: Optimizer, *, is_last: bool = True) -> None:
         """Add the gradients of a scalar loss. In fp16 the loss is scaled, and after the last micro-batch the
         gradients are scaled back."""
-        if self.scaler is None:
-            loss.backward()
-            return
         self.scaler.scale(loss).backward()
         if is_last:
             self.scaler.unscale_(optimizer)
@@ -242,7 +239,9 @@ class Runtime:
         for number in missing:
             parameters[number].grad = torch.zeros_like(parameters[number])
             exists[number].zero_()
-        overflows = list(self.scaler._found_inf_per_device(optimizer).values()) if self.scaler else []
+        overflows: list[Tensor] = []
+        if self.scaler.is_enabled():
+            overflows += self.scaler._found_inf_per_device(optimizer).values()
         tensors = [*(parameter.grad for parameter in parameters), exists, *overflows]
         for dtype, vector in flattened(tensors).items():
             mean = self.world.all_reduce(vector).div_(self.world.size)
@@ -284,14 +283,11 @@ class Runtime:
                 torch._foreach_add_(parameters, before)
 
     def _update(self, optimizer: Optimizer) -> None:
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self._step_unless_overflow(optimizer, self.scaler)
-            self.scaler.update()
+        self._step_unless_overflow(optimizer)
+        self.scaler.update()
 
-    def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        scaler.step(optimizer)
+    def _step_unless_overflow(self, optimizer: Optimizer) -> None:
+        self.scaler.step(optimizer)
 
     def sync(self) -> None:
         """Wait for all work that was queued on the device."""

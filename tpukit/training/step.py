@@ -48,7 +48,7 @@ def train_step(
     runtime.all_reduce_gradients(optimizer)  # SPMD has done so in backward
     grad_norm = clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
-    return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler is not None)
+    return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler.is_enabled())
 
 
 def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor | None:

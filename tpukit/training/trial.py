@@ -75,8 +75,9 @@ def _take_steps(runtime: Runtime, *, trusts_graphs: bool) -> list[Tensor]:
     The learning rate and the batches change from step to step."""
     runtime = copy.copy(runtime)
     runtime.trusts_graphs = trusts_graphs
-    if runtime.scaler:  # torch's starts at 65536, with which some ranks' gradients overflow: a skipped step
-        runtime.scaler = GradScaler(runtime.device.type, init_scale=1024.0)
+    # torch's starts at 65536, with which some ranks' gradients overflow: a skipped step.
+    is_scaled = runtime.scaler.is_enabled()
+    runtime.scaler = GradScaler(runtime.device.type, init_scale=1024.0, enabled=is_scaled)
     torch.manual_seed(0)
     task = Small()
     step = TrainingStep(task, runtime, task.model())

@@ -155,7 +155,7 @@ def overflow(env: Environment) -> Found:
     taken, batch = new_step(runtime)
     for _ in range(6):  # after which a step is captured
         taken(batch, 0)
-    assert runtime.scaler is not None and runtime.scaler._scale is not None
+    assert runtime.scaler._scale is not None
     before = [value.detach().clone() for value in taken.model.parameters()]
     runtime.scaler._scale.fill_(2.0**100)
     taken(batch, 0)
