@@ -44,7 +44,7 @@ def outcome(runtime, optimizer, captured, dropout=False, steps=8, ragged_at=None
         return total + loss.detach().reshape(1) * (epoch + 1)
 
     compiled = runtime.compile(step, name="step", mutates=(model, made) if captured else None)
-    totals = [runtime.put({"total": torch.zeros(1)})["total"]]
+    totals = [runtime.put(torch.zeros(1))]
     for number in range(steps):
         batch = MNIST().example(8 if ragged_at is None or number < ragged_at else 6)
         batch["image"] = batch["image"] // (number + 1)

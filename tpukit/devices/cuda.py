@@ -1,7 +1,7 @@
 """The runtime of a GPU: its precisions, pinned copies, fused optimizers, captured steps."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tpukit.devices.optimizers import (
     parameters_with_gradient,
     state_tensors,
 )
-from tpukit.devices.runtime import Batch, Runtime
+from tpukit.devices.runtime import Runtime
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
@@ -69,9 +69,8 @@ class CUDARuntime(Runtime):
         # Tensor cores take channels last, and would transpose all else.
         return self.precision != "fp32" and super()._computes_faster_channels_last(model)
 
-    def put(self, arrays: Mapping[str, Any]) -> Batch:
-        pinned = {name: torch.as_tensor(value).pin_memory() for name, value in arrays.items()}
-        return {name: value.to(self.device, non_blocking=True) for name, value in pinned.items()}
+    def _put(self, value: Any) -> Tensor:
+        return torch.as_tensor(value).pin_memory().to(self.device, non_blocking=True)
 
     def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
         pinned = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import (
@@ -123,22 +123,25 @@ class Runtime:
         in_convolutions = sum(p.numel() for p in parameters if p.dim() == 4)
         return 2 * in_convolutions > sum(p.numel() for p in parameters)
 
-    def put(self, arrays: Mapping[str, Any]) -> Batch:
-        """dict of numpy arrays or CPU tensors -> dict of tensors on the device."""
-        return {name: torch.as_tensor(value).to(self.device) for name, value in arrays.items()}
+    def put(self, tree: Any) -> Any:
+        """Return a pytree of numpy arrays or CPU tensors as tensors on the device."""
+        return tree_map(self._put, tree)
+
+    def _put(self, value: Any) -> Tensor:
+        return torch.as_tensor(value).to(self.device)
 
     def put_batch(self, arrays: Mapping[str, Any]) -> Batch:
-        """`put` for this process's share of a batch: (B / world size, ...) each."""
+        """Put this process's share of a batch on the device: (B / world size, ...) each."""
         return self.put(arrays)
 
     def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """`put` for a whole dataset, (N, ...) each, that stays, for `take`."""
+        """Put a whole dataset on the device, where it stays: (N, ...) each, for `take`."""
         # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch never frees
         # pinned memory.
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
 
     def take(self, whole: dict[str, Any], index: Tensor) -> Batch:
-        """Samples of what `put_dataset` returned, (B, ...) each. index: (B,). To be called in a compiled
+        """Return samples of what `put_dataset` returned, (B, ...) each. index: (B,). Call it in a compiled
         function."""
         return {name: values.index_select(0, index) for name, values in whole.items()}
 
@@ -149,7 +152,7 @@ class Runtime:
             return number
         last, tensor = self._last_inputs.get(type(number), (None, None))
         if last != number:  # else the same one, as every step of an epoch asks for it
-            tensor = self.put({"number": torch.tensor(number)})["number"]
+            tensor = self.put(torch.tensor(number))
             self._last_inputs[type(number)] = number, tensor
         return tensor
 

@@ -101,10 +101,8 @@ class XLARuntime(Runtime):
             if not tensor.dim():
                 tensor.data = self._put(value)
 
-    def put(self, arrays: Mapping[str, Any]) -> Batch:
-        return {name: self._put(torch.as_tensor(value)) for name, value in arrays.items()}
-
-    def _put(self, tensor: Tensor) -> Tensor:
+    def _put(self, value: Any) -> Tensor:
+        tensor = torch.as_tensor(value)
         if tensor.dim():
             return tensor.to(self.device)
         # From a tensor without dimensions `.to` makes a constant of the graph if it is 0 or 1; elsewhere

@@ -27,7 +27,7 @@ if gradients are clipped; otherwise `sync` computes the norm of the last gradien
 def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
     """Make the sums on the device, (4,) float32 in the order of SUMS."""
     # One vector, because XLA would fold single numbers into the graph as constants.
-    return runtime.put({"sums": torch.tensor([values[name] for name in SUMS], dtype=torch.float32)})["sums"]
+    return runtime.put(torch.tensor([values[name] for name in SUMS], dtype=torch.float32))
 
 
 def accumulate(sums: Tensor, loss: Tensor, grad_norm: Tensor | None, *, overflow_is_skipped: bool) -> Tensor:
