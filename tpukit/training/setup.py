@@ -67,7 +67,7 @@ class Trainer:
         self.origin = checkpoint.Origin(
             checkpoint.data_signature(task, self.data),
             checkpoint.data_signature(task, self.test_data),
-            self.step.optimizer_signature,
+            checkpoint.optimizer_signature(self.optimizer),
         )
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
         self.first = self.state.step + 1  # the number of the first step of this session

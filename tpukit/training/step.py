@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tpukit.devices.optimizers import gradients, optimizer_signature, parameters_with_gradient
+from tpukit.devices.optimizers import gradients, parameters_with_gradient
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.tensors import after_gradients
 from tpukit.training import batch_norm, layers, metrics
@@ -100,7 +100,6 @@ class TrainingStep:
         self.optimizer = task.optimizer(self.model)  # on XLA, placing made new parameters
         if task.freeze:
             layers.drop_frozen(self.optimizer)
-        self.optimizer_signature = optimizer_signature(self.optimizer)
         self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         self.sums = metrics.new_sums(runtime)
         averaged = self.ema.model if self.ema else None
