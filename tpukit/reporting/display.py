@@ -114,15 +114,15 @@ def _show_run(run: Run) -> None:
     """Show the scores and curves of a run, and save the pictures in its folder."""
     records = run.records()
     pictures = run.path / "pictures"
-    tables = findings.last_and_kept_tables(records)
+    scores = findings.last_and_kept_table(records)
     curves = figures.curves_figure(records, findings.labels_of(run.config))
-    if not tables and curves is None:
+    if scores is None and curves is None:
         present(Sentences(["No interval of training was recorded yet."]))
         return
-    for table in tables:
-        present(table)
-    if sentences := findings.verdict(records):
-        present(Sentences(sentences))
+    if scores is not None:
+        present(scores)
+    if verdict := findings.verdict(records):
+        present(Sentences([verdict]))
     present_figure(curves, pictures / "curves.png")
     if roc := findings.of_kept_weights(records, "roc"):
         from tpukit.reporting.evaluation_figures import roc_figure
