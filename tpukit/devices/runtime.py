@@ -337,13 +337,10 @@ def keep_freed_memory() -> None:
     """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the
     system, which zeroes every page again while the next step waits. Does nothing if the environment
     configures malloc, or if malloc is not glibc's."""
-    is_configured = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    has_tunables = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    is_configured = has_tunables or any(name.startswith("MALLOC_") for name in os.environ)
     libc = ctypes.CDLL(None)
-    if (
-        is_configured
-        or any(name.startswith("MALLOC_") for name in os.environ)
-        or not hasattr(libc, "mallopt")
-    ):
+    if is_configured or not hasattr(libc, "mallopt"):
         return
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
     libc.mallopt(trim_threshold, 2**31 - 1)

@@ -209,11 +209,11 @@ class Run:
         return path.stat().st_size if path.exists() else 0
 
     def _cut_records(self, size: int) -> None:
-        """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again."""
-        path, there = self.path / "records.jsonl", self.records_size()
-        if there < size:
-            self.print(f"{path}: {size - there} of {size} bytes are lost")
-        if there > size:
+        """Cut the records back to their size at a checkpoint: the resumed run writes the rest again."""
+        path, current = self.path / "records.jsonl", self.records_size()
+        if current < size:
+            self.print(f"{path}: {size - current} of {size} bytes are lost")
+        if current > size:
             files.write_atomic(path, path.read_bytes()[:size])
 
     def write_progress(self, *, step: int, total: int, **values: Any) -> None:

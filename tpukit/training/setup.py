@@ -70,12 +70,13 @@ class Trainer:
             checkpoint.optimizer_signature(self.optimizer),
         )
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
-        self.first = self.state.step + 1  # the number of the first step of this session
+        self.first_step = self.state.step + 1  # the number of this session's first step
         self.step.sums = metrics.new_sums(runtime, sums)
         self.step.compile(self.loader.compose)
         runtime.reset_statistics()  # without what was compiled in this process before
-        stays = self.patience_exhausted()
-        self.total = self.state.step if stays else max(task.epochs * self.steps_per_epoch, self.state.step)
+        self.total = self.state.step
+        if not self.patience_exhausted():
+            self.total = max(task.epochs * self.steps_per_epoch, self.state.step)
 
     # Batches and steps
 
@@ -108,7 +109,7 @@ class Trainer:
             log_compilations(self.run, self.runtime, number)
         self.state.step = number
         self.runtime.heartbeat(number)
-        if number == self.first and (self.runtime.has_graphs or self.task.compile == "yes"):
+        if number == self.first_step and (self.runtime.has_graphs or self.task.compile == "yes"):
             took_s = time.monotonic() - started
             self.run.print(f"step {number} took {took_s:.1f} s, with compile={self.task.compile!r}")
 
@@ -189,7 +190,7 @@ class Trainer:
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
         step = self.state.step
-        has_trained = step >= self.first
+        has_trained = step >= self.first_step
         self.evaluator.evaluate(model, step, epoch, loss, self.stop, has_trained=has_trained)
         log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
