@@ -61,33 +61,11 @@ def launch(
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
         count = 1
     plan.check(count)
-    has_opened = is_open(env)
-    if has_opened and count > 1:
-        raise TpukitError(
-            "Runtime is already initialized: this kernel has already used the"
-            f" {environment.NAMES[env.accelerator]}, and processes forked from it cannot use it. Restart the"
-            " session, and use no device (a training run on one core, `torch_xla.device()`, a tensor on"
-            ' "tpu") before the launch.'
-        )
-    if env.accelerator == "tpu" and not has_opened:
-        from tpukit.devices import processes
-
-        processes.wait_until_free(plan.say)
+    _check_device(env, count, plan.say)
     if count == 1:
         with running(Core(open_runtime(env, plan.precision, libtpu_args=plan.libtpu_args(1)))) as core:
             return job.call(core)
-    if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu
-
-        torch_tpu.set_launch_variables(count)
-    from tpukit.launching.supervisor import Supervisor
-
-    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
-    # In `private`, which is this user's alone, the cores leave their addresses for each other.
-    private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
-    with plan.reserve() as folder, private as meeting:
-        job = dataclasses.replace(job, folder=folder, rendezvous=Path(meeting) / "rendezvous", **shape)
-        return Supervisor(job).wait()
+    return _call_in_processes(job, count, parallel)
 
 
 def plan_of(args: tuple) -> Plan:
@@ -108,12 +86,44 @@ def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
         raise TpukitError(f"parallel='spmd' is for TPU cores through torch_xla; {here} use 'processes'")
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
-    here = env.cores
-    if cores is None or cores == here:
-        return here
-    if cores > here:
+    if cores is None or cores == env.cores:
+        return env.cores
+    if cores > env.cores:
         env.require(env.accelerator, cores=cores)
     # torch_xla starts one or all; torch_tpu itself knows how many chips of a host are linked.
     if env.accelerator == "tpu" and cores != 1 and not env.uses_torch_tpu:
-        raise TpukitError(f"requested {cores} of {here} TPU cores: use cores=1 or cores={here}")
+        raise TpukitError(f"requested {cores} of {env.cores} TPU cores: use cores=1 or cores={env.cores}")
     return cores
+
+
+def _check_device(env: Environment, count: int, say: Callable[[str], None]) -> None:
+    """Wait until no other process holds the TPU. Raises TpukitError if this process holds the device that
+    several cores are to open."""
+    has_opened = is_open(env)
+    if has_opened and count > 1:
+        raise TpukitError(
+            "Runtime is already initialized: this kernel has already used the"
+            f" {environment.NAMES[env.accelerator]}, and processes forked from it cannot use it. Restart the"
+            " session, and use no device (a training run on one core, `torch_xla.device()`, a tensor on"
+            ' "tpu") before the launch.'
+        )
+    if env.accelerator == "tpu" and not has_opened:
+        from tpukit.devices import processes
+
+        processes.wait_until_free(say)
+
+
+def _call_in_processes(job: Job, count: int, parallel: str) -> Any:
+    """Call the job's function on several cores, in forked processes. Return rank 0's result."""
+    from tpukit.launching.supervisor import Supervisor
+
+    if job.env.uses_torch_tpu:
+        from tpukit.devices import torch_tpu
+
+        torch_tpu.set_launch_variables(count)
+    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
+    # In `private`, which is this user's alone, the cores leave their addresses for each other.
+    private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
+    with job.plan.reserve() as folder, private as meeting:
+        job = dataclasses.replace(job, folder=folder, rendezvous=Path(meeting) / "rendezvous", **shape)
+        return Supervisor(job).wait()
