@@ -22,7 +22,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,13 +135,12 @@ class Run:
             raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
         return run
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: keep other processes from training here. Raises TpukitError with host and pid of
         one that does."""
-        held = files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"])
-        with held if self._writes else contextlib.nullcontext():
-            yield
+        if not self._writes:
+            return contextlib.nullcontext()
+        return files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"])
 
     # What is in the folder
 
