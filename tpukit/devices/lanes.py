@@ -23,10 +23,21 @@ MAX_PART = 2**18  # bytes
 
 
 class Stored(NamedTuple):
-    """An array on the device. rows: as `rows_shape` says. shape: the array's, (N, ...)."""
+    """An array of samples on the device. rows: the array itself, or in the shape `rows_shape`. shape: the
+    array's, (N, ...)."""
 
     rows: Tensor
     shape: tuple[int, ...]
+
+    def take(self, index: Tensor) -> Tensor:
+        """Return samples of the array, (B, ...). index: (B,). Call it in a compiled function."""
+        if self.rows.shape == self.shape:
+            return self.rows.index_select(0, index)
+        parts = len(self.rows) // self.shape[0]
+        if parts > 1:
+            index = (index[:, None] * parts + torch.arange(parts, device=index.device)).flatten()
+        samples = self.rows.index_select(0, index).view(len(index) // parts, -1)
+        return samples[:, : math.prod(self.shape[1:])].view(-1, *self.shape[1:])
 
 
 def rows_shape(array: np.ndarray) -> tuple[int, ...]:
@@ -50,15 +61,3 @@ def to_rows(array: np.ndarray) -> np.ndarray:
     samples = array.reshape(len(array), -1)
     rows.reshape(len(array), -1)[:, : samples.shape[1]] = samples
     return rows
-
-
-def take(stored: Stored, index: Tensor) -> Tensor:
-    """Return samples of a stored array, (B, ...). index: (B,)."""
-    rows, shape = stored
-    if rows.shape == shape:
-        return rows.index_select(0, index)
-    parts = len(rows) // shape[0]
-    if parts > 1:
-        index = (index[:, None] * parts + torch.arange(parts, device=index.device)).flatten()
-    samples = rows.index_select(0, index).view(len(index) // parts, -1)
-    return samples[:, : math.prod(shape[1:])].view(-1, *shape[1:])

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.devices.distributed import World
+from tpukit.devices.lanes import Stored
 from tpukit.devices.optimizers import (
     copy_flattened,
     flattened,
@@ -134,16 +135,12 @@ class Runtime:
         """Put this process's share of a batch on the device: (B / world size, ...) each."""
         return self.put(arrays)
 
-    def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Put a whole dataset on the device, where it stays: (N, ...) each, for `take`."""
+    def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Stored]:
+        """Put a whole dataset on the device, where it stays: (N, ...) each."""
         # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch never frees
         # pinned memory.
-        return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
-
-    def take(self, whole: dict[str, Any], index: Tensor) -> Batch:
-        """Return samples of what `put_dataset` returned, (B, ...) each. index: (B,). Call it in a compiled
-        function."""
-        return {name: values.index_select(0, index) for name, values in whole.items()}
+        copies = {name: torch.as_tensor(np.array(values)) for name, values in arrays.items()}
+        return {name: Stored(copy.to(self.device), copy.shape) for name, copy in copies.items()}
 
     def as_graph_input(self, number: float | None) -> Any:
         """Return a number that changes, or None, as an argument of a compiled function: if steps are graphs a

@@ -122,9 +122,6 @@ class XLARuntime(Runtime):
         rows = {name: torch.as_tensor(lanes.to_rows(array)).to(self.device) for name, array in arrays.items()}
         return {name: lanes.Stored(rows[name], array.shape) for name, array in arrays.items()}
 
-    def take(self, whole: dict[str, lanes.Stored], index: Tensor) -> Batch:
-        return {name: lanes.take(stored, index) for name, stored in whole.items()}
-
     def _on_device(self, tree: Any) -> list[Tensor]:
         leaves = tree_leaves(tree)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == self.device]
