@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, explained
 from tpukit.host.tables import fit_page, printable, say
-from tpukit.runs import hashes, weights
+from tpukit.runs import manifest, weights
 from tpukit.runs.backup import MOUNT, Backup, find_in_inputs
 from tpukit.runs.checkpoints import Checkpoints
 from tpukit.runs.settings import Described, check_settings, settings_dict
@@ -105,8 +105,8 @@ class Run:
             run.path.mkdir(parents=True, exist_ok=True)
         with run.lock(), files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(values, indent=1))
-            if hashes.read_list(run.path) is None:
-                hashes.write_list(run.path, {})
+            if manifest.read(run.path) is None:
+                manifest.write(run.path, {})
         if run.backup:
             say(f"every checkpoint is copied to {run.backup}")
         return run
@@ -156,11 +156,11 @@ class Run:
     def _has_results(self) -> bool:
         """Return whether the folder holds results of training steps, other than checkpoints."""
         trained = any(record["kind"] not in ("start", "compile") for record in self.records())
-        return trained or (self.path / hashes.BEST).exists()
+        return trained or (self.path / manifest.BEST).exists()
 
     def check_results(self) -> None:
         """Raise TpukitError for results without checkpoints, which a new training run would replace."""
-        if hashes.read_list(self.path) is None and self._has_results():
+        if manifest.read(self.path) is None and self._has_results():
             raise TpukitError(
                 f"{self.path} holds results of training (best.safetensors, records.jsonl), but none of its"
                 " checkpoints: put them back, or choose a new run folder (and another backup)"
@@ -239,7 +239,7 @@ class Run:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Return dict(file, step) of each, newest first."""
-        listed = hashes.steps(hashes.read_list(self.path) or {})
+        listed = manifest.steps(manifest.read(self.path) or {})
         return [dict(file=Path(name).name, step=step) for name, step in listed.items()]
 
     def save(self, state: Any, step: int, records_size: int | None = None) -> None:
@@ -270,11 +270,11 @@ class Run:
 
     def has_whole_best(self) -> bool:
         """Return whether the run has best weights. Damaged ones are named."""
-        path = self.path / hashes.BEST
+        path = self.path / manifest.BEST
         if not path.exists():
             return False
         try:
-            hashes.check_best(path)
+            manifest.check_best(path)
             return True
         except Damaged as error:
             self.print(f"{error}; the next evaluation's weights will replace it")
@@ -282,7 +282,7 @@ class Run:
 
     def best(self) -> Path:
         """Return the file of the best weights. Raises TpukitError if the run has none yet."""
-        path = self.path / hashes.BEST
+        path = self.path / manifest.BEST
         if not path.is_file():
             raise TpukitError(f"{self.path} has no best weights yet: the first evaluation saves them")
         return path
@@ -290,7 +290,7 @@ class Run:
     def save_best(self, tensors: "Mapping[str, Tensor]", **values: Any) -> None:
         """Write the best weights, CPU tensors by name, as best.safetensors. values: kept as its metadata."""
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
-        hashes.put(self.path, hashes.BEST, lambda file: file.write(data))
+        manifest.put(self.path, manifest.BEST, lambda file: file.write(data))
 
 
 def _append(path: Path, text: str) -> None:
