@@ -46,8 +46,8 @@ class CapturedStep:
     function: takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters and
     buffers of the model and the state of the optimizer, in place, and the gradients. It sets the gradients to
     None first, so that they are made in the graph's memory; they stay valid until the next call. If an
-    argument's number or shape, or a setting of the optimizer, changes, later steps run uncaptured. What it
-    does on the host besides (a counter in Python, random numbers) a replay does not repeat."""
+    argument's number or shape, or a setting of the optimizer, changes, later steps run uncaptured. A replay
+    repeats nothing that the function does on the host (a counter in Python, random numbers)."""
 
     may_capture = True
     signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
@@ -160,7 +160,7 @@ class CapturedStep:
 
 
 def _end_capture(graph, pool):
-    """Tell torch that a capture is over: its allocator and generator may believe in one that CUDA ended by an
+    """Tell torch's allocator and generator that a capture is over: they may not know if CUDA ended it with an
     error."""
     device = torch.cuda.current_device()
     try:

@@ -258,9 +258,9 @@ class Runtime:
         """Update the weights, unless in fp16 a gradient overflowed. lr_factor: number or scalar tensor on the
         device that multiplies the learning rates in this step; None for 1.
 
-        Fused optimizers read a rate on the device. Of others the update is multiplied, because they read it
-        on the host. It comes to the same if the update is proportional to the rate: with SGD, Adam(W),
-        Adagrad, RMSprop and most, but not Rprop and ASGD."""
+        Fused optimizers read a rate on the device. Others read it on the host, so their update is multiplied
+        instead. The result is the same if the update is proportional to the rate: with SGD, Adam(W), Adagrad,
+        RMSprop and most others, but not with Rprop and ASGD."""
         groups = optimizer.param_groups
         if lr_factor is None:
             self._update(optimizer)

@@ -29,10 +29,11 @@ def launch(
 ) -> Any:
     """Call `function(*args)` on every core and return what rank 0's call returned.
 
-    function: any function, also one of a notebook cell; it asks `tpukit.core()` on which core it runs. One of
-    a task and a run, like `tpukit.train`, gets the keyword `runtime`. cores: by default all of this host (one
-    on a CPU, where any number of processes can be tried, and one GPU if more would not serve a task).
-    parallel: "processes", one for each core, or "spmd", one process for all TPU cores of this host.
+    function: any function, even of a notebook cell; `tpukit.core()` tells it which core it runs on. A
+    function of a task and a run, like `tpukit.train`, gets the keyword `runtime`.
+    cores: by default all of this host (one on a CPU, where any number of processes can be tried, and one GPU
+    if more would not serve a task). parallel: "processes", one for each core, or "spmd", one process for all
+    TPU cores of this host.
     hang_timeout_s: when no step completes for this long, every core's stack is shown and the launch ends; it
     must be longer than reading the dataset, the first compilation, and an evaluation. A plain function is
     watched from its first `core.optimizer_step` on.

@@ -214,7 +214,7 @@ def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
 
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
-    # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
+    # A test of foreign weights leaves no best ones: then the predictions that it saved are all there is.
     if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
         saved = load_predictions(task, folder)
     title = part_of(task, Displayed, "saved_title") if saved else ""

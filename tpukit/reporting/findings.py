@@ -43,8 +43,8 @@ def sessions_of(records: list[Record]) -> list[list[Record]]:
 
 
 def last_session(records: list[Record]) -> list[Record]:
-    """Return the records of the last session that trained or compiled, which a finished run that is started
-    again does not; else of the last session."""
+    """Return the records of the last session that trained or compiled, else of the last session: a finished
+    run that is started again does neither."""
     return (worked_sessions(records) or sessions_of(records) or [[]])[-1]
 
 

@@ -70,7 +70,7 @@ class Backup:
             raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
 
     def check(self, folder: Path, owner: str | None) -> None:
-        """Raise TpukitError as `check_owner`, and for a later state here, which another session left."""
+        """Raise TpukitError as `check_owner` does, and if another session has left a later state here."""
         self.check_owner(folder, owner)
         here = max(manifest.steps(manifest.read(folder) or {}).values(), default=0)
         listed = manifest.read(self.path) or {}
@@ -103,7 +103,7 @@ class Backup:
         listed = manifest.read(folder) or {}
         kept = manifest.read(self.path)
         self._copy_file(folder, self.names[0])
-        # Until its copy takes its place, a file here is the one of before.
+        # Until a copy is complete, the file that it replaces is still here.
         both = {}
         for name, digests in (kept or {}).items():
             new = [digest for digest in listed.get(name, []) if digest not in digests]

@@ -54,8 +54,7 @@ class Run:
         self._progress_at = 0.0
 
     def read_only(self) -> "Run":
-        """Return the same run for a rank that is not 0: it reads, and drops what it is given to print or
-        write."""
+        """Return the same run for a rank other than 0: it reads, but prints and writes nothing."""
         other = Run(self.path)
         other._writes = other.echo = False
         return other

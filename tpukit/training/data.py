@@ -90,7 +90,7 @@ class BatchLoader:
 
         Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what
         one device would."""
-        # Threads would only take the interpreter from each other for an index and a few numbers.
+        # For an index and a few numbers, threads would only compete for the interpreter.
         if self.workers == 0 or self.resident is not None:
             yield from (self.runtime.put_batch(self._make(spec)) for spec in plan)
             return
