@@ -92,15 +92,20 @@ def restore(
             f" {' and '.join(changed)}: the scores so far are those of the old one. `tpukit test` scores the"
             f" kept weights on the new one; or {TRAIN_ANEW}"
         )
-    if len(saved["random"]) == runtime.world.size:
-        random = saved["random"][runtime.world.rank]
-        for name in random.keys() & runtime.generators.keys():  # not those of another kind of device
-            _, set_state = runtime.generators[name]
-            set_state(random[name])
-    else:  # the number of ranks has changed, and there is no state for the new ones
-        runtime.seed((task.seed, state.step))
+    _restore_random(runtime, saved["random"], seed=(task.seed, state.step))
     runtime.sync()
     return state, saved["sums"]
+
+
+def _restore_random(runtime: Runtime, saved: list[dict], seed: tuple[int, int]) -> None:
+    """Set this rank's random states; seed them if the number of ranks has changed. saved: by rank."""
+    if len(saved) != runtime.world.size:
+        runtime.seed(seed)
+        return
+    random = saved[runtime.world.rank]
+    for name in random.keys() & runtime.generators.keys():  # not those of another kind of device
+        _, set_state = runtime.generators[name]
+        set_state(random[name])
 
 
 def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn.Module) -> None:
