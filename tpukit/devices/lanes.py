@@ -5,39 +5,16 @@ Left to itself, the TPU's compiler stores images with the samples in the lanes, 
 every step with a copy of the whole set, because a gather needs each sample together. Samples of more than 256
 KiB it gathers from slices of the whole set. A set that is stored in rows of 128 lanes, each sample in parts
 of at most 256 KiB, is gathered as it lies.
-
-N samples, B of them in a batch.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from tpukit.devices.chips import LANES
 
 TILE = 8 * LANES  # elements, whether of 1, 2 or 4 bytes: a part is whole tiles
 MAX_PART = 2**18  # bytes
-
-
-class Stored(NamedTuple):
-    """An array of samples on the device. rows: the array itself, or in the shape `rows_shape`. shape: the
-    array's, (N, ...)."""
-
-    rows: Tensor
-    shape: tuple[int, ...]
-
-    def take(self, index: Tensor) -> Tensor:
-        """Return samples of the array, (B, ...). index: (B,). Call it in a compiled function."""
-        if self.rows.shape == self.shape:
-            return self.rows.index_select(0, index)
-        parts = len(self.rows) // self.shape[0]
-        if parts > 1:
-            index = (index[:, None] * parts + torch.arange(parts, device=index.device)).flatten()
-        samples = self.rows.index_select(0, index).view(len(index) // parts, -1)
-        return samples[:, : math.prod(self.shape[1:])].view(-1, *self.shape[1:])
 
 
 def rows_shape(array: np.ndarray) -> tuple[int, ...]:
@@ -54,7 +31,7 @@ def rows_shape(array: np.ndarray) -> tuple[int, ...]:
 
 
 def to_rows(array: np.ndarray) -> np.ndarray:
-    """Copy a numpy array (N, ...) as `Stored.rows` has it, each sample padded by zeros."""
+    """Copy a numpy array (N, ...) to the shape `rows_shape`, each sample padded by zeros."""
     rows = np.zeros(rows_shape(array), array.dtype)
     if not len(array):  # an empty test set, which its evaluation names
         return rows

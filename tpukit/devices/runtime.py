@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.devices.distributed import World
-from tpukit.devices.lanes import Stored
 from tpukit.devices.optimizers import (
     copy_flattened,
     flattened,
@@ -50,6 +50,24 @@ def check_batch(batch_size: int, cores: int, micro_batches: int = 1) -> None:
         f"batch_size={batch_size} is the global batch of {cores} cores{each}, so it must be a multiple of"
         f" {parts}: use {sizes}"
     )
+
+
+class Stored(NamedTuple):
+    """An array of samples on the device. rows: the array itself, or as `lanes.to_rows` makes them. shape: the
+    array's, (N, ...)."""
+
+    rows: Tensor
+    shape: tuple[int, ...]
+
+    def take(self, index: Tensor) -> Tensor:
+        """Return samples of the array, (B, ...). index: (B,). Call it in a compiled function."""
+        if self.rows.shape == self.shape:
+            return self.rows.index_select(0, index)
+        parts = len(self.rows) // self.shape[0]
+        if parts > 1:
+            index = (index[:, None] * parts + torch.arange(parts, device=index.device)).flatten()
+        samples = self.rows.index_select(0, index).view(len(index) // parts, -1)
+        return samples[:, : math.prod(self.shape[1:])].view(-1, *self.shape[1:])
 
 
 class Runtime:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from tpukit.devices.lanes import Stored
-from tpukit.devices.runtime import Batch, Runtime
+from tpukit.devices.runtime import Batch, Runtime, Stored
 from tpukit.host.errors import TpukitError
 
 MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory
