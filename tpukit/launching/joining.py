@@ -70,17 +70,19 @@ def run_core(job: Job, index: int) -> None:
         ending = dict(outcome="done")
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
-        ending = dict(outcome="stopped")
-        if not isinstance(error, KeyboardInterrupt) and getattr(error, "code", None) != 128 + signal.SIGTERM:
-            words = f"{traceback.format_exc()}\n{fix_for(str(error)) or ''}".strip()
-            ending = dict(
-                outcome="failed",
-                where=describe(job, index, core),
-                time=time.time(),
-                description=str(error) if isinstance(error, TpukitError) else words,
-            )
+        ending = _ending(error, describe(job, index, core))
     faulthandler.cancel_dump_traceback_later()
     files.write_atomic(job.file(index, "end"), json.dumps(ending))
+
+
+def _ending(error: BaseException, where: str) -> dict[str, Any]:
+    """Return how a core ended, if by this error: stopped by a signal, or failed."""
+    if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM:
+        return dict(outcome="stopped")
+    description = str(error)
+    if not isinstance(error, TpukitError):
+        description = f"{traceback.format_exc()}\n{fix_for(description) or ''}".strip()
+    return dict(outcome="failed", where=where, time=time.time(), description=description)
 
 
 _launches_under_torchrun = itertools.count()  # of this process; all ranks make the same
