@@ -214,8 +214,8 @@ class Trainer:
 
     # What is printed and recorded
 
-    def open_bar(self, shown: bool) -> tqdm:
-        """Log the start. Returns the progress bar, a context manager."""
+    def log_start(self) -> None:
+        """Print and record what this session starts from."""
         task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
         stands = f"resuming at step {step} of {self.total}" if step else f"{self.total} steps"
         run.print(
@@ -246,8 +246,12 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
         )
         runtime.heartbeat(step)
-        is_off = run.is_launched or not (shown and run.echo)
-        self.bar = tqdm(total=self.total, initial=step, desc=task.name, unit="step", disable=is_off)
+
+    def open_bar(self, shown: bool) -> tqdm:
+        """Open the progress bar, a context manager."""
+        is_off = self.run.is_launched or not (shown and self.run.echo)
+        start, name = self.state.step, self.task.name
+        self.bar = tqdm(total=self.total, initial=start, desc=name, unit="step", disable=is_off)
         return self.bar
 
     def write_progress(self, epoch: int) -> None:
