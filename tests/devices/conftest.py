@@ -18,7 +18,8 @@ def emulated(monkeypatch):
 
 def take_step(runtime, loss, optimizer):
     optimizer.zero_grad(set_to_none=True)
-    runtime.backward(loss, optimizer)
+    runtime.scaler.scale(loss).backward()
+    runtime.scaler.unscale_(optimizer)
     runtime.all_reduce_gradients(optimizer)
     runtime.optimizer_step(optimizer)
 

@@ -234,15 +234,8 @@ class Runtime:
         name = getattr(function, "func", function).__name__  # for a partial, its function's
         return self.compile(without_gradient, name=name)
 
-    # The parts of a training step, in their order; the gradients of the optimizer's parameters stay until the
-    # next step
-
-    def backward(self, loss: Tensor, optimizer: Optimizer, *, is_last: bool = True) -> None:
-        """Add the gradients of a scalar loss. In fp16 the loss is scaled, and after the last micro-batch the
-        gradients are scaled back."""
-        self.scaler.scale(loss).backward()
-        if is_last:
-            self.scaler.unscale_(optimizer)
+    # The parts of a training step after the backward pass, in their order; the gradients of the optimizer's
+    # parameters stay until the next step
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         """Turn each rank's gradients into their mean over all ranks, as one vector of each type, in which a

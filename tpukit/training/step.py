@@ -78,8 +78,9 @@ def add_gradients(
         with runtime.autocast():
             value = loss(model, part, epoch).float()
         value = value if count == 1 else value / count
-        runtime.backward(value, optimizer, is_last=number == count - 1)  # scales the loss in fp16
+        runtime.scaler.scale(value).backward()  # scaled in fp16 only
         losses.append(value.detach())
+    runtime.scaler.unscale_(optimizer)
     return sum(losses[1:], start=losses[0])
 
 

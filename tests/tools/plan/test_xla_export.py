@@ -20,7 +20,7 @@ except ValueError as error:
 
 def step(x):
     loss = model(x).square().sum()
-    runtime.backward(loss, optimizer)
+    loss.backward()
     runtime.all_reduce_gradients(optimizer)
     runtime.optimizer_step(optimizer)
     return loss.detach()
