@@ -12,7 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from tpukit.devices.optimizers import (
     parameters_with_gradient,
 )
 from tpukit.host.errors import TpukitError
-
-if TYPE_CHECKING:
-    from tpukit.devices.watchdog import Watchdog
 
 Batch = dict[str, Tensor]
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -81,16 +78,13 @@ class Runtime:
     trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
     compile_events: dicts of what (the name of a function given to `compile`), programs (graphs compiled; on
     a GPU captured, 0 if it cannot be), seconds, why (sentences, see `recompiles`; none the first time),
-    refused (whether it raised UnexpectedRecompilation). Whoever records them empties the list.
-    step: of the last `heartbeat`. watchdog: gets each heartbeat, or None."""
+    refused (whether it raised UnexpectedRecompilation). Whoever records them empties the list."""
 
     compiles = False
     has_graphs = False
     notes = ""
     trusts_graphs = True
     reduces_on_the_host = False
-    step = 0
-    watchdog: Watchdog | None = None
     mesh: Any = None  # of the devices of SPMD
     # Of random numbers: name -> (function that returns its state, function that sets it). A state is a tensor
     # on the CPU or a number.
@@ -314,13 +308,7 @@ class Runtime:
         mixed = np.random.SeedSequence((*np.atleast_1d(number).tolist(), self.world.rank)).generate_state(1)
         torch.manual_seed(int(mixed[0]))
 
-    # Watchdog, and what the device reports
-
-    def heartbeat(self, step: int) -> None:
-        """Report that this rank is alive. step: the number of steps taken."""
-        self.step = step
-        if self.watchdog:
-            self.watchdog.heartbeat(step)
+    # What the device reports
 
     def reset_statistics(self) -> None:
         """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of

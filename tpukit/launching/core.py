@@ -49,7 +49,7 @@ class Core:
         self.runtime.all_reduce_gradients(optimizer)
         self.runtime.optimizer_step(optimizer)
         self.runtime.end_traced_step()
-        self.runtime.heartbeat(self.runtime.step + 1)
+        self.world.heartbeat(self.world.step + 1)
 
 
 _running: Core | None = None

@@ -114,7 +114,7 @@ def call_under_torchrun(job: Job, parallel: str) -> Any:
 
 def describe(job: Job, index: int, core: Core | None) -> str:
     """Describe where this process's core, number `index`, is; None before it has started."""
-    return job.describe(index, core.runtime.step, core.rank) if core else job.describe(index, None)
+    return job.describe(index, core.world.step, core.rank) if core else job.describe(index, None)
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def joined(job: Job, world: World, stacks: IO[str], **watch) -> Iterator[Core]:
     try:
         core = Core(open_core(job, world), is_forked=job.rendezvous is not None)
         faulthandler.cancel_dump_traceback_later()  # it has started
-        core.runtime.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.plan.trains, **watch)
+        world.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.plan.trains, **watch)
         with running(core):
             yield core
         # Not after a failure: the others may be gone, and waiting for them would hang.

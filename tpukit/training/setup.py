@@ -108,7 +108,7 @@ class Trainer:
         finally:
             log_compilations(self.run, self.runtime, number)
         self.state.step = number
-        self.runtime.heartbeat(number)
+        self.runtime.world.heartbeat(number)
         if number == self.first_step and (self.runtime.has_graphs or self.task.compile == "yes"):
             took_s = time.monotonic() - started
             self.run.print(f"step {number} took {took_s:.1f} s, with compile={self.task.compile!r}")
@@ -245,7 +245,7 @@ class Trainer:
             batch_size=task.batch_size,
             steps_per_epoch=self.steps_per_epoch,
         )
-        runtime.heartbeat(step)
+        runtime.world.heartbeat(step)
 
     def open_bar(self, shown: bool) -> tqdm:
         """Open the progress bar, a context manager."""

@@ -173,7 +173,7 @@ class CDEIT(Task):
             x = start(batch["key"])
             for row in rows:
                 x = step(x, batch["voltages"], batch["key"], row)
-                runtime.heartbeat(runtime.step)
+                runtime.world.heartbeat(runtime.world.step)
             return x
 
         return predict
