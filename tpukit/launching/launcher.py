@@ -15,7 +15,7 @@ from tpukit.host import environment
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.launching.core import Core, running
-from tpukit.launching.job import HANG_TIMEOUT_S, Job, Plan
+from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchPlan
 
 PARALLEL = ("processes", "spmd")
 
@@ -69,13 +69,13 @@ def launch(
     return _call_in_processes(job, count, parallel)
 
 
-def plan_of(args: tuple) -> Plan:
+def plan_of(args: tuple) -> LaunchPlan:
     """Return the plan of a call with these arguments: what the first one's method `launch_plan(*others)`
     returns, as a task's does for a run; otherwise a plain function's."""
     plan = None
     if args and hasattr(args[0], "launch_plan"):
         plan = args[0].launch_plan(*args[1:])
-    return plan or Plan(arguments=lambda core: (args, {}))
+    return plan or LaunchPlan(arguments=lambda core: (args, {}))
 
 
 def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
