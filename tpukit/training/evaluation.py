@@ -196,7 +196,7 @@ def buffers_of_rank_0(model: nn.Module, runtime: Runtime) -> Iterator[None]:
         rank_0s = runtime.world.broadcast(runtime.to_cpu(own))
         # Exchanged, not overwritten: XLA would compile the next training step once more.
         for module, buffers in zip(modules, rank_0s):
-            module._buffers.update(runtime.put(buffers))
+            module._buffers.update(runtime.put({n: v for n, v in buffers.items() if v is not None}))
     try:
         yield
     finally:
