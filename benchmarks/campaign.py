@@ -27,7 +27,7 @@ from tests.conftest import exact
 from tests.runs.store import alike, kill_before
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices.runtime import Runtime
-from tpukit.runs import hashes, weights
+from tpukit.runs import manifest, weights
 from tpukit.tasks.datasets import make_synthetic
 
 SETTINGS = dict(batch_size=8, channels=2, log_every=3, num_workers=0, save_every_s=0.0, ema_decay=0.9)
@@ -80,9 +80,9 @@ def unequal(folder, wanted):
 
 def newest_whole(folder):
     """Return the step of the newest whole checkpoint of a run; 0 without."""
-    listed = hashes.read_list(folder) or {}
-    for name, step in hashes.steps(listed).items():
-        if hashes.is_whole(folder / name, listed[name]):
+    listed = manifest.read(folder) or {}
+    for name, step in manifest.steps(listed).items():
+        if manifest.is_whole(folder / name, listed[name]):
             return step
     return 0
 
@@ -143,7 +143,7 @@ class Campaign:
         shutil.copytree(self.work / "half-copy", self.backup)
         place = (self.folder, self.backup)[number % 2]
         is_best = self.rng.random() < 0.5
-        path = place / (hashes.BEST if is_best else f"checkpoints/step-{FLIPPED_AT:08d}.pt")
+        path = place / (manifest.BEST if is_best else f"checkpoints/step-{FLIPPED_AT:08d}.pt")
         data = bytearray(path.read_bytes())
         bit = self.rng.randrange(8 * len(data))
         data[bit // 8] ^= 1 << bit % 8

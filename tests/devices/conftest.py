@@ -18,7 +18,8 @@ def emulated(monkeypatch):
 
 def take_step(runtime, loss, optimizer):
     optimizer.zero_grad(set_to_none=True)
-    runtime.backward(loss, optimizer)
+    runtime.scaler.scale(loss).backward()
+    runtime.scaler.unscale_(optimizer)
     runtime.all_reduce_gradients(optimizer)
     runtime.optimizer_step(optimizer)
 
@@ -44,7 +45,7 @@ def outcome(runtime, optimizer, captured, dropout=False, steps=8, ragged_at=None
         return total + loss.detach().reshape(1) * (epoch + 1)
 
     compiled = runtime.compile(step, name="step", mutates=(model, made) if captured else None)
-    totals = [runtime.put({"total": torch.zeros(1)})["total"]]
+    totals = [runtime.put(torch.zeros(1))]
     for number in range(steps):
         batch = MNIST().example(8 if ragged_at is None or number < ragged_at else 6)
         batch["image"] = batch["image"] // (number + 1)

@@ -184,11 +184,9 @@ def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(opt
             gpu.init_optimizer_state(made)
 
         def step(batch, factor):
-            made.zero_grad(set_to_none=True)
             with gpu.autocast():
                 loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"])
-            gpu.backward(loss * factor, made)
-            gpu.optimizer_step(made)
+            take_step(gpu, loss * factor, made)
             return loss.detach()
 
         compiled = gpu.compile(step, mutates=(model, made) if captured and not torchs else None)
@@ -220,7 +218,9 @@ def test_the_rate_of_a_fused_optimizer_that_changes_needs_no_copy_of_the_weights
         for number in range(4):
             factor = 1 - number / 5
             made.zero_grad()
-            gpu.backward(sum((number + i - 1.5) * p.sum() for i, p in enumerate(parameters)), made)
+            loss = sum((number + i - 1.5) * p.sum() for i, p in enumerate(parameters))
+            gpu.scaler.scale(loss).backward()
+            gpu.scaler.unscale_(made)
             for group, rate in zip(made.param_groups, (0.1, 0.02)):
                 group["lr"] = rate if is_by_factor else rate * factor
             with Copies() as copies:
@@ -257,7 +257,7 @@ def test_an_overflow_undoes_the_update_of_tensors_of_every_layout_and_type(overf
         if number == 0:
             our_optimizer.step()  # a warm-up, which makes the state
         else:
-            gpu._step_unless_overflow(our_optimizer, gpu.scaler)
+            gpu._step_unless_overflow(our_optimizer)
         if not is_skipped:
             their_optimizer.step()
     for mine, other in zip(ours, theirs, strict=True):

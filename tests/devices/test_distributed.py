@@ -32,7 +32,8 @@ for number in range(3):
         loss = loss + on_one.sum() * 3
     if rank == 2 and number == 2:
         loss = loss * 1e38
-    runtime.backward(loss, optimizer)
+    runtime.scaler.scale(loss).backward()
+    runtime.scaler.unscale_(optimizer)
     runtime.all_reduce_gradients(optimizer)
     missing = [p.grad is None for p in parameters]
     runtime.optimizer_step(optimizer)

@@ -66,8 +66,8 @@ def test_a_chip_computes_in_bf16_reports_its_memory_takes_what_is_put_and_refuse
         open_runtime(torch_tpu_mock.machine(8), spmd_cores=8)
     runtime.device = torch.device("meta")
     placed = list(runtime.to_device(torch.nn.Linear(2, 2)).parameters())
-    for put in (runtime.put, runtime.put_batch, runtime.put_dataset):
-        placed += put(dict(x=np.ones(2))).values()
+    batch = dict(x=np.ones(2))
+    placed += [runtime.put(batch)["x"], runtime.put_batch(batch)["x"], runtime.put_dataset(batch)["x"].rows]
     placed += [runtime.as_graph_input(0.5), runtime.as_graph_input(3)]
     assert {tensor.device.type for tensor in placed} == {"meta"} and runtime.as_graph_input(None) is None
 

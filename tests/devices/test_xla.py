@@ -53,7 +53,7 @@ def test_a_model_and_its_optimizers_state_are_made_in_one_graph_before_the_first
 
 
 def test_a_sync_waits_until_all_is_computed_and_compiles_nothing_of_its_own(xla):
-    x = xla.put({"x": torch.full((1500, 1500), 1 / 1500)})["x"]  # whose powers are itself
+    x = xla.put(torch.full((1500, 1500), 1 / 1500))  # whose powers are itself
     xla.sync()
     for _ in range(2):  # the first time it compiles
         y, before = x, compilations()
@@ -92,7 +92,7 @@ def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_no
     for state in optimizer.state.values():
         state["step"].fill_(36_307)
     step = xla.compile(lambda x: take_step(xla, model(x).square().mean(), optimizer))
-    batch = xla.put({"x": torch.ones(2, 3)})["x"]
+    batch = xla.put(torch.ones(2, 3))
     for _ in range(10):
         step(batch)
     assert (1 - 0.999 ** int(state["step"])) ** 0.5 == 1
@@ -118,7 +118,7 @@ def test_priming_an_optimizer_changes_no_step_of_it(make, xla):
             assert all(optimizer.state[p] for p in model.parameters())
         for _ in range(3):
             optimizer.zero_grad()
-            model(xla.put({"x": torch.ones(2, 4)})["x"]).square().sum().backward()
+            model(xla.put(torch.ones(2, 4))).square().sum().backward()
             optimizer.step()
         return model.weight.detach().cpu()
 

@@ -75,7 +75,7 @@ def small_step(runtime, loss, lr=0.1):
 
 
 def ones(runtime, samples=8):
-    return runtime.put({"x": torch.ones(samples, 3)})["x"]
+    return runtime.put(torch.ones(samples, 3))
 
 
 def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(xla):
@@ -92,7 +92,7 @@ def test_a_number_given_as_a_tensor_is_not_taken_for_the_same_number_in_the_grap
     step, traces, model = small_step(xla, lambda y, epoch: (y * 3.0).sum() * epoch, lr=0.0)
     whole = float(model(ones(xla)).detach().sum())
     epochs = [3.0, 0.0, 1.0, 4.0]  # torch_xla folds 0 and 1 into a graph where it can
-    losses = [float(step(ones(xla), xla.put({"epoch": np.float32(epoch)})["epoch"])) for epoch in epochs]
+    losses = [float(step(ones(xla), xla.put(np.float32(epoch)))) for epoch in epochs]
     assert losses == pytest.approx([whole * 3 * epoch for epoch in epochs]) and traces == [1, 1]
 
 
@@ -182,7 +182,7 @@ def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_eac
         core.seed(0)
         step, traces, _ = small_step(core, lambda y: y.square().sum())
         for _ in range(32):
-            step(core.put({"x": torch.randn(4, 3)})["x"])
+            step(core.put(torch.randn(4, 3)))
         return traces
 
     assert captured_at(0) == captured_at(7) == [1, 1, 4, 8, 16, 32]

@@ -76,7 +76,7 @@ def test_on_one_core_a_function_runs_in_this_process_and_a_step_updates_and_coun
             weight.sum().backward()
             core.optimizer_step(optimizer)
         core.print("rank", core.rank)
-        return weight.tolist(), core.runtime.step, os.getpid()
+        return weight.tolist(), core.world.step, os.getpid()
 
     values, steps, pid = tpukit.launch(function, 0.25, 2, cores=1)
     assert (values, steps, pid) == ([0.5, 0.5], 2, os.getpid())

@@ -20,7 +20,7 @@ from tests.launching.conftest import (
 )
 from tests.launching.launched import children, machine
 from tpukit import Run
-from tpukit.launching.job import PRINTED, Job, Plan
+from tpukit.launching.job import PRINTED, Job, LaunchPlan
 from tpukit.launching.supervisor import Supervisor
 
 # Failures. One kernel launches again and again in one run; in each launch but the last, rank 1 has an
@@ -220,7 +220,7 @@ print("KILLED", json.dumps([most, orphans, *zip(*counts)]))
 
 
 def supervisor_of(folder):
-    plan = Plan(arguments=lambda core: ((), {}))
+    plan = LaunchPlan(arguments=lambda core: ((), {}))
     return Supervisor(Job(print, plan, machine("cpu", 1), 60.0, processes=2, folder=folder / "cores"))
 
 

@@ -6,7 +6,7 @@ import signal
 
 import torch
 
-from tpukit.runs import hashes
+from tpukit.runs import manifest
 
 
 def filled(value):
@@ -22,7 +22,7 @@ def content(folder):
 
 def steps_in(folder):
     """The steps of the listed checkpoints, newest first."""
-    return [*hashes.steps(hashes.read_list(folder)).values()]
+    return [*manifest.steps(manifest.read(folder)).values()]
 
 
 def alike(a, b):

@@ -11,7 +11,7 @@ from tests.conftest import best_weights, exact, flip, refuses, same
 from tests.runs.store import content, filled, kill_everywhere, steps_in
 from tpukit import MNIST, Checkpoints, Run, TpukitError, find_dataset, train
 from tpukit.host import files
-from tpukit.runs import hashes
+from tpukit.runs import manifest
 from tpukit.runs.backup import find_in_inputs
 from tpukit.training import loop
 
@@ -75,7 +75,7 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
     (tmp_path / "again/.ipynb_checkpoints/notes").write_text("mine")
     again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
     assert again.restore() == dict(a=2)
-    names = {"config.json", hashes.LIST, "checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
+    names = {"config.json", manifest.FILE, "checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
     assert content(again.path).keys() == names | {".ipynb_checkpoints/notes"}
     for step in (3, 4):
         again.save({}, step)

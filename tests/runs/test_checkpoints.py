@@ -11,7 +11,7 @@ import torch
 from tests.conftest import best_weights, exact, flip, refuses, same
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.host import files
-from tpukit.runs import hashes, weights
+from tpukit.runs import manifest, weights
 
 
 @pytest.mark.parametrize("damage", [flip, os.remove])
@@ -80,7 +80,7 @@ def test_records_and_log_reach_the_disk_before_the_checkpoint_that_counts_on_the
 
 
 def test_a_checkpoint_that_would_run_code_is_skipped_without_advice_to_run_it(two, capsys):
-    hashes.put(two.path, "checkpoints/step-00000003.pt", lambda file: torch.save(RunsCode(), file))
+    manifest.put(two.path, "checkpoints/step-00000003.pt", lambda file: torch.save(RunsCode(), file))
     assert two.restore() == dict(a=2)
     assert "could run code" in capsys.readouterr().out
     assert "weights_only" not in (two.path / "log.txt").read_text()
@@ -91,7 +91,7 @@ LISTS = ["", "[" * 100_000, "3", "[1]", '{"../outside.pt": ["0"]}', '{"best.safe
 
 @pytest.mark.parametrize("content", LISTS, ids=range(len(LISTS)))
 def test_a_damaged_list_of_weights_files_is_named_and_nothing_is_written(content, two):
-    path = two.path / hashes.LIST
+    path = two.path / manifest.FILE
     path.write_text(content)
     for use in (two.restore, lambda: two.save({}, 3), lambda: Run.open(two.path, MNIST())):
         with refuses(path):

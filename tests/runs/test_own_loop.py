@@ -15,7 +15,7 @@ from tests.conftest import flip, loaded_by, refuses
 from tests.runs.store import alike, content, filled, kill_everywhere, steps_in
 from tpukit import MNIST, Checkpoints, Run
 from tpukit.host import files
-from tpukit.runs import hashes
+from tpukit.runs import manifest
 
 STEP_2 = "checkpoints/step-00000002.pt"
 
@@ -99,8 +99,8 @@ def test_ranks_that_all_save_leave_whole_checkpoints(tmp_path):
         ranks.append(pid)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0] * 3
     for folder in (tmp_path / "mine", tmp_path / "drive"):
-        listed = hashes.read_list(folder)
-        assert len(listed) == 2 and all(hashes.is_whole(folder / name, listed[name]) for name in listed)
+        listed = manifest.read(folder)
+        assert len(listed) == 2 and all(manifest.is_whole(folder / name, listed[name]) for name in listed)
         assert {f"checkpoints/{path.name}" for path in folder.glob("checkpoints/*.pt")} == set(listed)
 
 
@@ -190,13 +190,13 @@ def test_a_rank_survives_that_another_one_removes_the_damaged_checkpoint_first(s
 
 def test_where_all_are_damaged_or_their_list_is_gone_nothing_starts_anew_and_nothing_is_written(saved):
     alone = Checkpoints(saved.folder)
-    (saved.folder / hashes.LIST).rename(saved.folder / "list")
+    (saved.folder / manifest.FILE).rename(saved.folder / "list")
     before = content(saved.folder)
     for use in (alone.restore, lambda: alone.save(filled(3), 3), again(saved, "mine").restore):
-        with refuses(saved.folder / hashes.LIST):
+        with refuses(saved.folder / manifest.FILE):
             use()
     assert content(saved.folder) == before
-    (saved.folder / "list").rename(saved.folder / hashes.LIST)
+    (saved.folder / "list").rename(saved.folder / manifest.FILE)
     for path in saved.folder.rglob("*.pt"):
         flip(path)
     with refuses(2, saved.folder):
@@ -222,7 +222,7 @@ def test_a_drive_that_goes_within_a_copy_is_reported_once_gets_no_further_file_a
     for step in (1, 2, 3):  # the id, the first checkpoint; the next ones are tried and come to nothing
         saved.save(filled(step), step)
     assert len(done) == copies and capsys.readouterr().out.count(f"mounted at {drive}") == 1
-    listed = hashes.read_list(drive / "mine")  # an empty one is written between the id and the checkpoint
+    listed = manifest.read(drive / "mine")  # an empty one is written between the id and the checkpoint
     assert listed == ({} if copies == 2 else None), "nothing goes to the folder on which it was mounted"
     assert value_of(Checkpoints(saved.folder).restore()) == 3
     with refuses(drive):

@@ -54,7 +54,7 @@ def test_of_a_step_that_is_not_one_graph_the_line_is_named_though_it_has_no_trac
 
 
 def test_what_falls_back_to_the_cpu_or_waits_for_the_device_is_named_with_its_line(xla):
-    values = xla.put({"x": torch.arange(6.0)})["x"]
+    values = xla.put(torch.arange(6.0))
     with Interruptions(xla) as interruptions:
         values.add(1).copy_(torch.ones(6))
         assert torch.ones(1).item() == 1  # as optimizers count their steps: on the host

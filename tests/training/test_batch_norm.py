@@ -18,7 +18,7 @@ def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla
         norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2.0)
         batch_norm.freeze(norm.train())
         norm = runtime.to_device(copy.deepcopy(norm))
-        made = norm(runtime.put({"x": torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)})["x"])
+        made = norm(runtime.put(torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)))
         made.square().sum().backward()
         found.append(runtime.to_cpu([made, norm.weight.grad, norm.bias.grad, norm.running_mean]))
     for here, there in zip(*found):

@@ -35,7 +35,7 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
         weight = torch.nn.Parameter(torch.zeros(4))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         direction = torch.tensor([0.6, 0.0, 0.8, 0.0])
-        cpu.backward((weight * direction * size).sum(), optimizer)
+        (weight * direction * size).sum().backward()
         norm = clip_gradients(optimizer, 1.0)
         cpu.optimizer_step(optimizer)
         assert float(norm) == pytest.approx(size) and torch.allclose(weight, -wanted * direction)

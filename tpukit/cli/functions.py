@@ -40,14 +40,14 @@ def train(
         backup: folder (on Drive or in a mounted bucket, say) that gets a copy of the run at every checkpoint.
         parallel: processes: one for each core. spmd: one process and one graph over all TPU cores of a host.
     """
-    from tpukit.reporting.findings import last_and_kept_tables
+    from tpukit.reporting.findings import last_and_kept_table
 
     env = tpukit.detect()
     task = with_dataset(task, env)
     opened = tpukit.Run.open(run or env.outputs / task.name, task, backup=backup)
     scores = tpukit.launch(tpukit.train, task, opened, cores=cores, parallel=parallel)
     if scores and environment.rank() == 0:
-        for table in last_and_kept_tables(opened.records()):
+        if table := last_and_kept_table(opened.records()):
             print(f"\n{table}")
         print(f"\nrun: {opened.path}  (tpukit show {opened.path})")
 

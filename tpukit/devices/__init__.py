@@ -63,7 +63,7 @@ def open_runtime(
 
 def is_open(env: Environment) -> bool:
     """Return whether this process has opened the XLA device or the TPU, which processes forked from it then
-    cannot use. Of CUDA only a forked process can tell, see `processes.open_for_group`."""
+    cannot use. For CUDA only a forked process can tell: see `processes.open_for_group`."""
     if env.accelerator not in ("tpu", "xla"):
         return False
     if env.uses_torch_tpu:

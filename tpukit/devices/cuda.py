@@ -1,12 +1,11 @@
 """The runtime of a GPU: its precisions, pinned copies, fused optimizers, captured steps."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -19,7 +18,7 @@ from tpukit.devices.optimizers import (
     parameters_with_gradient,
     state_tensors,
 )
-from tpukit.devices.runtime import Batch, Runtime
+from tpukit.devices.runtime import Runtime
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
@@ -70,9 +69,8 @@ class CUDARuntime(Runtime):
         # Tensor cores take channels last, and would transpose all else.
         return self.precision != "fp32" and super()._computes_faster_channels_last(model)
 
-    def put(self, arrays: Mapping[str, Any]) -> Batch:
-        pinned = {name: torch.as_tensor(value).pin_memory() for name, value in arrays.items()}
-        return {name: value.to(self.device, non_blocking=True) for name, value in pinned.items()}
+    def _put(self, value: Any) -> Tensor:
+        return torch.as_tensor(value).pin_memory().to(self.device, non_blocking=True)
 
     def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
         pinned = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
@@ -102,13 +100,13 @@ class CUDARuntime(Runtime):
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
         return True
 
-    def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def _step_unless_overflow(self, optimizer: Optimizer) -> None:
         """Update the weights, but leave everything on the device as it is if a gradient overflowed.
 
         torch's scaler reads on the host whether one did, unless the optimizer's kernel can skip by itself: a
         step that is captured cannot wait for that."""
-        can_skip = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if can_skip or not torch.cuda.is_current_stream_capturing():
+        scaler, can_skip = self.scaler, getattr(optimizer, "_step_supports_amp_scaling", False)
+        if can_skip or not scaler.is_enabled() or not torch.cuda.is_current_stream_capturing():
             scaler.step(optimizer)
             return
         [overflows] = scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found

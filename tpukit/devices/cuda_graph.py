@@ -46,8 +46,8 @@ class CapturedStep:
     function: takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters and
     buffers of the model and the state of the optimizer, in place, and the gradients. It sets the gradients to
     None first, so that they are made in the graph's memory; they stay valid until the next call. If an
-    argument's number or shape, or a setting of the optimizer, changes, later steps run uncaptured. What it
-    does on the host besides (a counter in Python, random numbers) a replay does not repeat."""
+    argument's number or shape, or a setting of the optimizer, changes, later steps run uncaptured. A replay
+    repeats nothing that the function does on the host (a counter in Python, random numbers)."""
 
     may_capture = True
     signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
@@ -101,7 +101,7 @@ class CapturedStep:
         """Run the step on the stream of the capture. After the last time, `memory` is what a step takes."""
         torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
         scaler = self.runtime.scaler
-        scale = scaler.get_scale() if scaler else 1.0
+        scale = scaler.get_scale()
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -110,7 +110,7 @@ class CapturedStep:
         self.memory = self.runtime.memory()
         # A step that overflowed (which halves the scale) has not made the optimizer's state: a captured one
         # would make it anew in every replay.
-        if scaler is None or scaler.get_scale() >= scale:
+        if scaler.get_scale() >= scale:
             self.warm_ups += 1
         return result
 
@@ -135,7 +135,7 @@ class CapturedStep:
             torch.cuda.set_stream(current)
             _end_capture(graph, self.pool)
             host.restore()
-            if self.runtime.scaler is not None:  # as after its `update`: how far the broken step got
+            if self.runtime.scaler.is_enabled():  # as after its `update`: how far the broken step got
                 self.runtime.scaler._per_optimizer_states.clear()
             if not isinstance(error, Exception):  # a signal
                 raise
@@ -160,7 +160,7 @@ class CapturedStep:
 
 
 def _end_capture(graph, pool):
-    """Tell torch that a capture is over: its allocator and generator may believe in one that CUDA ended by an
+    """Tell torch's allocator and generator that a capture is over: they may not know if CUDA ended it with an
     error."""
     device = torch.cuda.current_device()
     try:

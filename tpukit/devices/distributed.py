@@ -3,24 +3,36 @@
 Gradients alone cross the accelerator's own links: GPUs' by NCCL in `all_reduce`, and TPUs' in
 `xla.XLARuntime`."""
 
+from __future__ import annotations
+
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+if TYPE_CHECKING:
+    from tpukit.devices.watchdog import Watchdog
+
 
 class World:
     """This process among the `size` processes of a training run. The default is a world of one.
 
-    rank: 0 to size - 1; rank 0 records, saves and prints.
-    Every method is collective: all ranks call it, in the same order.
-    """
+    rank: 0 to size - 1; rank 0 records, saves and prints. step: of the last `heartbeat`. watchdog: gets each
+    heartbeat, or None. All other methods are collective: all ranks call them, in the same order."""
 
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
+        self.step = 0
+        self.watchdog: Watchdog | None = None
+
+    def heartbeat(self, step: int) -> None:
+        """Report that this rank is alive. step: the number of steps taken."""
+        self.step = step
+        if self.watchdog:
+            self.watchdog.heartbeat(step)
 
     def all_gather(self, tree: Any) -> list:
         """Return the pytrees of numbers of all ranks, of one structure, as a list of pytrees of floats, rank

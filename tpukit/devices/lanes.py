@@ -5,28 +5,16 @@ Left to itself, the TPU's compiler stores images with the samples in the lanes, 
 every step with a copy of the whole set, because a gather needs each sample together. Samples of more than 256
 KiB it gathers from slices of the whole set. A set that is stored in rows of 128 lanes, each sample in parts
 of at most 256 KiB, is gathered as it lies.
-
-N samples, B of them in a batch.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from tpukit.devices.chips import LANES
 
 TILE = 8 * LANES  # elements, whether of 1, 2 or 4 bytes: a part is whole tiles
 MAX_PART = 2**18  # bytes
-
-
-class Stored(NamedTuple):
-    """An array on the device. rows: as `rows_shape` says. shape: the array's, (N, ...)."""
-
-    rows: Tensor
-    shape: tuple[int, ...]
 
 
 def rows_shape(array: np.ndarray) -> tuple[int, ...]:
@@ -43,22 +31,10 @@ def rows_shape(array: np.ndarray) -> tuple[int, ...]:
 
 
 def to_rows(array: np.ndarray) -> np.ndarray:
-    """Copy a numpy array (N, ...) as `Stored.rows` has it, each sample padded by zeros."""
+    """Copy a numpy array (N, ...) to the shape `rows_shape`, each sample padded by zeros."""
     rows = np.zeros(rows_shape(array), array.dtype)
     if not len(array):  # an empty test set, which its evaluation names
         return rows
     samples = array.reshape(len(array), -1)
     rows.reshape(len(array), -1)[:, : samples.shape[1]] = samples
     return rows
-
-
-def take(stored: Stored, index: Tensor) -> Tensor:
-    """Return samples of a stored array, (B, ...). index: (B,)."""
-    rows, shape = stored
-    if rows.shape == shape:
-        return rows.index_select(0, index)
-    parts = len(rows) // shape[0]
-    if parts > 1:
-        index = (index[:, None] * parts + torch.arange(parts, device=index.device)).flatten()
-    samples = rows.index_select(0, index).view(len(index) // parts, -1)
-    return samples[:, : math.prod(shape[1:])].view(-1, *shape[1:])

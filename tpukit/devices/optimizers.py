@@ -1,4 +1,4 @@
-"""The tensors of an optimizer, those that it updates and those that it keeps, and its settings."""
+"""The tensors of an optimizer: those that it updates, and those that it keeps. And `adamw`, for tasks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import AdamW, Optimizer
-
-OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -32,9 +30,8 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 
 
 def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Optimizer:
-    """Return AdamW of what trains in a model on the device; weights that are no matrices, as those of norms,
-    and biases do not decay."""
-
+    """Return AdamW of the parameters that train, of a model on the device. Biases and the weights of norms,
+    which have one dimension, do not decay."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim <= 1]
@@ -103,15 +100,3 @@ def copy_flattened(tensors: list[Tensor], flat: Tensor) -> None:
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """Return a view with the axis of the largest stride first."""
     return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-
-
-def optimizer_signature(optimizer: Optimizer) -> dict[str, str]:
-    """Return setting -> its value as text, for an optimizer that was just made: what the code of the task
-    says of it."""
-    signature = {"optimizer": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if name not in OF_THE_DEVICE and isinstance(value, (bool, int, float, tuple, str)):
-                signature[f"{name} of group {number}"] = str(value)
-        signature[f"parameters of group {number}"] = str(len(group["params"]))
-    return signature

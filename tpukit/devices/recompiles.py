@@ -7,8 +7,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tpukit.devices.words import KEEP_ONE_GRAPH
 from tpukit.host.errors import TpukitError
+
+KEEP_ONE_GRAPH = (
+    "Keep every batch the same shape; choose between losses by `torch.where`;"
+    " numbers that change from step to step belong in tensors"
+)
 
 
 class UnexpectedRecompilation(TpukitError):
@@ -20,12 +24,8 @@ class UnexpectedRecompilation(TpukitError):
 
     def __str__(self):
         function, call, max_graphs = self.args
-        lines = [
-            *self.causes,
-            f"call {call} of `{function}` traced a new graph, but at most {max_graphs} may be compiled",
-        ]
-        lines.append(KEEP_ONE_GRAPH)
-        return "\n".join(lines)
+        traced = f"call {call} of `{function}` traced a new graph, but at most {max_graphs} may be compiled"
+        return "\n".join([*self.causes, traced, KEEP_ONE_GRAPH])
 
 
 class TensorType(NamedTuple):

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import (
@@ -28,9 +29,6 @@ from tpukit.devices.optimizers import (
     parameters_with_gradient,
 )
 from tpukit.host.errors import TpukitError
-
-if TYPE_CHECKING:
-    from tpukit.devices.watchdog import Watchdog
 
 Batch = dict[str, Tensor]
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -51,27 +49,42 @@ def check_batch(batch_size: int, cores: int, micro_batches: int = 1) -> None:
     )
 
 
+class Stored(NamedTuple):
+    """An array of samples on the device. rows: the array itself, or as `lanes.to_rows` makes them. shape: the
+    array's, (N, ...)."""
+
+    rows: Tensor
+    shape: tuple[int, ...]
+
+    def take(self, index: Tensor) -> Tensor:
+        """Return samples of the array, (B, ...). index: (B,). Call it in a compiled function."""
+        if self.rows.shape == self.shape:
+            return self.rows.index_select(0, index)
+        parts = len(self.rows) // self.shape[0]
+        if parts > 1:
+            index = (index[:, None] * parts + torch.arange(parts, device=index.device)).flatten()
+        samples = self.rows.index_select(0, index).view(len(index) // parts, -1)
+        return samples[:, : math.prod(self.shape[1:])].view(-1, *self.shape[1:])
+
+
 class Runtime:
     """One device of this process.
 
-    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs,
-    as on XLA. has_graphs: whether they become these or captured ones. cores: the number of devices that share
-    a global batch, over all processes. notes: sentences for the run's log about how the placed model is
-    computed, or "".
+    device: torch.device. precision: "fp32", "bf16" or "fp16". scaler: of the loss; enabled in fp16 only.
+    compiles: whether steps become compiled graphs, as on XLA. has_graphs: whether they become compiled or
+    captured graphs. cores: the number of devices that share a global batch, over all processes. notes:
+    sentences for the run's log about how the placed model is computed, or "".
     trusts_graphs: whether training steps may be captured and replayed, or their loss compiled; False if a
     trial found them wrong (see `trial`). reduces_on_the_host: whether gradients are averaged in host memory.
     compile_events: dicts of what (the name of a function given to `compile`), programs (graphs compiled; on
     a GPU captured, 0 if it cannot be), seconds, why (sentences, see `recompiles`; none the first time),
-    refused (whether it raised UnexpectedRecompilation). Whoever records them empties the list.
-    step: of the last `heartbeat`. watchdog: gets each heartbeat, or None."""
+    refused (whether it raised UnexpectedRecompilation). Whoever records them empties the list."""
 
     compiles = False
     has_graphs = False
     notes = ""
     trusts_graphs = True
     reduces_on_the_host = False
-    step = 0
-    watchdog: Watchdog | None = None
     mesh: Any = None  # of the devices of SPMD
     # Of random numbers: name -> (function that returns its state, function that sets it). A state is a tensor
     # on the CPU or a number.
@@ -91,7 +104,7 @@ class Runtime:
         self.device = self._open_device()
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
-        self.scaler = GradScaler(self.device.type) if self.precision == "fp16" else None
+        self.scaler = GradScaler(self.device.type, enabled=self.precision == "fp16")
 
     def _open_device(self) -> torch.device:
         keep_freed_memory()
@@ -123,24 +136,23 @@ class Runtime:
         in_convolutions = sum(p.numel() for p in parameters if p.dim() == 4)
         return 2 * in_convolutions > sum(p.numel() for p in parameters)
 
-    def put(self, arrays: Mapping[str, Any]) -> Batch:
-        """dict of numpy arrays or CPU tensors -> dict of tensors on the device."""
-        return {name: torch.as_tensor(value).to(self.device) for name, value in arrays.items()}
+    def put(self, tree: Any) -> Any:
+        """Return a pytree of numpy arrays or CPU tensors as tensors on the device."""
+        return tree_map(self._put, tree)
+
+    def _put(self, value: Any) -> Tensor:
+        return torch.as_tensor(value).to(self.device)
 
     def put_batch(self, arrays: Mapping[str, Any]) -> Batch:
-        """`put` for this process's share of a batch: (B / world size, ...) each."""
+        """Put this process's share of a batch on the device: (B / world size, ...) each."""
         return self.put(arrays)
 
-    def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """`put` for a whole dataset, (N, ...) each, that stays, for `take`."""
+    def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Stored]:
+        """Put a whole dataset on the device, where it stays: (N, ...) each."""
         # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch never frees
         # pinned memory.
-        return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
-
-    def take(self, whole: dict[str, Any], index: Tensor) -> Batch:
-        """Samples of what `put_dataset` returned, (B, ...) each. index: (B,). To be called in a compiled
-        function."""
-        return {name: values.index_select(0, index) for name, values in whole.items()}
+        copies = {name: torch.as_tensor(np.array(values)) for name, values in arrays.items()}
+        return {name: Stored(copy.to(self.device), copy.shape) for name, copy in copies.items()}
 
     def as_graph_input(self, number: float | None) -> Any:
         """Return a number that changes, or None, as an argument of a compiled function: if steps are graphs a
@@ -149,7 +161,7 @@ class Runtime:
             return number
         last, tensor = self._last_inputs.get(type(number), (None, None))
         if last != number:  # else the same one, as every step of an epoch asks for it
-            tensor = self.put({"number": torch.tensor(number)})["number"]
+            tensor = self.put(torch.tensor(number))
             self._last_inputs[type(number)] = number, tensor
         return tensor
 
@@ -216,18 +228,8 @@ class Runtime:
         name = getattr(function, "func", function).__name__  # for a partial, its function's
         return self.compile(without_gradient, name=name)
 
-    # The parts of a training step, in their order; the gradients of the optimizer's parameters stay until the
-    # next step
-
-    def backward(self, loss: Tensor, optimizer: Optimizer, *, is_last: bool = True) -> None:
-        """Add the gradients of a scalar loss. In fp16 the loss is scaled, and after the last micro-batch the
-        gradients are scaled back."""
-        if self.scaler is None:
-            loss.backward()
-            return
-        self.scaler.scale(loss).backward()
-        if is_last:
-            self.scaler.unscale_(optimizer)
+    # The parts of a training step after the backward pass, in their order; the gradients of the optimizer's
+    # parameters stay until the next step
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         """Turn each rank's gradients into their mean over all ranks, as one vector of each type, in which a
@@ -242,7 +244,9 @@ class Runtime:
         for number in missing:
             parameters[number].grad = torch.zeros_like(parameters[number])
             exists[number].zero_()
-        overflows = list(self.scaler._found_inf_per_device(optimizer).values()) if self.scaler else []
+        overflows: list[Tensor] = []
+        if self.scaler.is_enabled():
+            overflows += self.scaler._found_inf_per_device(optimizer).values()
         tensors = [*(parameter.grad for parameter in parameters), exists, *overflows]
         for dtype, vector in flattened(tensors).items():
             mean = self.world.all_reduce(vector).div_(self.world.size)
@@ -259,9 +263,9 @@ class Runtime:
         """Update the weights, unless in fp16 a gradient overflowed. lr_factor: number or scalar tensor on the
         device that multiplies the learning rates in this step; None for 1.
 
-        Fused optimizers read a rate on the device. Of others the update is multiplied, because they read it
-        on the host. It comes to the same if the update is proportional to the rate: with SGD, Adam(W),
-        Adagrad, RMSprop and most, but not Rprop and ASGD."""
+        Fused optimizers read a rate on the device. Others read it on the host, so their update is multiplied
+        instead. The result is the same if the update is proportional to the rate: with SGD, Adam(W), Adagrad,
+        RMSprop and most others, but not with Rprop and ASGD."""
         groups = optimizer.param_groups
         if lr_factor is None:
             self._update(optimizer)
@@ -284,14 +288,11 @@ class Runtime:
                 torch._foreach_add_(parameters, before)
 
     def _update(self, optimizer: Optimizer) -> None:
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self._step_unless_overflow(optimizer, self.scaler)
-            self.scaler.update()
+        self._step_unless_overflow(optimizer)
+        self.scaler.update()
 
-    def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        scaler.step(optimizer)
+    def _step_unless_overflow(self, optimizer: Optimizer) -> None:
+        self.scaler.step(optimizer)
 
     def sync(self) -> None:
         """Wait for all work that was queued on the device."""
@@ -307,13 +308,7 @@ class Runtime:
         mixed = np.random.SeedSequence((*np.atleast_1d(number).tolist(), self.world.rank)).generate_state(1)
         torch.manual_seed(int(mixed[0]))
 
-    # Watchdog, and what the device reports
-
-    def heartbeat(self, step: int) -> None:
-        """Report that this rank is alive. step: the number of steps taken."""
-        self.step = step
-        if self.watchdog:
-            self.watchdog.heartbeat(step)
+    # What the device reports
 
     def reset_statistics(self) -> None:
         """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of
@@ -338,13 +333,10 @@ def keep_freed_memory() -> None:
     """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the
     system, which zeroes every page again while the next step waits. Does nothing if the environment
     configures malloc, or if malloc is not glibc's."""
-    is_configured = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    has_tunables = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    is_configured = has_tunables or any(name.startswith("MALLOC_") for name in os.environ)
     libc = ctypes.CDLL(None)
-    if (
-        is_configured
-        or any(name.startswith("MALLOC_") for name in os.environ)
-        or not hasattr(libc, "mallopt")
-    ):
+    if is_configured or not hasattr(libc, "mallopt"):
         return
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
     libc.mallopt(trim_threshold, 2**31 - 1)

@@ -40,8 +40,8 @@ def after_gradients(batch: dict[str, Tensor], gradients: list[Tensor]) -> dict[s
 
 
 def recomputed(function: Callable, tensor: Tensor, *others: Any) -> Any:
-    """Return function(tensor, *others), of which nothing but `tensor` and `others` is kept for the backward
-    pass: that computes it once more. There may be no random numbers in it."""
+    """Return function(tensor, *others), keeping only the arguments for the backward pass, which computes it
+    again. The function may not draw random numbers."""
     if tensor.device.type == "xla":  # XLA would optimise torch's own away, as the same computation twice
         from torch_xla.utils.checkpoint import checkpoint
     else:

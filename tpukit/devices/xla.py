@@ -20,7 +20,7 @@ from tpukit.devices import lanes, xla_counters, xla_private
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import count_steps_on_device, gradients, parameters_of, state_tensors
-from tpukit.devices.runtime import Batch, Runtime
+from tpukit.devices.runtime import Batch, Runtime, Stored
 from tpukit.devices.xla_graph import CompiledFunction, ReplayedStep
 from tpukit.host.errors import TpukitError
 
@@ -101,10 +101,8 @@ class XLARuntime(Runtime):
             if not tensor.dim():
                 tensor.data = self._put(value)
 
-    def put(self, arrays: Mapping[str, Any]) -> Batch:
-        return {name: self._put(torch.as_tensor(value)) for name, value in arrays.items()}
-
-    def _put(self, tensor: Tensor) -> Tensor:
+    def _put(self, value: Any) -> Tensor:
+        tensor = torch.as_tensor(value)
         if tensor.dim():
             return tensor.to(self.device)
         # From a tensor without dimensions `.to` makes a constant of the graph if it is 0 or 1; elsewhere
@@ -120,12 +118,9 @@ class XLARuntime(Runtime):
                 xla_private.shard(value, self.mesh.get_op_sharding(axes))
         return batch
 
-    def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, lanes.Stored]:
+    def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Stored]:
         rows = {name: torch.as_tensor(lanes.to_rows(array)).to(self.device) for name, array in arrays.items()}
-        return {name: lanes.Stored(rows[name], array.shape) for name, array in arrays.items()}
-
-    def take(self, whole: dict[str, lanes.Stored], index: Tensor) -> Batch:
-        return {name: lanes.take(stored, index) for name, stored in whole.items()}
+        return {name: Stored(rows[name], array.shape) for name, array in arrays.items()}
 
     def _on_device(self, tree: Any) -> list[Tensor]:
         leaves = tree_leaves(tree)

@@ -1,5 +1,5 @@
 """tqdm's progress bar. In a notebook it is a line of text, redrawn in place, which a saved notebook still
-shows; of tqdm's own, a widget, "model not found" would be left."""
+shows; tqdm's own widget would leave "model not found" there."""
 
 import sys
 from typing import Any

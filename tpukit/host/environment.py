@@ -110,7 +110,7 @@ class Environment:
         """Return the environment to train in if it has this accelerator, with at least this many cores;
         otherwise a TpukitError names the menu to open.
 
-        accelerator, in small or capital letters: "any" is whatever is here. "tpu" (the CPU XLA device counts,
+        accelerator, in lower or upper case: "any" is whatever is here. "tpu" (the CPU XLA device counts,
         so that a notebook can be tried without a TPU) or "gpu" (or "cuda") must be here. "cpu" is the
         processor even if an accelerator is here, for this process and those that it starts, until it requires
         another. On a CPU a core is a process, so any number will do."""
@@ -247,8 +247,8 @@ def _accelerator_type(root):
 
 
 def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
-    """Return {variable: value of a single host, "" if unknown} for those that hold the text of a warning,
-    which libtpu refuses, because the host's look-up failed."""
+    """Return {variable: its value on a single host, "" if unknown} for variables that hold the text of a
+    warning, because the host's look-up failed. libtpu refuses such a text."""
     single_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
     return {name: value for name, value in single_host.items() if " " in environ.get(name, "").strip()}
 

@@ -149,15 +149,12 @@ def check_empty(folder: Path) -> None:
         raise TpukitError(f"{folder} is not empty and holds no run (it has {has}): choose an empty folder")
 
 
-def _as_bytes(data: str | bytes) -> bytes:
-    # Names of files need not be UTF-8.
-    return data.encode(errors="backslashreplace") if isinstance(data, str) else data
-
-
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True) -> None:
     """Write bytes or str to `path`, whole or not at all."""
+    if isinstance(data, str):
+        data = data.encode(errors="backslashreplace")  # names of files need not be UTF-8
     with atomic_file(path, durable=durable) as file:
-        file.write(_as_bytes(data))
+        file.write(data)
 
 
 def copy_atomic(source: Path, target: Path, check: Callable[[Path], None] | None = None) -> None:
@@ -185,30 +182,32 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Context manager: wait for a lock per user and host. It is in the cache folder, because `path` may be on
-    a read-only disk; without a cache folder there is no lock, and writing is still atomic."""
+    """Context manager: wait until no other process of this user and host holds the lock of `path`.
+
+    The lock is in the cache folder, because `path` may be on a read-only disk. Without a cache folder there
+    is no lock, and writing is still atomic."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, TpukitError):
+        with contextlib.suppress(OSError):
             make_private(cache_folder())
-            held.enter_context(exclusive_lock(cache_folder() / f"{name}.lock", waits=True))
+            file = held.enter_context(open(cache_folder() / f"{name}.lock", "ab"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open
         yield
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, signs: Iterable[Path] = (), *, waits: bool = False) -> Iterator[None]:
+def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
     """Context manager: lock the file `path` for this process alone, and write its pid and host into it.
 
-    waits: wait for a process of this host that holds the lock; otherwise a TpukitError names its pid and
-    host. A lock ends with its process, killed or not. Some shared disks (Drive) do not show another host's
-    lock: it counts while this file or one of `signs` has changed lately."""
+    Raises TpukitError with pid and host of a process that holds the lock. A lock ends with its process,
+    killed or not. Some shared disks (Drive) do not show another host's lock: it counts as held if this file
+    or one of `signs` has changed lately."""
     with explain_unwritable(path.parent):  # neither emptied nor opened through a link
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     with os.fdopen(number, "r+b", buffering=0) as file:
         holder = file.read().decode(errors="replace")
-        if waits:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        elif not _is_free(file, holder, (path, *signs)):
+        if not _is_free(file, holder, (path, *signs)):
             raise TpukitError(
                 f"{holder or 'another process'} is using {path.parent} (training or restoring): end it, or"
                 f" choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"

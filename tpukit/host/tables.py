@@ -46,8 +46,8 @@ def say(text: object) -> None:
 
 
 class Table:
-    """title, column names, rows of values, in the language of the page. Printed, it is drawn for a terminal,
-    a notebook shows it as HTML.
+    """A title, column names and rows of values, in the language of the page: text in a terminal, HTML in a
+    notebook.
 
     folded: further rows, which a notebook shows after a click on `summary`, and a terminal below the others.
     are_names: the values are names of code, which no language translates.

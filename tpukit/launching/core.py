@@ -30,8 +30,8 @@ class Core:
             core.optimizer_step(optimizer)
         core.print("trained")
 
-    Every rank takes the same number of steps, because each waits for the others in it, and starts from the
-    same weights: set one seed, or load those of `core.world.broadcast(model.state_dict())`."""
+    Every rank must take the same number of steps, because a step waits for all ranks, and must start from
+    the same weights: set one seed, or load those of `core.world.broadcast(model.state_dict())`."""
 
     def __init__(self, runtime: Runtime, is_forked: bool = False):
         self.runtime, self.world, self.device = runtime, runtime.world, runtime.device
@@ -49,7 +49,7 @@ class Core:
         self.runtime.all_reduce_gradients(optimizer)
         self.runtime.optimizer_step(optimizer)
         self.runtime.end_traced_step()
-        self.runtime.heartbeat(self.runtime.step + 1)
+        self.world.heartbeat(self.world.step + 1)
 
 
 _running: Core | None = None

@@ -70,17 +70,19 @@ def run_core(job: Job, index: int) -> None:
         ending = dict(outcome="done")
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
-        ending = dict(outcome="stopped")
-        if not isinstance(error, KeyboardInterrupt) and getattr(error, "code", None) != 128 + signal.SIGTERM:
-            words = f"{traceback.format_exc()}\n{fix_for(str(error)) or ''}".strip()
-            ending = dict(
-                outcome="failed",
-                where=describe(job, index, core),
-                time=time.time(),
-                description=str(error) if isinstance(error, TpukitError) else words,
-            )
+        ending = _ending(error, describe(job, index, core))
     faulthandler.cancel_dump_traceback_later()
     files.write_atomic(job.file(index, "end"), json.dumps(ending))
+
+
+def _ending(error: BaseException, where: str) -> dict[str, Any]:
+    """Return how a core ended, if by this error: stopped by a signal, or failed."""
+    if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM:
+        return dict(outcome="stopped")
+    description = str(error)
+    if not isinstance(error, TpukitError):
+        description = f"{traceback.format_exc()}\n{fix_for(description) or ''}".strip()
+    return dict(outcome="failed", where=where, time=time.time(), description=description)
 
 
 _launches_under_torchrun = itertools.count()  # of this process; all ranks make the same
@@ -112,7 +114,7 @@ def call_under_torchrun(job: Job, parallel: str) -> Any:
 
 def describe(job: Job, index: int, core: Core | None) -> str:
     """Describe where this process's core, number `index`, is; None before it has started."""
-    return job.describe(index, core.runtime.step, core.rank) if core else job.describe(index, None)
+    return job.describe(index, core.world.step, core.rank) if core else job.describe(index, None)
 
 
 @contextlib.contextmanager
@@ -123,7 +125,7 @@ def joined(job: Job, world: World, stacks: IO[str], **watch) -> Iterator[Core]:
     try:
         core = Core(open_core(job, world), is_forked=job.rendezvous is not None)
         faulthandler.cancel_dump_traceback_later()  # it has started
-        core.runtime.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.plan.trains, **watch)
+        world.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.plan.trains, **watch)
         with running(core):
             yield core
         # Not after a failure: the others may be gone, and waiting for them would hang.

@@ -15,7 +15,7 @@ from tpukit.host import environment
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.launching.core import Core, running
-from tpukit.launching.job import HANG_TIMEOUT_S, Job, Plan
+from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchPlan
 
 PARALLEL = ("processes", "spmd")
 
@@ -29,10 +29,11 @@ def launch(
 ) -> Any:
     """Call `function(*args)` on every core and return what rank 0's call returned.
 
-    function: any function, also one of a notebook cell; it asks `tpukit.core()` on which core it runs. One of
-    a task and a run, like `tpukit.train`, gets the keyword `runtime`. cores: by default all of this host (one
-    on a CPU, where any number of processes can be tried, and one GPU if more would not serve a task).
-    parallel: "processes", one for each core, or "spmd", one process for all TPU cores of this host.
+    function: any function, even of a notebook cell; `tpukit.core()` tells it which core it runs on. A
+    function of a task and a run, like `tpukit.train`, gets the keyword `runtime`.
+    cores: by default all of this host (one on a CPU, where any number of processes can be tried, and one GPU
+    if more would not serve a task). parallel: "processes", one for each core, or "spmd", one process for all
+    TPU cores of this host.
     hang_timeout_s: when no step completes for this long, every core's stack is shown and the launch ends; it
     must be longer than reading the dataset, the first compilation, and an evaluation. A plain function is
     watched from its first `core.optimizer_step` on.
@@ -61,42 +62,20 @@ def launch(
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
         count = 1
     plan.check(count)
-    has_opened = is_open(env)
-    if has_opened and count > 1:
-        raise TpukitError(
-            "Runtime is already initialized: this kernel has already used the"
-            f" {environment.NAMES[env.accelerator]}, and processes forked from it cannot use it. Restart the"
-            " session, and use no device (a training run on one core, `torch_xla.device()`, a tensor on"
-            ' "tpu") before the launch.'
-        )
-    if env.accelerator == "tpu" and not has_opened:
-        from tpukit.devices import processes
-
-        processes.wait_until_free(plan.say)
+    _check_device(env, count, plan.say)
     if count == 1:
         with running(Core(open_runtime(env, plan.precision, libtpu_args=plan.libtpu_args(1)))) as core:
             return job.call(core)
-    if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu
-
-        torch_tpu.set_launch_variables(count)
-    from tpukit.launching.supervisor import Supervisor
-
-    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
-    # In `private`, which is this user's alone, the cores leave their addresses for each other.
-    private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
-    with plan.reserve() as folder, private as meeting:
-        job = dataclasses.replace(job, folder=folder, rendezvous=Path(meeting) / "rendezvous", **shape)
-        return Supervisor(job).wait()
+    return _call_in_processes(job, count, parallel)
 
 
-def plan_of(args: tuple) -> Plan:
+def plan_of(args: tuple) -> LaunchPlan:
     """Return the plan of a call with these arguments: what the first one's method `launch_plan(*others)`
     returns, as a task's does for a run; otherwise a plain function's."""
     plan = None
     if args and hasattr(args[0], "launch_plan"):
         plan = args[0].launch_plan(*args[1:])
-    return plan or Plan(arguments=lambda core: (args, {}))
+    return plan or LaunchPlan(arguments=lambda core: (args, {}))
 
 
 def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
@@ -108,12 +87,44 @@ def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
         raise TpukitError(f"parallel='spmd' is for TPU cores through torch_xla; {here} use 'processes'")
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
-    here = env.cores
-    if cores is None or cores == here:
-        return here
-    if cores > here:
+    if cores is None or cores == env.cores:
+        return env.cores
+    if cores > env.cores:
         env.require(env.accelerator, cores=cores)
     # torch_xla starts one or all; torch_tpu itself knows how many chips of a host are linked.
     if env.accelerator == "tpu" and cores != 1 and not env.uses_torch_tpu:
-        raise TpukitError(f"requested {cores} of {here} TPU cores: use cores=1 or cores={here}")
+        raise TpukitError(f"requested {cores} of {env.cores} TPU cores: use cores=1 or cores={env.cores}")
     return cores
+
+
+def _check_device(env: Environment, count: int, say: Callable[[str], None]) -> None:
+    """Wait until no other process holds the TPU. Raises TpukitError if this process holds the device that
+    several cores are to open."""
+    has_opened = is_open(env)
+    if has_opened and count > 1:
+        raise TpukitError(
+            "Runtime is already initialized: this kernel has already used the"
+            f" {environment.NAMES[env.accelerator]}, and processes forked from it cannot use it. Restart the"
+            " session, and use no device (a training run on one core, `torch_xla.device()`, a tensor on"
+            ' "tpu") before the launch.'
+        )
+    if env.accelerator == "tpu" and not has_opened:
+        from tpukit.devices import processes
+
+        processes.wait_until_free(say)
+
+
+def _call_in_processes(job: Job, count: int, parallel: str) -> Any:
+    """Call the job's function on several cores, in forked processes. Return rank 0's result."""
+    from tpukit.launching.supervisor import Supervisor
+
+    if job.env.uses_torch_tpu:
+        from tpukit.devices import torch_tpu
+
+        torch_tpu.set_launch_variables(count)
+    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
+    # In `private`, which is this user's alone, the cores leave their addresses for each other.
+    private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
+    with job.plan.reserve() as folder, private as meeting:
+        job = dataclasses.replace(job, folder=folder, rendezvous=Path(meeting) / "rendezvous", **shape)
+        return Supervisor(job).wait()

@@ -4,8 +4,8 @@ import collections
 import sys
 from typing import Any
 
-from tpukit.devices import words
 from tpukit.host.tables import GIB, Notice, Sentences, Table
+from tpukit.reporting import words
 from tpukit.reporting.presenting import present
 
 READ_A_VALUE = "aten::_local_scalar_dense"  # what `.item()` calls
@@ -58,11 +58,13 @@ class MetricsReport:
         """Return the problems, each with its fix."""
         executions, problems = self.counters.get("executions", 0), []
         if _is_often(self.compilations, executions):
+            from tpukit.devices.recompiles import KEEP_ONE_GRAPH  # here: with torch, which has compiled
+
             [(cause, count)] = self.causes.most_common(1)
             problems.append(
                 f"Compiled {self.compilations} graphs in {executions} executions, which took"
                 f" {self.counters['compile_s']:.1f} s. Likely cause of {count} of them: {cause}."
-                f" {words.KEEP_ONE_GRAPH}. PT_XLA_DEBUG_LEVEL=2, set before Python starts, names the lines."
+                f" {KEEP_ONE_GRAPH}. PT_XLA_DEBUG_LEVEL=2, set before Python starts, names the lines."
             )
         if operations := self._operations_on_the_cpu():
             problems.append(

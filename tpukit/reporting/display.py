@@ -114,15 +114,15 @@ def _show_run(run: Run) -> None:
     """Show the scores and curves of a run, and save the pictures in its folder."""
     records = run.records()
     pictures = run.path / "pictures"
-    tables = findings.last_and_kept_tables(records)
+    scores = findings.last_and_kept_table(records)
     curves = figures.curves_figure(records, findings.labels_of(run.config))
-    if not tables and curves is None:
+    if scores is None and curves is None:
         present(Sentences(["No interval of training was recorded yet."]))
         return
-    for table in tables:
-        present(table)
-    if sentences := findings.verdict(records):
-        present(Sentences(sentences))
+    if scores is not None:
+        present(scores)
+    if verdict := findings.verdict(records):
+        present(Sentences([verdict]))
     present_figure(curves, pictures / "curves.png")
     if roc := findings.of_kept_weights(records, "roc"):
         from tpukit.reporting.evaluation_figures import roc_figure
@@ -214,7 +214,7 @@ def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
 
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
-    # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
+    # A test of foreign weights leaves no best ones: then the predictions that it saved are all there is.
     if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
         saved = load_predictions(task, folder)
     title = part_of(task, Displayed, "saved_title") if saved else ""

@@ -27,8 +27,8 @@ def readable(records: list[Record]) -> list[Record]:
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:
-    """Return the records of a kind."""
-    return [record for record in records if record["kind"] == kind]
+    """Return the readable records of a kind."""
+    return [record for record in readable(records) if record["kind"] == kind]
 
 
 def sessions_of(records: list[Record]) -> list[list[Record]]:
@@ -43,8 +43,8 @@ def sessions_of(records: list[Record]) -> list[list[Record]]:
 
 
 def last_session(records: list[Record]) -> list[Record]:
-    """Return the records of the last session that trained or compiled, which a finished run that is started
-    again does not; else of the last session."""
+    """Return the records of the last session that trained or compiled, else of the last session: a finished
+    run that is started again does neither."""
     return (worked_sessions(records) or sessions_of(records) or [[]])[-1]
 
 
@@ -74,19 +74,19 @@ def format_number(value: Any) -> Any:
     return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
-def last_and_kept_tables(records: list) -> list[Table]:
-    """Return the scores, if there are any: of the last evaluation, and of the one whose weights are kept."""
-    evaluations = of_kind(readable(records), "evaluation")
+def last_and_kept_table(records: list) -> Table | None:
+    """Return the scores of the last evaluation and of the one whose weights are kept; None without any."""
+    evaluations = of_kind(records, "evaluation")
     kept = kept_evaluation(evaluations)
     if kept is None:
-        return []
+        return None
     last = evaluations[-1]
     if kept is last:
         title = f"Scores after epoch {last['epoch'] + 1}"
-        return [scores_table(last["scores"], title, "last, kept" if last["kept"] else "last")]
+        return scores_table(last["scores"], title, "last, kept" if last["kept"] else "last")
     title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept)"
-    both = {"beside": {"kept": kept["scores"], **(last["scores"].get("beside") or {})}}
-    return [scores_table(last["scores"] | both, title, "last")]
+    beside = {"kept": kept["scores"], **(last["scores"].get("beside") or {})}
+    return scores_table(dict(last["scores"], beside=beside), title, "last")
 
 
 def kept_evaluation(evaluations: list[Record]) -> Record | None:
@@ -95,26 +95,26 @@ def kept_evaluation(evaluations: list[Record]) -> Record | None:
     return kept[-1] if kept else None
 
 
-def verdict(records: list) -> list[str]:
-    """Return one sentence about the scores of the kept weights, or nothing if they need no comment."""
-    evaluations = of_kind(readable(records), "evaluation")
+def verdict(records: list) -> str:
+    """Return a sentence about the scores of the kept weights, or "" if they need no comment."""
+    evaluations = of_kind(records, "evaluation")
     kept = kept_evaluation(evaluations)
     if kept is None:
-        return []
+        return ""
     scores = kept["scores"]
-    false, found, right = (_number(scores, name) for name in ("fa", "pd", "accuracy"))
+    false_alarms, detected, accuracy = (_number(scores, name) for name in ("fa", "pd", "accuracy"))
     classes = len((scores.get("confusion") or {}).get("classes") or ())
-    if false is not None and false > 0.1:
-        return ["The network marks far too many pixels: train longer."]
-    if found == 0:
-        return ["The network finds no target yet: train longer."]
-    if found and _number(evaluations[-1]["scores"], "pd") == 0:
-        return ["The last epoch finds no target any more: train longer, or with a lower learning rate."]
-    if right is not None and classes and right < 1 / classes + 0.1:
-        return [f"This is hardly better than guessing one of {classes} classes: train longer."]
+    if false_alarms is not None and false_alarms > 0.1:
+        return "The network marks far too many pixels: train longer."
+    if detected == 0:
+        return "The network finds no target yet: train longer."
+    if detected and _number(evaluations[-1]["scores"], "pd") == 0:
+        return "The last epoch finds no target any more: train longer, or with a lower learning rate."
+    if accuracy is not None and classes and accuracy < 1 / classes + 0.1:
+        return f"This is hardly better than guessing one of {classes} classes: train longer."
     if len(evaluations) > 3 and kept is evaluations[-1]:
-        return ["The last epoch is the best one: train longer, and the scores may rise further."]
-    return []
+        return "The last epoch is the best one: train longer, and the scores may rise further."
+    return ""
 
 
 def _number(scores, name):
@@ -143,7 +143,7 @@ def curves(records: list) -> Series:
 
 def steps_per_epoch(records: list) -> int:
     """Return the steps of an epoch of the last session; 1 if nothing tells."""
-    starts = of_kind(readable(records), "start")
+    starts = of_kind(records, "start")
     return starts[-1]["steps_per_epoch"] if starts else 1
 
 
@@ -177,7 +177,7 @@ def labels_of(config: dict) -> Labels:
 def of_kept_weights(records: list, name: str) -> Any:
     """Return a value in the scores of the evaluation whose weights are kept, else of the last one that has
     it, or None."""
-    evaluations = of_kind(readable(records), "evaluation")
+    evaluations = of_kind(records, "evaluation")
     kept = kept_evaluation([evaluation for evaluation in evaluations if evaluation["scores"].get(name)])
     return kept["scores"][name] if kept else None
 

@@ -2,9 +2,8 @@
 
 import math
 
-from tpukit.devices import words
 from tpukit.host.tables import Table, format_duration
-from tpukit.reporting import findings
+from tpukit.reporting import findings, words
 
 # Times of an interval by their names in the report -> field of the record's `speed`.
 TIMES = {

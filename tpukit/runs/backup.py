@@ -11,7 +11,7 @@ from pathlib import Path
 from tpukit.host import environment, files
 from tpukit.host.environment import Environment
 from tpukit.host.errors import Damaged, TpukitError, explained
-from tpukit.runs import hashes
+from tpukit.runs import manifest
 
 OTHER_FOLDER = "choose another backup, or, to resume the run in it, a folder that does not exist yet"
 MOUNT = (
@@ -70,12 +70,12 @@ class Backup:
             raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
 
     def check(self, folder: Path, owner: str | None) -> None:
-        """Raise TpukitError as `check_owner`, and for a later state here, which another session left."""
+        """Raise TpukitError as `check_owner` does, and if another session has left a later state here."""
         self.check_owner(folder, owner)
-        here = max(hashes.steps(hashes.read_list(folder) or {}).values(), default=0)
-        listed = hashes.read_list(self.path) or {}
-        for name, step in hashes.steps(listed).items():
-            if step > here and hashes.is_whole(self.path / name, listed[name]):
+        here = max(manifest.steps(manifest.read(folder) or {}).values(), default=0)
+        listed = manifest.read(self.path) or {}
+        for name, step in manifest.steps(listed).items():
+            if step > here and manifest.is_whole(self.path / name, listed[name]):
                 later = f"has step {step} of this run, but {folder} has only step {here}"
                 raise TpukitError(f"the backup {self} {later}: {OTHER_FOLDER}")
 
@@ -97,20 +97,20 @@ class Backup:
         self.failed = bool(failure)
 
     def copy(self, folder: Path, say: Say) -> None:
-        """Copy what changed, each file whole or not at all, the list of weights files last. A damaged one is
+        """Copy what changed, each file whole or not at all, the manifest last. A damaged weights file is
         named and replaces nothing. Raises TpukitError or OSError if nothing can be backed up here."""
         self.check(folder, self.owner(folder))
-        listed = hashes.read_list(folder) or {}
-        kept = hashes.read_list(self.path)
+        listed = manifest.read(folder) or {}
+        kept = manifest.read(self.path)
         self._copy_file(folder, self.names[0])
-        # Until its copy takes its place, a file here is the one of before.
+        # Until a copy is complete, the file that it replaces is still here.
         both = {}
         for name, digests in (kept or {}).items():
             new = [digest for digest in listed.get(name, []) if digest not in digests]
             both[name] = digests + new
         if both != kept:
             self._check_mounted()
-            hashes.write_list(self.path, both)
+            manifest.write(self.path, both)
         for name in self.names:
             if (folder / name).exists():
                 self._copy_file(folder, name)
@@ -118,12 +118,12 @@ class Backup:
         for name, digests in listed.items():
             if self._copy_whole(folder, name, digests, say):
                 whole[name] = digests
-            elif hashes.is_whole(self.path / name, both.get(name, [])):
+            elif manifest.is_whole(self.path / name, both.get(name, [])):
                 whole[name] = both[name]
-        if hashes.steps(listed) and not hashes.steps(whole):
+        if manifest.steps(listed) and not manifest.steps(whole):
             raise Damaged(f"no checkpoint in {folder} is intact")
         self._check_mounted()
-        hashes.write_list(self.path, whole)
+        manifest.write(self.path, whole)
 
     def _copy_file(self, folder: Path, name: str, check: Callable[[Path], None] | None = None) -> None:
         stat = (folder / name).stat()
@@ -137,41 +137,41 @@ class Backup:
         """Bring the copy of a weights file up to date. Return False if it is gone, or its copy would be
         damaged, and say so."""
         try:
-            self._copy_file(folder, name, lambda path: hashes.check(path, digests))
+            self._copy_file(folder, name, lambda path: manifest.check(path, digests))
             return True
         except (Damaged, FileNotFoundError):
             say(f"{name} in {folder} is damaged or gone, or its copy is damaged: it is not copied to {self}")
             return False
 
     def fetch(self, folder: Path, say: Say, after: int = -1) -> None:
-        """Copy what is whole here to a folder, the list last. What is damaged is named and left out.
+        """Copy what is whole here to a folder, the manifest last. What is damaged is named and left out.
 
         after: a step of which the folder has a whole checkpoint: only later ones are copied. Raises
         TpukitError if without one none here is whole."""
-        listed = hashes.read_list(self.path) or {}
-        own = hashes.read_list(folder)
+        listed = manifest.read(self.path) or {}
+        own = manifest.read(folder)
         if own is None:
-            hashes.write_list(folder, own := {})
+            manifest.write(folder, own := {})
         for name in self.names:
             if (self.path / name).exists():
                 files.copy_atomic(self.path / name, folder / name)
         whole = {}
         for name, digests in listed.items():
-            step = hashes.step_of(name)
+            step = manifest.step_of(name)
             if step is not None and step <= after:
                 continue
-            if hashes.is_whole(self.path / name, digests):
+            if manifest.is_whole(self.path / name, digests):
                 files.copy_atomic(self.path / name, folder / name)
                 whole[name] = digests
             else:
                 say(f"{name} in {self} is damaged: it is left out")
-        if after < 0 and hashes.steps(listed) and not hashes.steps(whole):
-            count = len(hashes.steps(listed))
+        if after < 0 and manifest.steps(listed) and not manifest.steps(whole):
+            count = len(manifest.steps(listed))
             raise TpukitError(
                 f"none of the {count} checkpoints in {self} is intact: start again without this backup"
             )
         others = {name: digests for name, digests in own.items() if name not in whole}
-        hashes.write_list(folder, {**whole, **others})
+        manifest.write(folder, {**whole, **others})
 
 
 def find_in_inputs(env: Environment, name: str) -> Path | None:

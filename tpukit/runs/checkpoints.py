@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import say
-from tpukit.runs import hashes, weights
+from tpukit.runs import manifest, weights
 from tpukit.runs.backup import MOUNT, Backup, Say
 
 ID = "checkpoints/id.json"  # of a loop that has a backup, so that no other loop replaces that
@@ -23,7 +23,7 @@ class Checkpoints:
         state = saved.restore()
         saved.save({"model": model.state_dict(), "step": step}, step)
 
-    Of several ranks the first saves; others that save too wait for each other. All may restore."""
+    With several ranks, let rank 0 save; ranks that save at once wait for each other. All may restore."""
 
     def __init__(self, folder: str | Path, backup: str | Path | None = None, *, say: Say = say):
         """
@@ -57,8 +57,8 @@ class Checkpoints:
         state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
         _check_readable(tree_map_only(torch.Tensor, lambda tensor: None, state))
         with files.file_lock(self.folder):  # a loop may forget that only one of its ranks saves
-            self._listed()
-            hashes.put(self.folder, f"checkpoints/step-{step:08d}.pt", lambda file: _write(state, file))
+            self._read_manifest()  # refuses a folder whose manifest was deleted
+            manifest.put(self.folder, f"checkpoints/step-{step:08d}.pt", lambda file: _write(state, file))
             if self.backup:
                 if not (self.folder / ID).exists():
                     files.write_atomic(self.folder / ID, json.dumps(dict(id=secrets.token_hex(8))))
@@ -66,18 +66,18 @@ class Checkpoints:
 
     def restore(self) -> Any:
         """Return the newest whole state, of this folder or of the backup, with its tensors on the CPU; None
-        if there is none yet. No code is run from it. A damaged checkpoint is named, skipped, and taken off
-        the list, so that it does not count as one of those that are kept.
+        if there is none yet. No code is run from it. A damaged checkpoint is named, skipped, and taken out
+        of the manifest, so that it does not count as one of those that are kept.
 
         Raises TpukitError if all are damaged, or the backup belongs to another loop."""
         if self.backup:
             with files.file_lock(self.folder):  # ranks share it
                 self._fetch_newer(self.backup)
-        listed, damaged = self._listed(), []
-        for name in hashes.steps(listed):
+        listed, damaged = self._read_manifest(), []
+        for name in manifest.steps(listed):
             path = self.folder / name
             try:
-                hashes.check(path, listed[name])
+                manifest.check(path, listed[name])
                 with weights.explain_damage(path):
                     state = weights.load_tensors(path)
             except Damaged as error:
@@ -86,7 +86,7 @@ class Checkpoints:
                 continue
             if damaged:
                 whole = {name: digests for name, digests in listed.items() if name not in damaged}
-                hashes.write_list(self.folder, whole)
+                manifest.write(self.folder, whole)
             return state
         if damaged:
             raise TpukitError(
@@ -97,24 +97,24 @@ class Checkpoints:
 
     def _fetch_newer(self, backup: Backup) -> None:
         """Copy what is whole in the backup and later than what is whole here."""
-        listed, newest = self._listed(), -1
+        listed, newest = self._read_manifest(), -1
         owner = backup.owner(self.folder)
         if owner is None and not listed:  # whatever is backed up there is a backup of this
             owner = backup.owner(backup.path)
         backup.check_owner(self.folder, owner)
-        for name, step in hashes.steps(listed).items():
-            if step > newest and hashes.is_whole(self.folder / name, listed[name]):
+        for name, step in manifest.steps(listed).items():
+            if step > newest and manifest.is_whole(self.folder / name, listed[name]):
                 newest = step
-        backed_up = hashes.steps(hashes.read_list(backup.path) or {})
+        backed_up = manifest.steps(manifest.read(backup.path) or {})
         if max(backed_up.values(), default=-1) > newest:
             self.say(f"restoring {self.folder} from {backup}")
             backup.fetch(self.folder, self.say, after=newest)
 
-    def _listed(self) -> hashes.Listed:
-        """Return the list of the folder. Raises Damaged if it is gone, and the checkpoints are not."""
-        listed = hashes.read_list(self.folder)
+    def _read_manifest(self) -> manifest.Manifest:
+        """Return the folder's manifest. Raises Damaged if it is gone, and the checkpoints are not."""
+        listed = manifest.read(self.folder)
         if listed is None and any((self.folder / "checkpoints").glob("step-*.pt")):
-            path = self.folder / hashes.LIST
+            path = self.folder / manifest.FILE
             raise Damaged(
                 f"{path} is missing, but its checkpoints are there: put it back, or choose another folder"
             )

@@ -22,14 +22,14 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, explained
 from tpukit.host.tables import fit_page, printable, say
-from tpukit.runs import hashes, weights
+from tpukit.runs import manifest, weights
 from tpukit.runs.backup import MOUNT, Backup, find_in_inputs
 from tpukit.runs.checkpoints import Checkpoints
 from tpukit.runs.settings import Described, check_settings, settings_dict
@@ -54,8 +54,7 @@ class Run:
         self._progress_at = 0.0
 
     def read_only(self) -> "Run":
-        """Return the same run for a rank that is not 0: it reads, and drops what it is given to print or
-        write."""
+        """Return the same run for a rank other than 0: it reads, but prints and writes nothing."""
         other = Run(self.path)
         other._writes = other.echo = False
         return other
@@ -105,8 +104,8 @@ class Run:
             run.path.mkdir(parents=True, exist_ok=True)
         with run.lock(), files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(values, indent=1))
-            if hashes.read_list(run.path) is None:
-                hashes.write_list(run.path, {})
+            if manifest.read(run.path) is None:
+                manifest.write(run.path, {})
         if run.backup:
             say(f"every checkpoint is copied to {run.backup}")
         return run
@@ -135,13 +134,12 @@ class Run:
             raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
         return run
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: keep other processes from training here. Raises TpukitError with host and pid of
         one that does."""
-        held = files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"])
-        with held if self._writes else contextlib.nullcontext():
-            yield
+        if not self._writes:
+            return contextlib.nullcontext()
+        return files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"])
 
     # What is in the folder
 
@@ -157,11 +155,11 @@ class Run:
     def _has_results(self) -> bool:
         """Return whether the folder holds results of training steps, other than checkpoints."""
         trained = any(record["kind"] not in ("start", "compile") for record in self.records())
-        return trained or (self.path / hashes.BEST).exists()
+        return trained or (self.path / manifest.BEST).exists()
 
     def check_results(self) -> None:
         """Raise TpukitError for results without checkpoints, which a new training run would replace."""
-        if hashes.read_list(self.path) is None and self._has_results():
+        if manifest.read(self.path) is None and self._has_results():
             raise TpukitError(
                 f"{self.path} holds results of training (best.safetensors, records.jsonl), but none of its"
                 " checkpoints: put them back, or choose a new run folder (and another backup)"
@@ -209,11 +207,11 @@ class Run:
         return path.stat().st_size if path.exists() else 0
 
     def _cut_records(self, size: int) -> None:
-        """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again."""
-        path, there = self.path / "records.jsonl", self.records_size()
-        if there < size:
-            self.print(f"{path}: {size - there} of {size} bytes are lost")
-        if there > size:
+        """Cut the records back to their size at a checkpoint: the resumed run writes the rest again."""
+        path, current = self.path / "records.jsonl", self.records_size()
+        if current < size:
+            self.print(f"{path}: {size - current} of {size} bytes are lost")
+        if current > size:
             files.write_atomic(path, path.read_bytes()[:size])
 
     def write_progress(self, *, step: int, total: int, **values: Any) -> None:
@@ -240,7 +238,7 @@ class Run:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Return dict(file, step) of each, newest first."""
-        listed = hashes.steps(hashes.read_list(self.path) or {})
+        listed = manifest.steps(manifest.read(self.path) or {})
         return [dict(file=Path(name).name, step=step) for name, step in listed.items()]
 
     def save(self, state: Any, step: int, records_size: int | None = None) -> None:
@@ -271,11 +269,11 @@ class Run:
 
     def has_whole_best(self) -> bool:
         """Return whether the run has best weights. Damaged ones are named."""
-        path = self.path / hashes.BEST
+        path = self.path / manifest.BEST
         if not path.exists():
             return False
         try:
-            hashes.check_best(path)
+            manifest.check_best(path)
             return True
         except Damaged as error:
             self.print(f"{error}; the next evaluation's weights will replace it")
@@ -283,7 +281,7 @@ class Run:
 
     def best(self) -> Path:
         """Return the file of the best weights. Raises TpukitError if the run has none yet."""
-        path = self.path / hashes.BEST
+        path = self.path / manifest.BEST
         if not path.is_file():
             raise TpukitError(f"{self.path} has no best weights yet: the first evaluation saves them")
         return path
@@ -291,7 +289,7 @@ class Run:
     def save_best(self, tensors: "Mapping[str, Tensor]", **values: Any) -> None:
         """Write the best weights, CPU tensors by name, as best.safetensors. values: kept as its metadata."""
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
-        hashes.put(self.path, hashes.BEST, lambda file: file.write(data))
+        manifest.put(self.path, manifest.BEST, lambda file: file.write(data))
 
 
 def _append(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError, explained
-from tpukit.runs import hashes
+from tpukit.runs import manifest
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     if not path.is_file():
         raise TpukitError(f"weights {path}: no such file")
     with explain_damage(path):
-        hashes.check_best(path)
+        manifest.check_best(path)
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 

@@ -17,6 +17,7 @@ from tpukit.training.saver import Saver
 from tpukit.training.task import Task
 
 FORMAT = 6  # of a checkpoint's state
+SET_BY_DEVICE = ("capturable", "fused", "foreach")  # settings of an optimizer
 TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
 
 
@@ -91,15 +92,20 @@ def restore(
             f" {' and '.join(changed)}: the scores so far are those of the old one. `tpukit test` scores the"
             f" kept weights on the new one; or {TRAIN_ANEW}"
         )
-    if len(saved["random"]) == runtime.world.size:
-        random = saved["random"][runtime.world.rank]
-        for name in random.keys() & runtime.generators.keys():  # not those of another kind of device
-            _, set_state = runtime.generators[name]
-            set_state(random[name])
-    else:  # the number of ranks has changed, and there is no state for the new ones
-        runtime.seed((task.seed, state.step))
+    _restore_random(runtime, saved["random"], seed=(task.seed, state.step))
     runtime.sync()
     return state, saved["sums"]
+
+
+def _restore_random(runtime: Runtime, saved: list[dict], seed: tuple[int, int]) -> None:
+    """Set this rank's random states; seed them if the number of ranks has changed. saved: by rank."""
+    if len(saved) != runtime.world.size:
+        runtime.seed(seed)
+        return
+    random = saved[runtime.world.rank]
+    for name in random.keys() & runtime.generators.keys():  # not those of another kind of device
+        _, set_state = runtime.generators[name]
+        set_state(random[name])
 
 
 def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn.Module) -> None:
@@ -128,6 +134,17 @@ def _changed(run: Run, what: str) -> TpukitError:
 def data_signature(task: Task, data: Any) -> dict[str, str]:
     """Return the signature of one of a task's datasets: its size, and what the task adds."""
     return {"number of samples": str(len(data)), **task.data_signature(data)}
+
+
+def optimizer_signature(optimizer: Optimizer) -> dict[str, str]:
+    """Return the settings that the code of the task gives to a new optimizer, as setting -> text."""
+    signature = {"optimizer": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in SET_BY_DEVICE and isinstance(value, (bool, int, float, tuple, str)):
+                signature[f"{name} of group {number}"] = str(value)
+        signature[f"parameters of group {number}"] = str(len(group["params"]))
+    return signature
 
 
 def differences(saved: dict[str, str], expected: dict[str, str]) -> list[str]:

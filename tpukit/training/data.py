@@ -6,10 +6,8 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from tpukit.devices.runtime import Batch, Runtime
+from tpukit.devices.runtime import Batch, Runtime, Stored
 from tpukit.host.errors import TpukitError
 
 MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory
@@ -66,7 +64,7 @@ class BatchLoader:
 
     def __init__(self, data: Any, runtime: Runtime, *, on: str = "auto", workers: int = 2) -> None:
         self.data, self.runtime, self.workers = data, runtime, workers
-        self.resident: Batch | None = None  # the dataset's arrays on the device, if they are stored there
+        self.resident: dict[str, Stored] | None = None  # the dataset's arrays, if the device stores them
         self.resident_bytes = 0  # what they take of each device
         can_be_stored = hasattr(data, "device_arrays")
         if on == "device" and not can_be_stored:
@@ -80,8 +78,7 @@ class BatchLoader:
             most = runtime.memory_size() // MEMORY_SHARE if on == "auto" else float("inf")
             if data.device_nbytes() <= most:
                 self.resident = runtime.put_dataset(data.device_arrays())
-                stored = [leaf for leaf in tree_leaves(self.resident) if isinstance(leaf, Tensor)]
-                self.resident_bytes = sum(tensor.nbytes for tensor in stored)  # with what the device pads
+                self.resident_bytes = sum(stored.rows.nbytes for stored in self.resident.values())  # padded
                 where = f"{self.resident_bytes / 2**20:.0f} MiB on the device: a batch is an index"
             else:
                 where += f", because more than {most / 2**20:.0f} MiB would take too much of the device"
@@ -92,7 +89,7 @@ class BatchLoader:
 
         Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what
         one device would."""
-        # Threads would only take the interpreter from each other for an index and a few numbers.
+        # For an index and a few numbers, threads would only compete for the interpreter.
         if self.workers == 0 or self.resident is not None:
             yield from (self.runtime.put_batch(self._make(spec)) for spec in plan)
             return
@@ -121,7 +118,7 @@ class BatchLoader:
         """Complete a batch that `batches` put on the device. Call it in a compiled function."""
         if self.resident is None:
             return batch
-        rows = self.runtime.take(self.resident, batch["index"])
+        rows = {name: stored.take(batch["index"]) for name, stored in self.resident.items()}
         parameters = {name: values for name, values in batch.items() if name not in ("index", "valid")}
         valid = {"valid": batch["valid"]} if "valid" in batch else {}
         return self.data.compose(rows, parameters) | valid

@@ -29,7 +29,7 @@ class WeightEMA:
         # Wang's ema_pytorch).
         decay = min(self.decay, 1 - (1 + count) ** (-2 / 3))
         # From the host as a vector: every value of a Python number would be another graph.
-        self.update(self.runtime.put({"weight": torch.tensor([1 - decay])})["weight"])
+        self.update(self.runtime.put(torch.tensor([1 - decay])))
 
 
 def update_average(average: nn.Module, model: nn.Module, weight: Tensor) -> None:

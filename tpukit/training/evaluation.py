@@ -88,8 +88,8 @@ def scores_of(task: Task, predictions: list) -> dict:
 
 def evaluation_batch(batch_size: int, runtime: Runtime) -> int:
     """Return how many samples to predict at once in a training run of batches of `batch_size`. On one GPU up
-    to EVALUATION_BATCH, because a few take the host longer than the GPU. They fit: predicting a sample takes
-    no more memory than training on it."""
+    to EVALUATION_BATCH, because the host takes longer to launch a small batch than the GPU to compute it.
+    They fit: predicting a sample takes no more memory than training on it."""
     if runtime.device.type != "cuda" or runtime.world.size > 1:
         return batch_size
     [(peak, total)] = runtime.memory()
@@ -132,8 +132,8 @@ class Evaluator:
         has_trained: whether this session has taken a step, which shows how much memory one takes."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
         copied = self.runtime.to_cpu_async(model.state_dict() if is_rank_0 else {})
-        # Decided once: later, the peak of memory is an evaluation's. What is not resident the host makes, and
-        # it would hold several such batches.
+        # Decided once: later, the peak of memory is an evaluation's. Not if the host makes the batches, which
+        # would hold several large ones.
         if self.batch_size is None and has_trained and self.loader.resident is not None:
             self.batch_size = evaluation_batch(self.task.batch_size, self.runtime)
         size, predicted = self.batch_size or self.task.batch_size, []

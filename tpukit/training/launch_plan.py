@@ -10,7 +10,7 @@ from torch import nn
 from tpukit.devices.runtime import check_batch
 from tpukit.host import files
 from tpukit.launching.core import Core
-from tpukit.launching.job import Plan
+from tpukit.launching.job import LaunchPlan
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm
 
@@ -30,7 +30,7 @@ class Launched(Protocol):
     def libtpu_args(self, batch_size: int) -> str: ...
 
 
-def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
+def launch_plan(task: Launched, run: Run, *others: Any) -> LaunchPlan:
     """Return the plan of `launch(train, task, run)`, or of another function of a task and a run.
 
     It gets this core's `runtime`, and on ranks other than 0 a run that writes nothing. The cores leave their
@@ -58,7 +58,7 @@ def launch_plan(task: Launched, run: Run, *others: Any) -> Plan:
             return f"The last checkpoint is {entry['file']}; launch again to resume from it."
         return "There is no checkpoint yet."
 
-    return Plan(
+    return LaunchPlan(
         arguments=arguments,
         reserve=reserve,
         say=run.print,

@@ -66,7 +66,7 @@ def freeze(model: nn.Module, parts: Sequence[str], head: Callable[[nn.Module], l
 
 
 def drop_frozen(optimizer: Optimizer) -> None:
-    """Take the parameters that do not train out of an optimizer."""
+    """Remove the frozen parameters from an optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad:

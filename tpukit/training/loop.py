@@ -33,6 +33,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
     """Train from the last checkpoint to the last epoch. Returns the last scores, on every rank."""
     state = trainer.state
     try:
+        trainer.log_start()
         with trainer.open_bar(progress):
             end_epoch(trainer)  # an interrupted session may have left this undone
             with contextlib.closing(trainer.batches()) as batches:

@@ -27,7 +27,7 @@ if gradients are clipped; otherwise `sync` computes the norm of the last gradien
 def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
     """Make the sums on the device, (4,) float32 in the order of SUMS."""
     # One vector, because XLA would fold single numbers into the graph as constants.
-    return runtime.put({"sums": torch.tensor([values[name] for name in SUMS], dtype=torch.float32)})["sums"]
+    return runtime.put(torch.tensor([values[name] for name in SUMS], dtype=torch.float32))
 
 
 def accumulate(sums: Tensor, loss: Tensor, grad_norm: Tensor | None, *, overflow_is_skipped: bool) -> Tensor:
@@ -149,9 +149,9 @@ def check_finite(interval: Interval, step: int, task: Task, run: Run, runtime: R
     interval."""
     bad_step, scaler = interval.sums["bad_step"], runtime.scaler
     # A loss scaler skips a step whose gradient overflows; without a scaler such a step is the end.
-    if bad_step < 0 and scaler is None and not math.isfinite(interval.sums["grad_norm"]):
+    if bad_step < 0 and not scaler.is_enabled() and not math.isfinite(interval.sums["grad_norm"]):
         bad_step = interval.sums["steps"] - 1
-    scale = scaler.get_scale() if scaler else 1.0  # halved at every step whose gradient overflows
+    scale = scaler.get_scale()  # halved at every step whose gradient overflows
     if bad_step >= 0:
         step += int(bad_step + 1 - interval.sums["steps"])
         what = f"loss or gradient is not a finite number at step {step}"

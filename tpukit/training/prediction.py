@@ -47,7 +47,7 @@ def predict_batches(
     for batch in batches:
         names = batch if keys is None else (*keys, "valid")
         pending.append(runtime.to_cpu_async((predictor(batch), {name: batch[name] for name in names})))
-        runtime.heartbeat(runtime.step)
+        runtime.world.heartbeat(runtime.world.step)
         if len(pending) > 1:
             yield pending.popleft()()
     yield from (copied() for copied in pending)

@@ -67,15 +67,16 @@ class Trainer:
         self.origin = checkpoint.Origin(
             checkpoint.data_signature(task, self.data),
             checkpoint.data_signature(task, self.test_data),
-            self.step.optimizer_signature,
+            checkpoint.optimizer_signature(self.optimizer),
         )
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
-        self.first = self.state.step + 1  # the number of the first step of this session
+        self.first_step = self.state.step + 1  # the number of this session's first step
         self.step.sums = metrics.new_sums(runtime, sums)
         self.step.compile(self.loader.compose)
         runtime.reset_statistics()  # without what was compiled in this process before
-        stays = self.patience_exhausted()
-        self.total = self.state.step if stays else max(task.epochs * self.steps_per_epoch, self.state.step)
+        self.total = self.state.step
+        if not self.patience_exhausted():
+            self.total = max(task.epochs * self.steps_per_epoch, self.state.step)
 
     # Batches and steps
 
@@ -107,8 +108,8 @@ class Trainer:
         finally:
             log_compilations(self.run, self.runtime, number)
         self.state.step = number
-        self.runtime.heartbeat(number)
-        if number == self.first and (self.runtime.has_graphs or self.task.compile == "yes"):
+        self.runtime.world.heartbeat(number)
+        if number == self.first_step and (self.runtime.has_graphs or self.task.compile == "yes"):
             took_s = time.monotonic() - started
             self.run.print(f"step {number} took {took_s:.1f} s, with compile={self.task.compile!r}")
 
@@ -189,7 +190,7 @@ class Trainer:
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
         step = self.state.step
-        has_trained = step >= self.first
+        has_trained = step >= self.first_step
         self.evaluator.evaluate(model, step, epoch, loss, self.stop, has_trained=has_trained)
         log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
@@ -213,8 +214,8 @@ class Trainer:
 
     # What is printed and recorded
 
-    def open_bar(self, shown: bool) -> tqdm:
-        """Log the start. Returns the progress bar, a context manager."""
+    def log_start(self) -> None:
+        """Print and record what this session starts from."""
         task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
         stands = f"resuming at step {step} of {self.total}" if step else f"{self.total} steps"
         run.print(
@@ -244,9 +245,13 @@ class Trainer:
             batch_size=task.batch_size,
             steps_per_epoch=self.steps_per_epoch,
         )
-        runtime.heartbeat(step)
-        is_off = run.is_launched or not (shown and run.echo)
-        self.bar = tqdm(total=self.total, initial=step, desc=task.name, unit="step", disable=is_off)
+        runtime.world.heartbeat(step)
+
+    def open_bar(self, shown: bool) -> tqdm:
+        """Open the progress bar, a context manager."""
+        is_off = self.run.is_launched or not (shown and self.run.echo)
+        start, name = self.state.step, self.task.name
+        self.bar = tqdm(total=self.total, initial=start, desc=name, unit="step", disable=is_off)
         return self.bar
 
     def write_progress(self, epoch: int) -> None:

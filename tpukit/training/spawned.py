@@ -56,8 +56,8 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
 
 
 def _rank_by_variables(env: environment.Environment, index: int) -> tuple[int, int]:
-    told = os.environ.get("WORLD_SIZE", "1")
-    size = int(told) if told.isdecimal() else 0
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    size = int(world_size) if world_size.isdecimal() else 0
     is_alone = "WORLD_SIZE" not in os.environ and env.accelerator != "xla"
     if index >= size or (is_alone and multiprocessing.parent_process() is not None):
         raise TpukitError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tpukit.devices.optimizers import gradients, optimizer_signature, parameters_with_gradient
+from tpukit.devices.optimizers import gradients, parameters_with_gradient
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.tensors import after_gradients
 from tpukit.training import batch_norm, layers, metrics
@@ -48,7 +48,7 @@ def train_step(
     runtime.all_reduce_gradients(optimizer)  # SPMD has done so in backward
     grad_norm = clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
-    return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler is not None)
+    return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler.is_enabled())
 
 
 def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor | None:
@@ -78,8 +78,9 @@ def add_gradients(
         with runtime.autocast():
             value = loss(model, part, epoch).float()
         value = value if count == 1 else value / count
-        runtime.backward(value, optimizer, is_last=number == count - 1)  # scales the loss in fp16
+        runtime.scaler.scale(value).backward()  # scaled in fp16 only
         losses.append(value.detach())
+    runtime.scaler.unscale_(optimizer)
     return sum(losses[1:], start=losses[0])
 
 
@@ -100,7 +101,6 @@ class TrainingStep:
         self.optimizer = task.optimizer(self.model)  # on XLA, placing made new parameters
         if task.freeze:
             layers.drop_frozen(self.optimizer)
-        self.optimizer_signature = optimizer_signature(self.optimizer)
         self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         self.sums = metrics.new_sums(runtime)
         averaged = self.ema.model if self.ema else None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tpukit.devices.runtime import Runtime
-    from tpukit.launching.job import Plan
+    from tpukit.launching.job import LaunchPlan
     from tpukit.training.data import Batch
 
 
@@ -217,7 +217,7 @@ class Task:
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data:
         the test set."""
 
-    def launch_plan(self, *others: Any) -> Plan | None:
+    def launch_plan(self, *others: Any) -> LaunchPlan | None:
         """Return what `launch(function, task, run)` must know about the call; None without a run."""
         from tpukit.training.launch_plan import launch_plan
 

@@ -63,11 +63,11 @@ def try_out(runtime: Runtime) -> str:
 
 
 def step_error(runtime: Runtime) -> float:
-    """Return the largest relative difference between a small network's steps as the runtime takes those of a
-    training run (captured on a GPU, replayed on XLA) and as it takes them if that is wrong: of the sum of the
-    losses, weights, statistics and the optimizer's state. NaN if there is one. Collective."""
+    """Take a small network's steps as in a training run (captured on a GPU, replayed on XLA), and again one
+    operation after another. Return the largest relative difference: of the sum of the losses, the weights,
+    the statistics or the optimizer's state; NaN if any of them is. Collective."""
     pairs = zip(_take_steps(runtime, trusts_graphs=True), _take_steps(runtime, trusts_graphs=False))
-    return float(torch.stack([(found - right).norm() / right.norm() for found, right in pairs]).max())
+    return float(torch.stack([(ours - expected).norm() / expected.norm() for ours, expected in pairs]).max())
 
 
 def _take_steps(runtime: Runtime, *, trusts_graphs: bool) -> list[Tensor]:
@@ -75,8 +75,9 @@ def _take_steps(runtime: Runtime, *, trusts_graphs: bool) -> list[Tensor]:
     The learning rate and the batches change from step to step."""
     runtime = copy.copy(runtime)
     runtime.trusts_graphs = trusts_graphs
-    if runtime.scaler:  # torch's starts at 65536, with which some ranks' gradients overflow: a skipped step
-        runtime.scaler = GradScaler(runtime.device.type, init_scale=1024.0)
+    # torch's starts at 65536, with which some ranks' gradients overflow: a skipped step.
+    is_scaled = runtime.scaler.is_enabled()
+    runtime.scaler = GradScaler(runtime.device.type, init_scale=1024.0, enabled=is_scaled)
     torch.manual_seed(0)
     task = Small()
     step = TrainingStep(task, runtime, task.model())

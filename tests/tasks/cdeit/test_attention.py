@@ -222,8 +222,7 @@ def test_what_a_kernel_cannot_take_is_computed_in_slices_and_of_the_others_a_pla
         attention(qkv, heads, bias).sum().backward()
     # By hand: all pairs of tokens and the channels of all heads, 2 products forward, 5 backward.
     product = 2 * batch * tokens**2 * (width // 3)
-    expected = [(0, 2 * product), (0, 5 * product)] if uses_kernel else []
-    assert [(call["hbm_bytes"], call["flops"]) for call in found] == expected
+    assert [call["flops"] for call in found] == ([2 * product, 5 * product] if uses_kernel else [])
 
 
 def runtime_of(accelerator="tpu", precision="bf16", mesh=None, error=None, others=()):

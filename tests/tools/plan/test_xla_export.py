@@ -12,7 +12,7 @@ from tpukit.tools.plan.xla_export import ExportRuntime
 runtime = ExportRuntime("fp32", cores=4, memory_size=123)
 model = runtime.to_device(torch.nn.Linear(3, 2))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-x = runtime.put({"x": torch.ones(4, 3)})["x"]
+x = runtime.put(torch.ones(4, 3))
 try:
     runtime.compile(lambda x: x.nonzero())(x)
 except ValueError as error:
@@ -20,7 +20,7 @@ except ValueError as error:
 
 def step(x):
     loss = model(x).square().sum()
-    runtime.backward(loss, optimizer)
+    loss.backward()
     runtime.all_reduce_gradients(optimizer)
     runtime.optimizer_step(optimizer)
     return loss.detach()

@@ -167,13 +167,13 @@ class CDEIT(Task):
         start, step = runtime.inference(initial_noise), runtime.inference(sampling_step)
         # A tensor for each row: a slice of one tensor would be another graph at every step.
         schedule = torch.from_numpy(diffusion.ddim_schedule(self.sampling_steps, self.eta)).float()
-        rows = [runtime.put({"row": row})["row"] for row in schedule]
+        rows = [runtime.put(row) for row in schedule]
 
         def predict(batch):
             x = start(batch["key"])
             for row in rows:
                 x = step(x, batch["voltages"], batch["key"], row)
-                runtime.heartbeat(runtime.step)
+                runtime.world.heartbeat(runtime.world.step)
             return x
 
         return predict

@@ -276,7 +276,7 @@ class LanguageModel(Task):
             if left > 0:
                 left -= len(batch["tokens"])
                 return dict(found, written=write(found["written"], found["prompt"]))
-            return found | runtime.put(dict(prompt=np.zeros(len(batch["tokens"]), np.int32)))
+            return dict(found, prompt=runtime.put(np.zeros(len(batch["tokens"]), np.int32)))
 
         return predict
 

@@ -187,11 +187,10 @@ def write(
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     empty = torch.zeros(rows, heads, size, config.head_dim, dtype=model.head.dtype)
     # From the host: made on an XLA device, they would be a graph of their own.
-    made = [runtime.put(dict(keys=empty, values=empty)) for _ in range(config.num_hidden_layers)]
-    layers = [(layer["keys"], layer["values"]) for layer in made]
-    state: dict[str, Any] = dict(runtime.put(dict(place=np.zeros(1, np.int32))), tokens=tokens, layers=layers)
+    layers = runtime.put([(empty, empty)] * config.num_hidden_layers)
+    state = dict(place=runtime.put(np.zeros(1, np.int32)), tokens=tokens, layers=layers)
     numbers = 1 - rng.random((rows, size), np.float32)  # in (0, 1]
-    fixed = dict(runtime.put(dict(numbers=numbers)), prompt=prompt)
+    fixed = dict(numbers=runtime.put(numbers), prompt=prompt)
     step = runtime.inference(functools.partial(write_token, model, max(temperature, COLDEST)))
     for _ in range(min(int(runtime.to_cpu(prompt).max()) + new, size) - 1):
         state = step(state, fixed)

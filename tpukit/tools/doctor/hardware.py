@@ -108,7 +108,7 @@ def attention_kernels(env: Environment) -> Found:
     note = attention.choose(runtime)  # a process of jax lowers the kernels, and they are compared with slices
     if attention._disabled_reason is not None:
         return env.accelerator not in HARDWARE, note
-    inputs = [runtime.put({"qkv": torch.randn(2, 4096, 1536).bfloat16()})["qkv"]]
+    inputs = [runtime.put(torch.randn(2, 4096, 1536).bfloat16())]
     kernels_ms = mean_ms(runtime, lambda: attention.output_and_gradients(inputs))
     attention._disabled_reason = "slices are timed"
     slices_ms = mean_ms(runtime, lambda: attention.output_and_gradients(inputs))
@@ -155,7 +155,7 @@ def overflow(env: Environment) -> Found:
     taken, batch = new_step(runtime)
     for _ in range(6):  # after which a step is captured
         taken(batch, 0)
-    assert runtime.scaler is not None and runtime.scaler._scale is not None
+    assert runtime.scaler._scale is not None
     before = [value.detach().clone() for value in taken.model.parameters()]
     runtime.scaler._scale.fill_(2.0**100)
     taken(batch, 0)
@@ -169,7 +169,7 @@ def out_of_memory(env: Environment) -> Found:
     """Asking for more memory than there is ends in an error that tpukit knows, and the device computes on."""
     runtime = open_runtime(env)
     try:
-        x = runtime.put({"x": torch.ones(2**20)})["x"]
+        x = runtime.put(torch.ones(2**20))
         square = x[:, None] * x
         runtime.sync()  # else XLA computes no more of it than is read
         runtime.to_cpu(square[0, 0])
@@ -240,7 +240,7 @@ def mean_ms(runtime: Runtime, function: Callable[[], object]) -> float:
 
 def multiplies(runtime: Runtime) -> bool:
     """Return whether a product of ones on the device is right."""
-    ones = runtime.put({"ones": torch.ones(64, 64)})["ones"]
+    ones = runtime.put(torch.ones(64, 64))
     return bool(runtime.to_cpu(ones @ ones).sum() == 64**3)
 
 

@@ -79,8 +79,8 @@ def _row(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
             why = f"used {peak / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
     if why:
         return row | dict(fits=False, why=why)
-    for name in ("flops", "hbm_bytes"):
-        row[name] = graph[name] + sum(kernel[name] for kernel in graph["kernels"])
+    row["hbm_bytes"] = graph["hbm_bytes"]
+    row["flops"] = graph["flops"] + sum(kernel["flops"] for kernel in graph["kernels"])
     row |= dict(flop_s=row["flops"] / chip.flops, hbm_s=row["hbm_bytes"] / chip.bandwidth)
     return row | dict(fits=True, kernels=sorted({kernel["name"] for kernel in graph["kernels"]}))
 

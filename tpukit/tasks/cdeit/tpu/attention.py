@@ -164,7 +164,7 @@ def _call(kind, heads, operands, bias, outputs):
     flops = dict(forward=2, backward=5)[kind] * 2 * batch * tokens**2 * width // 3
     # Operands and results cross the memory bus once each (see the kernels' docstring): the compiler's own
     # count has that.
-    count_kernel(f"attention {kind}", hbm_bytes=0, flops=flops)
+    count_kernel(f"attention {kind}", flops)
     code = kernel_payloads(shape, heads, bias is not None)[kind]
     operands = operands if bias is None else [*operands, bias]
     return xla_private.tpu_custom_call(operands, code, *map(list, zip(*outputs)))

@@ -1,13 +1,9 @@
-"""Say in words what an accelerator did, in a run or in any loop. Needs no torch."""
+"""Words for the work of an accelerator, in the report of a run and of any loop. Needs no torch."""
 
 from collections.abc import Mapping, Sequence
 
 from tpukit.host.tables import GIB, Table
 
-KEEP_ONE_GRAPH = (
-    "Keep every batch the same shape; choose between losses by `torch.where`;"
-    " numbers that change from step to step belong in tensors"
-)
 NOTHING_COMPILES = "Nothing is compiled on this device: PyTorch runs each operation as it comes."
 SENDING, READING = "sending to the device", "reading from the device"
 

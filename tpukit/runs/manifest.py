@@ -1,8 +1,9 @@
-"""The weights files in a folder: the newest two checkpoints, best.safetensors, and the list of their SHA-256.
+"""The manifest of a folder: SHA-256 of its weights files, the newest two checkpoints and best.safetensors.
 
-The list is written last: a file is on the disk before the list names it, and is removed after the list has
-dropped it. While a file replaces one of the same name, the list has the SHA-256 of both. So a kill at any
-point loses none. A folder without weights has an empty list; a missing list means that files were deleted."""
+It is written last: a file is on the disk before the manifest names it, and is removed after the manifest has
+dropped it. While a file replaces one of the same name, the manifest has the SHA-256 of both. So a kill at any
+point loses no file. A folder without weights has an empty manifest; a missing one means that files were
+deleted."""
 
 import json
 import re
@@ -14,30 +15,30 @@ from tpukit.host import files
 from tpukit.host.errors import Damaged, explained, first_line
 
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
-LIST = "checkpoints/checkpoints.json"
+FILE = "checkpoints/checkpoints.json"
 BEST = "best.safetensors"
 
-Listed = dict[str, list[str]]  # name in the folder, newest first -> SHA-256; two while it is replaced
+Manifest = dict[str, list[str]]  # name in the folder, newest first -> SHA-256; two while it is replaced
 
 
-def put(folder: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
-    """Write a weights file, whole or not at all, and put it at the head of the list.
+def put(folder: Path, name: str, write_to: Callable[[BinaryIO], object]) -> None:
+    """Write a weights file, whole or not at all, and put it at the head of the manifest.
 
-    name: in the folder. write: called with the open file."""
-    others = read_list(folder)
-    if others is None:  # from now on, files without a list mean that it was deleted
-        write_list(folder, others := {})
+    name: in the folder. write_to: called with the open file."""
+    others = read(folder)
+    if others is None:  # from now on, files without a manifest mean that it was deleted
+        write(folder, others := {})
     old = others.pop(name, [])
     new: list[str] = []
 
     def announce(partial: Path) -> None:
         new.append(files.sha256(partial))
         if old:
-            write_list(folder, {name: new + old, **others})
+            write(folder, {name: new + old, **others})
 
     with files.atomic_file(folder / name, check=announce) as file:
-        write(file)
-    write_list(folder, {name: new, **others})
+        write_to(file)
+    write(folder, {name: new, **others})
 
 
 def check(path: Path, digests: Collection[str]) -> None:
@@ -60,17 +61,17 @@ def is_whole(path: Path, digests: Collection[str]) -> bool:
 
 
 def check_best(path: Path) -> None:
-    """Raise Damaged if a file is the best weights of a run, and not as the run's list has them."""
-    if path.name != BEST or (listed := read_list(path.parent)) is None:
+    """Raise Damaged if a file is the best weights of a run, and not as the run's manifest has them."""
+    if path.name != BEST or (listed := read(path.parent)) is None:
         return
     if not is_whole(path, listed.get(BEST, [])):
-        # Training may have replaced both since the list was read.
-        check(path, (read_list(path.parent) or {}).get(BEST, []))
+        # Training may have replaced both since the manifest was read.
+        check(path, (read(path.parent) or {}).get(BEST, []))
 
 
-def read_list(folder: Path) -> Listed | None:
-    """Return the list of a folder, None if it is missing. Raises Damaged."""
-    path = folder / LIST
+def read(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder, None if it is missing. Raises Damaged."""
+    path = folder / FILE
     advice = "restore it from a copy of the folder, or choose another one"
     with explained(f"{path} is damaged ({advice})", Damaged):
         if not path.exists():
@@ -81,12 +82,12 @@ def read_list(folder: Path) -> Listed | None:
         return listed
 
 
-def write_list(folder: Path, listed: Listed) -> None:
-    """Replace the list, with only the newest checkpoints. Then remove the checkpoints that it no longer
+def write(folder: Path, listed: Manifest) -> None:
+    """Replace the manifest, with only the newest checkpoints. Then remove the checkpoints that it no longer
     has, and what killed processes left."""
     dropped = list(steps(listed))[KEEP:]
     kept = {name: digests for name, digests in listed.items() if name not in dropped}
-    path = folder / LIST
+    path = folder / FILE
     with files.explain_unwritable(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomic(path, json.dumps(kept, indent=1))
@@ -98,8 +99,8 @@ def write_list(folder: Path, listed: Listed) -> None:
     files.remove_partials(folder)
 
 
-def steps(listed: Listed) -> dict[str, int]:
-    """Return the checkpoints of a list, newest first: name -> step."""
+def steps(listed: Manifest) -> dict[str, int]:
+    """Return the checkpoints of a manifest, newest first: name -> step."""
     return {name: step for name in listed if (step := step_of(name)) is not None}
 
 
