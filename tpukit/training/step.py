@@ -36,12 +36,15 @@ def train_step(
     sums: Tensor,
     lr_factor: float | Tensor | None = None,
 ) -> Tensor:
-    """Take one optimizer step and return the new sums, a tensor as `metrics.new_sums` makes it.
+    """Take one optimizer step. Returns the new sums, a tensor as `metrics.new_sums` makes it.
 
-    loss: `task.loss`, or what torch.compile made of it. compose: `BatchLoader.compose`. batch: dict of
-    tensors on the device, as `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.as_graph_input`
-    gives it. lr_factor: of `schedule.lr_factor`, given in the same way. The gradients stay until the next
-    step, so that their norm can be computed when the metrics are synced."""
+    loss: `task.loss`, or what torch.compile made of it. compose: `BatchLoader.compose`.
+    batch: dict of tensors on the device, as `BatchLoader.batches` yields them.
+    epoch: from 0, as `Runtime.as_graph_input` gives it.
+    lr_factor: of `schedule.lr_factor`, given in the same way.
+
+    The gradients stay until the next step, so that their norm can be computed when the
+    metrics are synced."""
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)
     value = add_gradients(task, loss, model, optimizer, runtime, batch, epoch)
