@@ -39,6 +39,8 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     import torch
 
     path = local(path)
+    if path.is_dir():
+        raise TpukitError(f"weights {path}: a folder; name the file in it, of a run best.safetensors")
     if not path.is_file():
         raise TpukitError(f"weights {path}: no such file")
     with explain_damage(path):
