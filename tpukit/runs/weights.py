@@ -39,10 +39,9 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     import torch
 
     path = local(path)
-    if path.is_dir():
-        raise TpukitError(f"weights {path}: a folder; name the file in it, of a run best.safetensors")
     if not path.is_file():
-        raise TpukitError(f"weights {path}: no such file")
+        folder = "a folder; name the file in it, of a run best.safetensors"
+        raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
     with explain_damage(path):
         hashes.check_best(path)
         if path.suffix == ".safetensors":
