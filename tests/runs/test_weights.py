@@ -100,6 +100,7 @@ def test_weights_that_would_run_code_are_refused_without_advice_to_run_it_and_ne
 
 NO_WEIGHTS = {
     "missing.pth": (None, "no such file"),
+    ".": (None, "a folder; name the file in it"),
     "damaged.pth": (b"not a weight file", "damaged"),
     "damaged.safetensors": (b"not a weight file", "damaged"),
     "empty.pth": (b"", "damaged"),

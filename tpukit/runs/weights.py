@@ -40,7 +40,8 @@ def read(path: str | Path) -> "dict[str, Tensor]":
 
     path = local(path)
     if not path.is_file():
-        raise TpukitError(f"weights {path}: no such file")
+        folder = "a folder; name the file in it, of a run best.safetensors"
+        raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
     with explain_damage(path):
         manifest.check_best(path)
         if path.suffix == ".safetensors":

@@ -17,6 +17,8 @@ def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:
     if variant == "frozen":
         freeze(model)
     elif variant == "synced" and runtime.device.type == "cuda":
+        if any(isinstance(norm, _BatchNorm) and list(norm.children()) for norm in model.modules()):
+            raise TpukitError("batch_norm='synced' drops timm's activations: choose 'per-core' or 'frozen'")
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     elif variant == "synced" and runtime.world.size > 1:
         raise TpukitError(
@@ -27,8 +29,7 @@ def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:
 
 
 MIN_SHARE = 16
-"""Samples that batch norm needs: with fewer its error rises (Wu and He, Group Normalization, 2018, figure
-1)."""
+"""Samples below which its error rises (Wu and He, Group Normalization, 2018, figure 1)."""
 
 
 def why_one_gpu(make_model: Callable[[], nn.Module], variant: str, share: int, batch_size: int) -> str:
@@ -73,15 +74,18 @@ class FrozenBatchNorm(_BatchNorm):
     """A batch norm that uses its running statistics in training too."""
 
     def forward(self, input: Tensor) -> Tensor:
-        assert self.running_mean is not None and self.running_var is not None
+        x = self._normalised(input, self.running_mean, self.running_var)
+        for part in self.children():  # of timm's batch norms the activation
+            x = part(x)
+        return x
+
+    def _normalised(self, input, mean, variance):
         # Keeps the dtype of the input; below, float32 statistics would make float32 of bfloat16.
         if not is_on_xla(input):
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-            )
+            return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
         # Written out, because XLA has no backward of batch norm in evaluation mode.
         shape = (1, -1, *[1] * (input.dim() - 2))
-        scale = torch.rsqrt(self.running_var + self.eps)
+        scale = torch.rsqrt(variance + self.eps)
         scale = scale if self.weight is None else scale * self.weight
-        x = (input - self.running_mean.view(shape)) * scale.view(shape)
+        x = (input - mean.view(shape)) * scale.view(shape)
         return x if self.bias is None else x + self.bias.view(shape)

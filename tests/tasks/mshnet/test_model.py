@@ -10,7 +10,7 @@ from tests.tasks.mshnet.small import Narrow
 from tpukit import MSHNet, TpukitError
 from tpukit.runs import weights
 from tpukit.tasks.mshnet import model as network
-from tpukit.training import batch_norm
+from tpukit.training import batch_norm, layers
 
 
 def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrared):
@@ -19,6 +19,15 @@ def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrare
     with torch.no_grad():
         torch.testing.assert_close(model(image)[0], model(image, warm_up=True)[0])
     assert MSHNet(dataset_dir=infrared, final_init="random").model().final.weight.std() > 0.05
+
+
+def test_a_frozen_backbone_leaves_the_outputs_of_both_phases_to_train():
+    task = Narrow(base_size=32, crop_size=32)
+    layers.freeze(model := task.model(), ["backbone"], task.head)
+    batch = {name: torch.as_tensor(values) for name, values in task.example(2).items()}
+    for epoch, moved in ((0, 2), (task.warm_epoch + 1, 10)):  # weights and biases: of one output, of all
+        task.loss(model, batch, epoch).backward()
+        assert sum(parameter.grad is not None for parameter in model.parameters()) == moved
 
 
 def test_the_small_network_computes_on_xla_what_it_computes_on_the_cpu(infrared, xla):

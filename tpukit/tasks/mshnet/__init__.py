@@ -112,6 +112,10 @@ class MSHNet(Task):
             init.zeros_(model.final.bias)
         return model
 
+    def head(self, model: nn.Module) -> list[str]:
+        """The outputs of all scales, too: the warm-up trains one of them, and not the last layer."""
+        return [name for name, _ in model.named_parameters() if name.startswith(("output_", "final."))]
+
     def optimizer(self, model: nn.Module) -> Optimizer:
         from torch.optim import Adagrad
 
