@@ -187,6 +187,12 @@ def format_levels(levels: Levels | None) -> dict[str, str]:
     return dict(grey_levels=f"{levels[0]!r} {levels[1]!r}") if levels else {}
 
 
+def describe_opening(levels: Levels | None) -> str:
+    """Return, for those who use an exported network, how an image file is opened as in training."""
+    scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
+    return f"turn it upright by its EXIF orientation;{scaled}"
+
+
 def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> list[np.ndarray]:
     """Return read(path) of each of a user's own files; print which ones have several pages. Raises
     TpukitError, which names the first that cannot be read."""

@@ -1,12 +1,12 @@
 """Rules for users' data that tasks share: the files below a folder, names of splits, held-out samples if no
-split is named, and files of Hugging Face datasets, which are not read."""
+split is named, test samples that are training samples, and Hugging Face datasets, which are not read."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 SPLITS = {  # names of folders, of files and in a column of splits, in lower case
@@ -62,6 +62,19 @@ def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | 
 def some(names: Sequence[str]) -> str:
     """Return the first names of several, for a sentence."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def find_copies(learned: Iterable, tested: Iterable, names: Sequence[str], kind: str) -> list[str]:
+    """Return a sentence if test samples are training samples, too; else none.
+
+    learned, tested: what tells the samples of each set apart, such as digests of their pixels. names: of the
+    test samples. kind: what they are, such as "images"."""
+    known = set(learned)
+    found = [name for name, key in zip(names, tested) if key in known]
+    if not found:
+        return []
+    told = f"{len(found)} of {len(names)} test {kind} are training {kind}, too ({some(found)})"
+    return [f"{told}: the scores say nothing about new {kind}"]
 
 
 def about_tables(place: Path, page: str) -> str:

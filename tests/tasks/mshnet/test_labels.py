@@ -52,7 +52,7 @@ def test_each_problem_of_images_and_masks_has_words_for_a_chinese_notebook(tmp_p
     sentences = [translate(notice) for notice in train.notices]
     assert len(sentences) == len(WRONG) + 4  # names in two lists, copies, two levels, test images
     for sentence in sentences:
-        words = re.sub(r"（[^）]*）$", "", sentence).replace("base_size", "")  # without the names of images
+        words = re.sub("（[^）]*）", "", sentence).replace("base_size", "")  # without the names of images
         assert not re.search("[a-z]{3}", words), sentence
 
 

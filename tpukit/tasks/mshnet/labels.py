@@ -59,14 +59,6 @@ def find_problems(data: InfraredSet) -> dict[str, list[int]]:
     return {text: np.flatnonzero(found).tolist() for text, found in rules.items() if found.any()}
 
 
-def find_leaks(train: InfraredSet, test: InfraredSet) -> list[str]:
-    """Return a sentence if test images are training images, by their pixels; else none."""
-    learned = set(train.digests)
-    found = [index for index, digest in enumerate(test.digests) if digest in learned]
-    text = "images are training images, too, so the scores say nothing about new ones"
-    return [_count(test, text, found)] if found else []
-
-
 def check(data: InfraredSet) -> tuple[list[str], list[int]]:
     """(sentences, indices) as of `reporting.display.Displayed.check_labels`."""
     areas, largest = [], data.targets[:, 3]
