@@ -59,15 +59,15 @@ def is_turned(path: Path) -> bool:
         return "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
 
 
-def left_out(paths: Iterable[Path]) -> str:
-    """Return a sentence that counts the files, by their endings, that are not read as images; empty if there
+def left_out(paths: Iterable[Path]) -> list[str]:
+    """Return a sentence that counts the files, by their endings, that are not read as images; none if there
     are none."""
     # A file without an ending may be an image, README and LICENSE are none.
     paths = [path for path in paths if path.name[0] != "." and not (path.name.isupper() and not path.suffix)]
     endings = [path.suffix.lower() for path in paths]
     counts = collections.Counter(each for each in endings if each not in (*ENDINGS, *BESIDE))
     listed = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in counts.most_common(5))
-    return f"files that are not read, and so left out: {listed} (convert images to PNG)" if counts else ""
+    return [f"files that are not read, and so left out: {listed} (convert images to PNG)"] if counts else []
 
 
 # Colours and grey deeper than 8 bits

@@ -11,7 +11,8 @@ from tpukit import MSHNet
 from tpukit.runs import weights
 from tpukit.tasks import pictures
 from tpukit.tasks.mshnet import labels
-from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_list, read_mask
+from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_mask
+from tpukit.tasks.mshnet.lists import read_list
 from tpukit.tasks.mshnet.scores import regions
 
 BOTH = ("trainval.txt", "test.txt")

@@ -73,8 +73,7 @@ def _find_labelled(place, images_dir):
         raise TpukitError(f"{place}: {tables}")
     here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
     here += describe_lists(place)
-    if left_out := pictures.left_out(splits.files_below(place) if place.is_dir() else []):
-        here += f"; {left_out}"
+    here = "; ".join([here, *pictures.left_out(splits.files_below(place) if place.is_dir() else [])])
     raise TpukitError(
         f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
         " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"
@@ -143,7 +142,7 @@ def _find_unused(place, samples):
             f"{len(unused)} images are not used, because no folder or list gives them a class and a split:"
             f" {splits.some(counts)}"
         )
-    return notices + list(filter(None, [pictures.left_out(below)]))
+    return notices + pictures.left_out(below)
 
 
 def _find_missing(place, names, by_split, *, is_held_out):
