@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
@@ -92,12 +92,13 @@ def _require_range(image):
         )
 
 
-def to_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
-    """A Pillow image of 16 or 32 bits of grey as 8 bits; any other as it is.
+def upright_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
+    """Turn a Pillow image upright by its EXIF orientation, and make 8 bits of 16 or 32 bits of grey.
 
     levels: of the training set. Without them the whole range of 16 bits, or of floats from 0 to 1, becomes
     0 to 255. Raises TpukitError for an image that uses so little of it, or lies so far from it, that its
     contrast would be lost."""
+    image = ImageOps.exif_transpose(image)
     if not image.mode.startswith(("I", "F")):  # I;16, I;16B, I, F
         return image
     values = np.asarray(image).astype(np.float64)

@@ -100,16 +100,6 @@ def test_grey_between_the_two_values_and_the_noise_of_a_jpeg_are_no_targets(tmp_
         assert (found >= 128).sum() == labels and (not labels or not found[0, :8].any())
 
 
-def test_a_mask_of_many_colours_is_refused(tmp_path):
-    image = Image.new("P", (64, 64))
-    image.putpalette([0, 0, 0, 128, 0, 0, 224, 224, 192])
-    image.putpixel((3, 3), 1)
-    image.putpixel((4, 4), 2)
-    image.save(tmp_path / "mask.png")
-    with refuses("3 colours"):
-        read_mask(tmp_path / "mask.png")
-
-
 @pytest.mark.parametrize("wrong", ["black", "white"])
 def test_a_training_set_without_any_target_is_refused_before_the_training(wrong, tmp_path):
     task = write(tmp_path, dict(a=WRONG[wrong], b=WRONG[wrong]))

@@ -26,11 +26,10 @@ VERSION = 6  # of what `_decode` returns for the same files, which is cached
 def read_image(path: Path, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
     """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept.
 
-    Turned upright by its EXIF orientation; transparency is dropped; for grey deeper than 8 bits see
-    `pictures.to_uint8`. Raises what `pictures.opened` does."""
+    Transparency is dropped; see `pictures.upright_uint8` for all else, and `pictures.opened` for what it raises."""
     with pictures.opened(path) as image:
         image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-        image = pictures.to_uint8(ImageOps.exif_transpose(image), levels).convert("RGB")
+        image = pictures.upright_uint8(image, levels).convert("RGB")
         return np.asarray(ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC))
 
 

@@ -190,12 +190,11 @@ def _read_pair(files, name, levels):
 def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
     """Return the planes of an image file: uint8, (1, H, W) for grey images and (3, H, W) for colour.
 
-    Turned upright by its EXIF orientation. Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and
-    grey of 16 or 32 bits, see `pictures.to_uint8`. If colours differ by one level at most, it is a grey image
-    that some software has converted and rounded (as three of IRSTD-1k's). Raises what `pictures.opened` does.
-    """
+    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and grey of 16 or 32 bits, see
+    `pictures.upright_uint8`. If colours differ by one level at most, it is a grey image that some software has
+    converted and rounded (as three of IRSTD-1k's). Raises what `pictures.opened` does."""
     with pictures.opened(path) as image:
-        image = pictures.to_uint8(ImageOps.exif_transpose(image), levels)
+        image = pictures.upright_uint8(image, levels)
         image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
         planes = np.stack([np.asarray(plane) for plane in image.split()])
         return planes if np.ptp(planes, axis=0).max() > 1 else np.array(image.convert("L"))[None]
