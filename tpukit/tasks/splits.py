@@ -1,8 +1,6 @@
 """Rules for users' data that tasks share: the files below a folder, names of splits, held-out samples if no
 split is named, test samples that are training samples, and Hugging Face datasets, which are not read."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

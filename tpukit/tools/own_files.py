@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.devices.runtime import Runtime
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.tasks.datasets import is_demo
 from tpukit.tasks.parts import part_of
@@ -166,7 +166,8 @@ def as_files(inputs: Any) -> Iterator[list[Path]]:
 
 def _as_file(one: Any, stem: Path) -> Path:
     path = stem.with_suffix(".png")
-    try:
+    about = "not an image: give paths, PIL images, or numpy arrays (H, W) or (H, W, 3)"
+    with explained(f"{type(one).__name__} is {about}"):
         if not isinstance(one, Image.Image):
             array = np.asarray(one)
             if array.dtype not in (np.bool_, np.uint8, np.uint16):
@@ -175,9 +176,4 @@ def _as_file(one: Any, stem: Path) -> Path:
             one = Image.fromarray(array)
         has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
         (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)
-    except (TypeError, ValueError, SystemError, OSError) as error:
-        raise TpukitError(
-            f"{type(one).__name__} is not an image ({error}): give paths, PIL images, or numpy arrays (H, W)"
-            " or (H, W, 3)"
-        ) from error
     return path

@@ -126,7 +126,9 @@ def test_lists_beside_lines_are_read_and_files_about_the_data_or_in_no_split_are
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "README.md").write_text("About these data.")
     (tmp_path / "table.csv").write_text("prompt,completion")
-    (tmp_path / ".DS_Store").touch()
+    (tmp_path / ".git").mkdir()
+    for name in (".DS_Store", ".git/HEAD"):
+        (tmp_path / name).touch()
     train, test = opened(tmp_path, chats, length=63)
     assert len(parts_of(train, chats) + parts_of(test, chats)) == 3
     assert "3 files are not used: README.md, settings.json, table.csv" in train.notes

@@ -26,7 +26,8 @@ VERSION = 6  # of what `_decode` returns for the same files, which is cached
 def read_image(path: Path, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
     """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept.
 
-    Transparency is dropped; see `pictures.upright_uint8` for all else, and `pictures.opened` for what it raises."""
+    Transparency is dropped, and grey made 8 bits by `pictures.upright_uint8`. Raises what `pictures.opened`
+    does."""
     with pictures.opened(path) as image:
         image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
         image = pictures.upright_uint8(image, levels).convert("RGB")

@@ -87,11 +87,8 @@ def _without_unlabelled(samples):
     classes = collections.defaultdict(set)
     for sample in samples:
         classes[sample.split].add(sample.label)
-    unlabelled = {
-        split
-        for split in ("val", "test")
-        if len(classes[split]) == 1 and not classes[split] & classes["train"]
-    }
+    of_one_class = [split for split in ("val", "test") if len(classes[split]) == 1]
+    unlabelled = [split for split in of_one_class if not classes[split] & classes["train"]]
     return [sample for sample in samples if sample.split not in unlabelled]
 
 

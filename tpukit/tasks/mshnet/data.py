@@ -1,8 +1,6 @@
 """Infrared small target sets, such as IRSTD-1k, NUDT-SIRST, SIRST and a user's own: the pixels of images and
 masks, decoded once."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import hashlib
@@ -190,9 +188,9 @@ def _read_pair(files, name, levels):
 def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
     """Return the planes of an image file: uint8, (1, H, W) for grey images and (3, H, W) for colour.
 
-    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and grey of 16 or 32 bits, see
-    `pictures.upright_uint8`. If colours differ by one level at most, it is a grey image that some software has
-    converted and rounded (as three of IRSTD-1k's). Raises what `pictures.opened` does."""
+    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and those of `pictures.upright_uint8`. If
+    colours differ by one level at most, it is a grey image that some software has converted and rounded (as
+    three of IRSTD-1k's). Raises what `pictures.opened` does."""
     with pictures.opened(path) as image:
         image = pictures.upright_uint8(image, levels)
         image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")

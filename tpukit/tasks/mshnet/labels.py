@@ -29,7 +29,11 @@ def require_targets(data: InfraredSet) -> None:
 
 def notices(data: InfraredSet) -> list[str]:
     """Return what may be wrong with images and masks, a sentence each."""
-    return [_count(data, text, indices) for text, indices in find_problems(data).items()]
+    kind = "training" if data.split == "train" else data.split
+    return [
+        f"{len(indices)} of {len(data)} {kind} {text} ({some([data.names[index] for index in indices])})"
+        for text, indices in find_problems(data).items()
+    ]
 
 
 def find_problems(data: InfraredSet) -> dict[str, list[int]]:
@@ -75,8 +79,3 @@ def check(data: InfraredSet) -> tuple[list[str], list[int]]:
     by_size = [index for index in np.argsort(largest, kind="stable").tolist() if largest[index]]
     indices += by_size[-1:] + by_size[:1] + by_size[len(by_size) // 2 :][:1]
     return sentences, list(dict.fromkeys(indices)) or [0]
-
-
-def _count(data, text, indices):
-    kind = "training" if data.split == "train" else data.split
-    return f"{len(indices)} of {len(data)} {kind} {text} ({some([data.names[index] for index in indices])})"

@@ -2,8 +2,6 @@
 
 A folder without lists, such as a user's own, is split by the names of its images."""
 
-from __future__ import annotations
-
 import codecs
 import collections
 import itertools

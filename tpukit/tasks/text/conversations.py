@@ -1,7 +1,5 @@
 """The tokens of a text or a conversation, and which of them are to be learned."""
 
-from __future__ import annotations
-
 import collections
 import datetime
 import functools

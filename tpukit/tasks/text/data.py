@@ -2,8 +2,6 @@
 
 Shapes: R rows, B batch, T tokens of a row."""
 
-from __future__ import annotations
-
 import bisect
 import collections
 import itertools

@@ -1,7 +1,5 @@
 """Texts, conversations and prompts in a user's files, in the formats that such files usually have."""
 
-from __future__ import annotations
-
 import codecs
 import collections
 import json
@@ -13,7 +11,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from tpukit.host.errors import TpukitError, explained
-from tpukit.tasks.splits import about_tables, find_files, split_of
+from tpukit.tasks.splits import about_tables, files_below, find_files, split_of
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
 PAGE = "TEXT"  # of the docs
@@ -57,8 +55,8 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
     test = [path for path, split in files if split in ("val", "test")]
     if not train and (tables := about_tables(place, PAGE)):
         raise TpukitError(f"{place}: {tables}")
-    below = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else []
-    others = [path for path in below if path.name[0] != "." and path not in (*train, *test)]
+    used = {*train, *test}
+    others = [path for path in files_below(place) if path not in used] if place.is_dir() else []
     if not train:
         here = f"; it has {', '.join(path.name for path in others[:8])}" if others else ""
         raise TpukitError(
