@@ -11,7 +11,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
-from tpukit.tasks.parts import part_of
+from tpukit.tasks import part_of
 
 if TYPE_CHECKING:
     from torch import nn

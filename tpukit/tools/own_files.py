@@ -18,13 +18,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
+from tpukit.tasks import part_of
+from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.datasets import is_demo
-from tpukit.tasks.parts import part_of
 from tpukit.tasks.trained import DEMO_FOLDER
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
 from tpukit.training.task import Task
-
-Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
 
 
 class OwnFiles(Protocol):
@@ -131,9 +130,8 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
         entries = [path] if path.is_file() else list(map(Path, sorted(glob.glob(pattern, recursive=True))))
         files = [entry for entry in entries if entry.is_file()]
         if path.is_dir() and (folders := [entry.name for entry in entries if entry.is_dir()]):
-            print(
-                printable(f"{path}: {len(folders)} folders in it are not searched ({', '.join(folders[:3])})")
-            )
+            told = f"{path}: {len(folders)} folders in it are not searched ({', '.join(folders[:3])})"
+            print(printable(told))
         if not files:
             raise TpukitError(
                 f"{path}: no file is there, or a device or a named pipe: name a file, a folder of files, or a"

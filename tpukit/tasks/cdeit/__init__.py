@@ -88,7 +88,7 @@ class CDEIT(Task):
     def datasets(self) -> tuple[sets.Impedance, sets.Impedance]:
         train, test = self._read(sets.TRAINING), self.test_set()
         learned, tested = ([row.tobytes() for row in data.arrays["voltages"]] for data in (train, test))
-        train.notices += find_copies(learned, tested, test.names, "samples")
+        train.notices += find_copies(learned, tested, test.names.tolist(), "samples")
         return train, test
 
     def test_set(self) -> sets.Impedance:

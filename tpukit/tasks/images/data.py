@@ -81,9 +81,8 @@ def _decode(samples, size, skip_bad, split, levels):
         notes.append(f"{unreadable}: left out")
         for new, old in enumerate(kept):  # in place: no second copy in memory
             images[new] = images[old]
-    return dict(
-        images=images[: len(kept)], kept=kept, digests=digests[kept], notes=np.array("\n".join(notes))
-    )
+    told = np.array("\n".join(notes))
+    return dict(images=images[: len(kept)], kept=kept, digests=digests[kept], notes=told)
 
 
 class ImageSet:
@@ -110,9 +109,8 @@ class ImageSet:
         self.num_uniforms = NUM_UNIFORMS if draw else 0
         state = arrays.state_of(sample.path for sample in samples if sample.path.is_file())
         key = [VERSION, size, skip_bad, levels, state, [sample.name for sample in samples]]
-        decoded = arrays.mapped(
-            f"images-{split}", key, lambda: _decode(samples, size, skip_bad, split, levels)
-        )
+        decode = functools.partial(_decode, samples, size, skip_bad, split, levels)
+        decoded = arrays.mapped(f"images-{split}", key, decode)
         samples = [samples[index] for index in decoded["kept"]]
         self.images = decoded["images"]
         self.digests = decoded["digests"].tolist()

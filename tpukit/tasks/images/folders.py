@@ -14,14 +14,10 @@ def find_in_class_folders(folder: Path) -> tuple[list[Sample], list[str]]:
     folders)."""
     folder = _unwrapped(folder)
     children = _folders(folder)
-    if split_folders := _find_split_folders(children):
-        classes = [
-            (each, split) for child, split in split_folders.items() for each in _folders(_unwrapped(child))
-        ]
-        notices = []
-    else:
-        classes = [(child, None) for child in children]
-        notices = _common_names(children)
+    named = _find_split_folders(children)
+    classes = [(each, split) for child, split in named.items() for each in _folders(_unwrapped(child))]
+    classes = classes if named else [(child, None) for child in children]
+    notices = [] if named else _common_names(children)
     images = {(class_folder, split): _images_below(class_folder) for class_folder, split in classes}
     if empty := [each.relative_to(folder).as_posix() for (each, _), paths in images.items() if not paths]:
         notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")

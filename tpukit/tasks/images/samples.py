@@ -70,10 +70,10 @@ def _find_labelled(place, images_dir):
     if len(names) >= 2:
         return samples, notices
     if tables := splits.about_tables(place, PAGE):
-        raise TpukitError(f"{place}: {tables}")
+        raise TpukitError(f"{place}: {tables[0]}")
     here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
-    here += describe_lists(place)
-    here = "; ".join([here, *pictures.left_out(splits.files_below(place) if place.is_dir() else [])])
+    left_out = pictures.left_out(splits.files_below(place) if place.is_dir() else [])
+    here = "; ".join([here, *describe_lists(place), *left_out])
     raise TpukitError(
         f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
         " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"

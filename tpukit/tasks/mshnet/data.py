@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import arrays, pictures
+from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.mshnet import augment, lists
 from tpukit.tasks.mshnet.scores import brightest, regions
 
@@ -49,9 +50,8 @@ class InfraredSet:
             self.levels, levels_note = pictures.find_levels(listed)
         contents = arrays.content_key(itertools.chain(*files.images.values(), *files.masks.values()))
         key = [VERSION, skip_bad, names, self.levels, contents]
-        decoded = arrays.mapped(
-            f"{folder.name}-{split}", key, lambda: _read_split(files, listing, names, skip_bad, self.levels)
-        )
+        read = functools.partial(_read_split, files, listing, names, skip_bad, self.levels)
+        decoded = arrays.mapped(f"{folder.name}-{split}", key, read)
         used = f"{split}: {len(decoded['names'])} names of {listing}"
         if listing.is_dir() and split == "test":
             used += f", which has {len(files.images)}"
@@ -70,7 +70,7 @@ class InfraredSet:
     def __len__(self) -> int:
         return len(self.names)
 
-    def batch(self, indices: Sequence[int], numbers: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    def batch(self, indices: Sequence[int], numbers: np.ndarray | None = None) -> Arrays:
         crops = self._crops(indices, numbers)
         samples = [augment.on_host(self.samples[i][:-1], self.masks[i], crop) for i, crop in crops]
         images, masks = zip(*samples)
@@ -89,16 +89,14 @@ class InfraredSet:
     def device_nbytes(self) -> int:
         return len(self) * (self.colours + 1) * self.height * self.width
 
-    def device_arrays(self) -> dict[str, np.ndarray]:
+    def device_arrays(self) -> Arrays:
         """Return images of many sizes, each in the upper left corner of (N, C or 1, H, W) uint8."""
         pixels = np.zeros((len(self), self.colours + 1, self.height, self.width), np.uint8)
         for padded, sample in zip(pixels, self.samples):
             padded[:, : sample.shape[1], : sample.shape[2]] = sample
         return dict(image=pixels[:, :-1], mask=pixels[:, -1:])
 
-    def sample_parameters(
-        self, indices: Sequence[int], numbers: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
+    def sample_parameters(self, indices: Sequence[int], numbers: np.ndarray | None = None) -> Arrays:
         crops = self._crops(indices, numbers)
         samples = [augment.device_parameters(self.masks[i].shape[::-1], crop) for i, crop in crops]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}

@@ -182,13 +182,12 @@ def find_unused(folder: Path, files: Files) -> list[str]:
     used = {path for name in listed for path in find_image(files, name)}
     masks = {path for stem in files.images for path in _find_mask(files, stem)}
     lists = [path for path in sorted(train_list.parent.glob("*.txt")) if split_of(path.stem)]
+    counts = collections.Counter(listed)
     found = {
         "images are in no list, and not used": _unused(files.images, used),
         "masks belong to no image, and are not used": _unused(files.masks, masks),
         "lists are not used": [path.name for path in lists if path not in (train_list, test_list)],
-        "names are in the lists more than once": [
-            name for name, count in collections.Counter(listed).items() if count > 1
-        ],
+        "names are in the lists more than once": [name for name, count in counts.items() if count > 1],
     }
     if not train_list.is_file():
         trained, tested = ({Path(name).parent.as_posix() for name in part.values()} for part in (train, test))

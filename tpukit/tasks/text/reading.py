@@ -4,6 +4,7 @@ import codecs
 import collections
 import json
 import pydoc_data.topics
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -11,7 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from tpukit.host.errors import TpukitError, explained
-from tpukit.tasks.splits import about_tables, files_below, find_files, split_of
+from tpukit.tasks.splits import SPLITS, about_tables, files_below, split_of
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
 PAGE = "TEXT"  # of the docs
@@ -45,18 +46,18 @@ def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
 def find_texts(place: Path) -> dict[str, list[Path]]:
     """Return the files of train and of test, and the others. If some are in train, those in no split are
     others. Raises TpukitError if there is none to train on."""
-    files = find_files(place, (*TEXTS, LINES, LIST))
-    files = [each for each in files if each[0].stem.lower() not in ABOUT] or files
-    files = [each for each in files if each[0].suffix != LIST or _is_list_file(each[0])] or files
-    if place.is_dir():
-        files = [(path, split or _split_in_name(path)) for path, split in files]
-    train = [path for path, split in files if split == "train"]
-    train = train or [path for path, split in files if split is None]
-    test = [path for path, split in files if split in ("val", "test")]
+    below = files_below(place) if place.is_dir() else [place]
+    files = [path for path in below if path.suffix in (*TEXTS, LINES, LIST) and path.is_file()]
+    files = [path for path in files if path.stem.lower() not in ABOUT] or files
+    files = [path for path in files if path.suffix != LIST or _is_list_file(path)] or files
+    splits = {path: _split_of(path.relative_to(place)) for path in files}
+    train = [path for path in files if splits[path] == "train"]
+    train = train or [path for path in files if splits[path] is None]
+    test = [path for path in files if splits[path] in ("val", "test")]
     if not train and (tables := about_tables(place, PAGE)):
-        raise TpukitError(f"{place}: {tables}")
+        raise TpukitError(f"{place}: {tables[0]}")
     used = {*train, *test}
-    others = [path for path in files_below(place) if path not in used] if place.is_dir() else []
+    others = [path for path in below if path not in used and path != place]
     if not train:
         here = f"; it has {', '.join(path.name for path in others[:8])}" if others else ""
         raise TpukitError(
@@ -67,9 +68,12 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
     return dict(train=train, test=test, others=others)
 
 
-def _split_in_name(path):
-    """Return the split that a file of rows names anywhere: chats_train.jsonl. A text has any title."""
-    return None if path.suffix in TEXTS else split_of(path.stem)
+def _split_of(path):
+    """Return train, val, test or None of a file, by its path in a set: the first word of a folder or of the
+    file, as in data/test-00.jsonl, or any word of a file of rows, as in chats_train.jsonl."""
+    words = [re.split("[-_.]", part.lower())[0] for part in path.parts]
+    first = next((SPLITS[word] for word in words if word in SPLITS), None)
+    return first if first or path.suffix in TEXTS else split_of(path.stem)  # a text has any title
 
 
 def _is_list_file(path):
