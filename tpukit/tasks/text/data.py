@@ -3,7 +3,6 @@
 Shapes: R rows, B batch, T tokens of a row."""
 
 import bisect
-import collections
 import itertools
 import json
 import math
@@ -110,7 +109,7 @@ def fitting_sizes(place: Path | None, bytes_per_token: int) -> tuple[int, int]:
 def _pack(files, tokenizer, length, test_share) -> Arrays:
     """Return rows (R, T) of `TOKEN`; for each (R,) targets, how many labels it has, sizes, how many tokens,
     and is_test; and notes."""
-    rows, counts, left_out = _Rows(length), collections.Counter(), []
+    rows, counts, left_out = _Rows(length), reading.Counts(), []
     held_out, learned = [], set()
     # Without a test split, documents are held out of it, or rows if there are texts, which may be long.
     has_test, has_texts = bool(files["test"]), any(path.suffix in reading.TEXTS for path in files["train"])
