@@ -35,8 +35,7 @@ ON_XLA = ("colab_tpu_setup",)
 VARIES = re.compile(r"env\.require|torch\.randn|show_report|show\(run\)|;$")
 # The CPU XLA device, which compiles as a TPU does; as in the Makefile, with less optimisation.
 XLA = dict(
-    PJRT_DEVICE="CPU",
-    XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0",
+    PJRT_DEVICE="CPU", XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 )
 # What no copy may hold -> what stands in its place. The longest first, because one may lie in another.
 NAMES = {sys.prefix: "~/venv", str(ROOT): "~/tpukit", str(Path.home()): "~"}

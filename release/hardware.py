@@ -14,11 +14,7 @@ ENGLISH = (
     "{} of {} checks passed",
     "; nobody has run tpukit on a TPU chip yet",
 )
-CHINESE = (
-    "**状态：检查过的硬件：{}{}。**",
-    "{1} 项检查通过 {0} 项",
-    "；还没有人在 TPU 芯片上运行过 tpukit",
-)
+CHINESE = ("**状态：检查过的硬件：{}{}。**", "{1} 项检查通过 {0} 项", "；还没有人在 TPU 芯片上运行过 tpukit")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,14 @@ def loaded_by(program, folder, env=os.environ):
     loaded = [Path(name) for name in names.split()]
     parts = {path.relative_to(ROOT / "tpukit").parts[0] for path in loaded} - {"__init__.py"}
     return printed, parts, sum(len(path.read_text().splitlines()) for path in loaded)
+
+
+def wait_for(condition, process=None, timeout_s=300):
+    """Wait until a condition holds, while a process runs."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.02)
 
 
 # What tests ask of a finished run

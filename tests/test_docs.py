@@ -26,41 +26,24 @@ from tests.test_pages import name as name_of
 from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, cli, train
 from tpukit.devices.runtime import Runtime
 
+
+def pairs(line):
+    """The options of a line, name -> value."""
+    words = line.split()
+    return dict(zip(words[::2], words[1::2]))
+
+
 # What makes each task small, and numbers that would make a command long -> what the test takes.
 TINY = {
-    "mshnet": {"--base-size": "32", "--crop-size": "32", "--batch-size": "4"},
-    "mnist": {"--batch-size": "8"},
-    "images": {"--image-size": "32", "--batch-size": "4"},
-    "text": {"--sequence-length": "128", "--batch-size": "4"},
-    "cdeit": {
-        "--patch": "16",
-        "--width": "16",
-        "--heads": "2",
-        "--window": "4",
-        "--levels": "1",
-        "--batch-size": "4",
-    },
+    "mshnet": pairs("--base-size 32 --crop-size 32 --batch-size 4"),
+    "mnist": pairs("--batch-size 8"),
+    "images": pairs("--image-size 32 --batch-size 4"),
+    "text": pairs("--sequence-length 128 --batch-size 4"),
+    "cdeit": pairs("--patch 16 --width 16 --heads 2 --window 4 --levels 1 --batch-size 4"),
 }
-SMALL = {
-    option: value
-    for options in TINY.values()
-    for option, value in options.items()
-    if option != "--batch-size"
-}
-SMALL |= {
-    "--epochs": "1",
-    "--warm-epoch": "0",
-    "--steps": "2",
-    "--trace": "2",
-    "--cores": "1",
-    "--sampling-steps": "1",
-}
-SMALL |= {
-    "--batch-size": "4",
-    "--global-batch-size": "4",
-    "--samples": "6",
-    "--test-samples": "3",
-}
+SMALL = {option: value for options in TINY.values() for option, value in options.items()}
+SMALL |= pairs("--epochs 1 --warm-epoch 0 --steps 2 --trace 2 --cores 1 --sampling-steps 1")
+SMALL |= pairs("--batch-size 4 --global-batch-size 4 --samples 6 --test-samples 3")
 # A small language model takes the place of the pages'.
 PUBLISHED = {"Qwen/Qwen3-0.6B": "model", "gpt2": "model"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/tools/plan runs it), and
@@ -73,8 +56,6 @@ def smaller(command):
     words = shlex.split(command)[1:]
     words = [SMALL.get(before, PUBLISHED.get(word, word)) for before, word in zip(["", *words], words)]
     words = ["outputs/new" if before == "--out" else word for before, word in zip(["", *words], words)]
-    if words[0] == "compare" and "--plan" in words:  # which asks a compiler for minutes
-        words = words[: words.index("--plan")]
     if words[0] in ("train", "compare") and words[1] in TINY:
         less = {"--epochs": "1", "--run": "outputs/new"} if words[0] == "train" else {"--steps": "2"}
         wanted = TINY[words[1]] | less

@@ -35,9 +35,7 @@ def tpu_variables():
 
 
 @pytest.mark.parametrize(
-    "left",
-    [OLDER | ONE_CHIP, NEWER],
-    ids=["Kaggle's after one chip was used", "newer names alone"],
+    "left", [OLDER | ONE_CHIP, NEWER], ids=["Kaggle's after one chip was used", "newer names alone"]
 )
 def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(left, monkeypatch, xla):
     """By torch_xla's own function, which reads what `clear_variables` leaves."""

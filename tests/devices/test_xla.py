@@ -25,8 +25,7 @@ from tpukit.training.data import BatchLoader, BatchSpec
 
 
 @pytest.mark.parametrize(
-    "accelerator, precision, wanted",
-    [("tpu", "auto", ["highest"]), ("xla", "fp32", [])],
+    "accelerator, precision, wanted", [("tpu", "auto", ["highest"]), ("xla", "fp32", [])]
 )
 def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(
     accelerator, precision, wanted, monkeypatch, xla

@@ -84,13 +84,6 @@ def python(program, *arguments, env=None, timeout=500):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def wait_for(condition, process, timeout_s=300):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-
-
 def are_gone(pids, timeout_s=20):
     """Whether processes end in time. One that has, and was not waited for, is a zombie."""
     deadline = time.monotonic() + timeout_s

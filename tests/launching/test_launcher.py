@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import best_weights, exact, refuses, same, scores_of
-from tests.launching.conftest import (
-    CPU,
-    difference,
-    launched,
-    losses,
-    needs_torch_xla,
-    on_one_core,
-    python,
-)
+from tests.launching.conftest import CPU, difference, launched, losses, needs_torch_xla, on_one_core, python
 from tests.launching.launched import RECIPE, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
 from tpukit.devices import processes

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, best_weights
-from tests.launching.conftest import (
-    CPU,
-    HEAD,
-    difference,
-    losses,
-    needs_torch_xla,
-    on_one_core,
-    xla_environ,
-)
+from tests.launching.conftest import CPU, HEAD, difference, losses, needs_torch_xla, on_one_core, xla_environ
 from tests.launching.launched import machine
 from tpukit import MNIST, Run, TpukitError, train_core
 from tpukit.devices import processes

@@ -7,17 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import checkpoint, refuses
-from tests.launching.conftest import (
-    CPU,
-    are_gone,
-    launched,
-    output_of,
-    python,
-    started,
-    steps_logged,
-    wait_for,
-)
+from tests.conftest import checkpoint, refuses, wait_for
+from tests.launching.conftest import CPU, are_gone, launched, output_of, python, started, steps_logged
 from tests.launching.launched import children, machine
 from tpukit import Run
 from tpukit.launching.job import PRINTED, Job, LaunchPlan

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from tests.conftest import ROOT, best_weights
-from tests.launching.conftest import CPU, are_gone, difference, losses, output_of, wait_for
+from tests.conftest import ROOT, best_weights, wait_for
+from tests.launching.conftest import CPU, are_gone, difference, losses, output_of
 from tests.launching.launched import children
 from tpukit import Run
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT, refuses
+from tests.conftest import ROOT, refuses, wait_for
 from tests.reporting.hostile import SPEED, evaluated, write_run
 from tpukit import MNIST, Run
 from tpukit.host import environment
@@ -22,13 +22,6 @@ def run(tmp_path):
     found = Run.open(tmp_path / "run", MNIST())
     found.log("start", 0, device="cpu", batch_size=4, max_graphs=1, steps_per_epoch=2)
     return found
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_where_no_page_is_open_nothing_is_shown_and_no_thread_started(run, monkeypatch, capsys):

@@ -46,17 +46,20 @@ def kill_before(number):
         setattr(os, name, call)
 
 
-def forked(function):
-    """The exit code of a process that calls a function."""
-    if (pid := os.fork()) == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)  # a fork may wait for a thread that it has not
-        try:
-            function()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def forked(*functions):
+    """The exit codes of processes that call a function each, all at once."""
+    pids = []
+    for function in functions:
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)  # a fork may wait for a thread that it has not
+            try:
+                function()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def kill_everywhere(prepare, act, check):
@@ -64,7 +67,7 @@ def kill_everywhere(prepare, act, check):
     check after each."""
     for number in itertools.count(1):
         prepare()
-        code = forked(lambda number=number: (kill_before(number), act()))
+        [code] = forked(lambda number=number: (kill_before(number), act()))
         check()
         if code != -signal.SIGKILL:
             break

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import flip, loaded_by, refuses
-from tests.runs.store import alike, content, filled, kill_everywhere, steps_in
+from tests.runs.store import alike, content, filled, forked, kill_everywhere, steps_in
 from tpukit import MNIST, Checkpoints, Run
 from tpukit.host import files
 from tpukit.runs import manifest
@@ -66,38 +66,28 @@ def test_a_loop_that_lost_its_machine_goes_on_from_its_backup_and_ends_with_the_
 def test_ranks_that_restore_at_once_on_a_new_machine_get_the_newest_state_and_one_of_them_copies_it(
     saved, tmp_path, monkeypatch
 ):
-    copy, log, ranks = files.copy_atomic, tmp_path / "log.txt", []
+    copy, log = files.copy_atomic, tmp_path / "log.txt"
     monkeypatch.setattr(files, "copy_atomic", lambda *paths: (time.sleep(0.1), copy(*paths)))
 
     def say(text):
         with open(log, "a") as file:
             file.write(f"{text}\n")
 
-    for _ in range(4):
+    def restore():
         new = Checkpoints(tmp_path / "again", backup=saved.backup.path, say=say)
-        if (pid := os.fork()) == 0:
-            try:
-                os._exit(value_of(new.restore()) != 2)
-            except BaseException:
-                os._exit(1)
-        ranks.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0] * 4
+        assert value_of(new.restore()) == 2
+
+    assert forked(*[restore] * 4) == [0] * 4
     assert len(log.read_text().splitlines()) == 1
 
 
 def test_ranks_that_all_save_leave_whole_checkpoints(tmp_path):
-    ranks = []
-    for rank in range(3):
-        if (pid := os.fork()) == 0:
-            try:
-                saved = Checkpoints(tmp_path / "mine", backup=tmp_path / "drive")
-                for step in range(10):
-                    saved.save(filled(rank), step)
-                os._exit(0)
-            except BaseException:
-                os._exit(1)
-        ranks.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0] * 3
+    def save():
+        saved = Checkpoints(tmp_path / "mine", backup=tmp_path / "drive")
+        for step in range(10):
+            saved.save(filled(os.getpid()), step)
+
+    assert forked(save, save, save) == [0] * 3
     for folder in (tmp_path / "mine", tmp_path / "drive"):
         listed = manifest.read(folder)
         assert len(listed) == 2 and all(manifest.is_whole(folder / name, listed[name]) for name in listed)

@@ -8,10 +8,9 @@ import pytest
 from tests.conftest import refuses
 from tests.tasks.test_archives import make_archive
 from tpukit import TpukitError, find_dataset, tasks
-from tpukit.tasks import cdeit
+from tpukit.tasks import cdeit, part_of
 from tpukit.tasks.datasets import Findable, make_synthetic
-from tpukit.tasks.mshnet.data import LISTS
-from tpukit.tasks.parts import part_of
+from tpukit.tasks.mshnet.lists import LISTS
 from tpukit.tasks.splits import SPLITS
 
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.conftest import refuses
 from tpukit import MNIST, find_dataset
 from tpukit.tasks import downloads
-from tpukit.tasks.mnist_data import read_split
+from tpukit.tasks.mnist_data import read_digit, read_split
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 28, 28), np.uint8)
 LABELS = np.arange(6)
@@ -64,6 +65,13 @@ def test_an_mnist_npz_of_other_arrays_or_a_damaged_one_is_refused(images, labels
         path.write_bytes(damaged)
         with refuses(path, "damaged"):
             read_split(tmp_path, "train")
+
+
+def test_a_users_photo_of_a_digit_is_read_upright_and_white_on_black(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees to the right
+    Image.fromarray(255 - IMAGES[0] // 2).save(tmp_path / "photo.png", exif=exif)
+    assert np.array_equal(read_digit(tmp_path / "photo.png"), np.rot90(IMAGES[0] // 2, -1))
 
 
 @pytest.fixture

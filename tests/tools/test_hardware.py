@@ -168,10 +168,7 @@ def test_attention_kernels_that_are_slow_or_do_not_work_are_told(
 
 @pytest.mark.parametrize(
     "raised, expected",
-    [
-        ("CUDA out of memory. Tried to allocate 4096.00 GiB", True),
-        ("the device is gone", False),
-    ],
+    [("CUDA out of memory. Tried to allocate 4096.00 GiB", True), ("the device is gone", False)],
 )
 def test_running_out_of_memory_must_be_a_known_error(raised, expected, found_on):
     class Full(Runtime):

@@ -152,11 +152,3 @@ def test_a_file_of_the_test_set_is_predicted_as_the_test_set_is(data, tank_run, 
     np.testing.assert_array_equal(sample.batch["voltages"], tested["voltages"])
     np.testing.assert_array_equal(sample.prediction, expected.numpy())
     assert sample.prediction.std() > 0.01 and sample.name.endswith(".npz, 1")
-
-
-def test_each_sample_of_each_file_has_a_name_and_noise_of_its_own(tank_run, tmp_path):
-    task, run = tank_run
-    np.savetxt(tmp_path / "a.txt", np.ones((2, 208)))
-    np.savetxt(tmp_path / "b.txt", np.ones(208))
-    batch, names = task.read_files(sorted(tmp_path.glob("?.txt")), run.best())
-    assert names == ["a.txt, 1", "a.txt, 2", "b.txt, 1"] and batch["key"].tolist() == [0, 1, 2]

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from tests.conftest import SMALL, best_weights, checkpoint, exact, same
+from tests.conftest import SMALL, best_weights, checkpoint, exact, same, wait_for
 from tests.tasks.cdeit.small import TINY
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
@@ -76,11 +76,8 @@ def test_sigterm_saves_before_the_process_leaves(digits, tmp_path):
         text=True,
     )
     try:
-        deadline = time.monotonic() + 120
         records = tmp_path / "run/records.jsonl"
-        while not (records.exists() and records.read_text().count("train") > 5):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: records.exists() and records.read_text().count("train") > 5, process)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
     finally:

@@ -91,11 +91,7 @@ OF_ONE_TASK = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kind, wrong",
-    [*((MNIST, wrong) for wrong in WRONG), *OF_ONE_TASK],
-    ids=str,
-)
+@pytest.mark.parametrize("kind, wrong", [*((MNIST, wrong) for wrong in WRONG), *OF_ONE_TASK], ids=str)
 def test_settings_that_no_training_can_have_are_refused_by_their_name(kind, wrong):
     ((name, value),) = wrong.items()
     rule = "[01] or more" if wrong in WRONG else "choose one of" if isinstance(value, str) else "must be"

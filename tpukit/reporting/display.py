@@ -14,8 +14,8 @@ from tpukit.reporting.figures import RIGHT, WRONG, Panel
 from tpukit.reporting.presenting import present, present_figure
 from tpukit.runs.run import Run
 from tpukit.runs.settings import settings_dict
+from tpukit.tasks import part_of
 from tpukit.tasks.datasets import is_synthetic
-from tpukit.tasks.parts import part_of
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""The tasks by name. None is imported until it is needed."""
+"""The tasks by name, and the parts that a task may leave out. None is imported until it is needed."""
 
+import functools
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpukit import leaves
 from tpukit.host.errors import TpukitError
@@ -17,3 +18,13 @@ def find(name: str) -> "type[Task]":
     if name not in TASKS:
         raise TpukitError(f"no task {name!r}; choose one of {', '.join(TASKS)}")
     return getattr(importlib.import_module(f"tpukit.tasks.{name}"), TASKS[name].cls)
+
+
+def part_of(task: Any, protocol: type, name: str) -> Any:
+    """Return an attribute or a method of a protocol that a task may leave out: the task's own, or the
+    default."""
+    own = getattr(task, name, None)
+    if own is not None:
+        return own
+    default = getattr(protocol, name)
+    return functools.partial(default, task) if callable(default) else default

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import explained
 
 Arrays = dict[str, np.ndarray]
 WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the bytes of every file
@@ -33,11 +33,9 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     make: () -> dict of numpy arrays. Files that are missing or cut short are made again. Raises TpukitError
     if the cache folder cannot be written."""
     folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
-    try:
+    with explained(f"{folder} cannot be written, so set TPUKIT_CACHE to another folder"):
         files.make_private(folder.parent)  # what another user put there is not trusted
         folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise TpukitError(f"cannot write {folder} ({error}): set TPUKIT_CACHE to another folder") from error
     with files.file_lock(folder):
         parts = _whole_parts(folder)
         if parts is None:
@@ -83,10 +81,8 @@ def state_of(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def _sha256(path):
-    try:
+    with explained(f"{path} cannot be read, so copy or download it again"):
         return files.sha256(path)
-    except OSError as error:
-        raise TpukitError(f"{path} cannot be read ({error.strerror}): copy or download it again") from error
 
 
 def digest(values: Any) -> str:

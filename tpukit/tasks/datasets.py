@@ -14,8 +14,7 @@ import numpy as np
 from tpukit.host import drive, environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import say
-from tpukit.tasks import TASKS, find
-from tpukit.tasks.parts import part_of
+from tpukit.tasks import TASKS, find, part_of
 
 if TYPE_CHECKING:
     from tpukit.host.environment import Environment

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, explained, first_line
 
 ANSWER_S = 2.5  # for a first answer, the look-up of the server's name included
 STALL_S = 20.0  # without a byte
@@ -55,10 +55,8 @@ def from_hub(name: str, *patterns: str) -> Path:
     """Return the folder of a model's files in the cache of the Hugging Face hub, downloaded if needed.
     patterns: of the files that are needed; those in folders of the model are left out. Raises TpukitError
     if neither has it."""
-    try:
+    with explained(f"{name} is looked for by huggingface_hub (pip install huggingface_hub)"):
         import huggingface_hub as library
-    except Exception as error:  # not installed, or damaged
-        raise TpukitError(f"{name}: {first_line(error)}: pip install huggingface_hub") from error
     options: Any = dict(allow_patterns=list(patterns), ignore_patterns=["*/*"])
     download = functools.partial(library.snapshot_download, name, **options)
     try:

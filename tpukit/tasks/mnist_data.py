@@ -100,9 +100,9 @@ def _read_idx(path):
 
 
 def read_digit(path: Path) -> np.ndarray:
-    """An image file -> (28, 28) uint8, white on black, as MNIST is."""
+    """An image file -> (28, 28) uint8, upright, white on black, as MNIST is."""
     with pictures.opened(path) as image:
-        digit = np.asarray(pictures.to_uint8(image).convert("L").resize((28, 28)))
+        digit = np.asarray(pictures.upright_uint8(image).convert("L").resize((28, 28)))
     return 255 - digit if digit.mean() > 127 else digit
 
 

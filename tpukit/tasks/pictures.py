@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
@@ -59,15 +59,15 @@ def is_turned(path: Path) -> bool:
         return "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
 
 
-def left_out(paths: Iterable[Path]) -> str:
-    """Return a sentence that counts the files, by their endings, that are not read as images; empty if there
+def left_out(paths: Iterable[Path]) -> list[str]:
+    """Return a sentence that counts the files, by their endings, that are not read as images; none if there
     are none."""
     # A file without an ending may be an image, README and LICENSE are none.
     paths = [path for path in paths if path.name[0] != "." and not (path.name.isupper() and not path.suffix)]
     endings = [path.suffix.lower() for path in paths]
     counts = collections.Counter(each for each in endings if each not in (*ENDINGS, *BESIDE))
     listed = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in counts.most_common(5))
-    return f"files that are not read, and so left out: {listed} (convert images to PNG)" if counts else ""
+    return [f"files that are not read, and so left out: {listed} (convert images to PNG)"] if counts else []
 
 
 # Colours and grey deeper than 8 bits
@@ -92,12 +92,13 @@ def _require_range(image):
         )
 
 
-def to_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
-    """A Pillow image of 16 or 32 bits of grey as 8 bits; any other as it is.
+def upright_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
+    """Turn a Pillow image upright by its EXIF orientation, and make 8 bits of 16 or 32 bits of grey.
 
     levels: of the training set. Without them the whole range of 16 bits, or of floats from 0 to 1, becomes
     0 to 255. Raises TpukitError for an image that uses so little of it, or lies so far from it, that its
     contrast would be lost."""
+    image = ImageOps.exif_transpose(image)
     if not image.mode.startswith(("I", "F")):  # I;16, I;16B, I, F
         return image
     values = np.asarray(image).astype(np.float64)
@@ -185,6 +186,12 @@ def kept_levels(file: Path | None) -> Levels | None:
 def format_levels(levels: Levels | None) -> dict[str, str]:
     """Return what a task keeps of levels with its weights, for `kept_levels`."""
     return dict(grey_levels=f"{levels[0]!r} {levels[1]!r}") if levels else {}
+
+
+def describe_opening(levels: Levels | None) -> str:
+    """Return, for those who use an exported network, how an image file is opened as in training."""
+    scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
+    return f"turn it upright by its EXIF orientation;{scaled}"
 
 
 def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> list[np.ndarray]:

@@ -1,12 +1,10 @@
 """Rules for users' data that tasks share: the files below a folder, names of splits, held-out samples if no
-split is named, and files of Hugging Face datasets, which are not read."""
-
-from __future__ import annotations
+split is named, test samples that are training samples, and Hugging Face datasets, which are not read."""
 
 import hashlib
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 SPLITS = {  # names of folders, of files and in a column of splits, in lower case
@@ -47,34 +45,32 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def find_files(place: Path, endings: tuple[str, ...]) -> list[tuple[Path, str | None]]:
-    """Return (file, its split: train, val, test or None) of a file, or of all below a folder, sorted, by what
-    their paths say, as train/one.txt and data/test-00.jsonl do. Without hidden files."""
-    folder, paths = (place, files_below(place)) if place.is_dir() else (place.parent, [place])
-    files = []
-    wanted = (path for path in paths if path.suffix in endings and path.name[0] != ".")
-    for path in filter(Path.is_file, wanted):
-        words = [re.split("[-_.]", part.lower())[0] for part in path.relative_to(folder).parts]
-        files.append((path, next((SPLITS[word] for word in words if word in SPLITS), None)))
-    return files
-
-
 def some(names: Sequence[str]) -> str:
     """Return the first names of several, for a sentence."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def about_tables(place: Path, page: str) -> str:
-    """Return a sentence about the files of a Hugging Face dataset below a folder; empty if it has none.
+def find_copies(learned: Iterable, tested: Iterable, names: Sequence[str], kind: str) -> list[str]:
+    """Return a sentence if test samples are training samples, too; else none.
+
+    learned, tested: what tells the samples of each set apart, such as digests of their pixels. names: of the
+    test samples. kind: what they are, such as "images"."""
+    known = set(learned)
+    found = [name for name, key in zip(names, tested) if key in known]
+    told = f"{len(found)} of {len(names)} test {kind} are training {kind}, too ({some(found)})"
+    return [f"{told}: the scores say nothing about new {kind}"] if found else []
+
+
+def about_tables(place: Path, page: str) -> list[str]:
+    """Return a sentence about the files of a Hugging Face dataset below a folder; none if it has none.
 
     page: of the docs, with the lines that turn one into what tpukit reads."""
-    tables = [path for path, _ in find_files(place, TABLES)]
+    paths = files_below(place) if place.is_dir() else [place]
+    tables = [path.name for path in paths if path.suffix in TABLES]
     if not tables:
-        return ""
-    return (
-        f"the files of a Hugging Face dataset ({tables[0].name}, {len(tables)} in all) are not read: the page"
-        f" docs/{page}.md has the lines of Python that convert them"
-    )
+        return []
+    found = f"the files of a Hugging Face dataset ({tables[0]}, {len(tables)} in all) are not read"
+    return [f"{found}: the page docs/{page}.md has the lines of Python that convert them"]
 
 
 def hold_out(names: Collection[str], share: float) -> set[str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import numpy as np
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, first_line
-from tpukit.tasks.parts import part_of
+from tpukit.host.errors import TpukitError, explained
+from tpukit.tasks import part_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -160,8 +160,5 @@ def _trace(task, model, inputs):
         shape |= {2: multiple * Dim("rows", min=2, max=512), 3: multiple * Dim("columns", min=2, max=512)}
     few = {name: values[:BATCH] for name, values in inputs.items()}
     shapes = (dict.fromkeys(inputs, shape),)
-    try:
-        with torch.no_grad():
-            return torch.export.export(Module().eval(), (few,), dynamic_shapes=shapes)
-    except Exception as error:  # torch raises many types for what it cannot trace
-        raise TpukitError(f"torch.export cannot trace {task.name} ({first_line(error)})") from error
+    with explained(f"torch.export cannot trace {task.name}"), torch.no_grad():
+        return torch.export.export(Module().eval(), (few,), dynamic_shapes=shapes)

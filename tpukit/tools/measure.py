@@ -21,7 +21,7 @@ import numpy as np
 
 from tpukit import __version__
 from tpukit.host import environment, files, known_errors
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.runs.run import Run
 from tpukit.tools import child
@@ -79,13 +79,11 @@ def write(path: Path, measurements: Sequence[Measurement]) -> None:
 
 def read(path: Path | str) -> list[Measurement]:
     """Return the measurements of a file. Raise TpukitError if it has another form."""
-    try:
+    with explained(f"{path} is not a file of `tpukit compare TASK`"):
         content = json.loads(Path(path).read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
         return [Measurement(**row) for row in content["rows"]]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TpukitError(f"{path} is not a file of `tpukit compare TASK`: {error}") from error
 
 
 # Measuring

@@ -22,8 +22,8 @@ from tpukit.reporting.display import panels_of, predictions_figure
 from tpukit.reporting.presenting import present_figure
 from tpukit.reporting.widgets import offer_download, show_with_controls
 from tpukit.runs.run import Run
+from tpukit.tasks import part_of
 from tpukit.tasks.datasets import DEMO, is_demo
-from tpukit.tasks.parts import part_of
 from tpukit.tasks.trained import find_trained, task_of
 from tpukit.tools.own_files import OwnFiles, Sample, list_files, predict_files
 from tpukit.training.task import Task

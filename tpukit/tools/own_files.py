@@ -16,15 +16,14 @@ from PIL import Image
 from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.devices.runtime import Runtime
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
+from tpukit.tasks import part_of
+from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.datasets import is_demo
-from tpukit.tasks.parts import part_of
 from tpukit.tasks.trained import DEMO_FOLDER
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
 from tpukit.training.task import Task
-
-Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
 
 
 class OwnFiles(Protocol):
@@ -131,9 +130,8 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
         entries = [path] if path.is_file() else list(map(Path, sorted(glob.glob(pattern, recursive=True))))
         files = [entry for entry in entries if entry.is_file()]
         if path.is_dir() and (folders := [entry.name for entry in entries if entry.is_dir()]):
-            print(
-                printable(f"{path}: {len(folders)} folders in it are not searched ({', '.join(folders[:3])})")
-            )
+            told = f"{path}: {len(folders)} folders in it are not searched ({', '.join(folders[:3])})"
+            print(printable(told))
         if not files:
             raise TpukitError(
                 f"{path}: no file is there, or a device or a named pipe: name a file, a folder of files, or a"
@@ -166,7 +164,8 @@ def as_files(inputs: Any) -> Iterator[list[Path]]:
 
 def _as_file(one: Any, stem: Path) -> Path:
     path = stem.with_suffix(".png")
-    try:
+    about = "not an image: give paths, PIL images, or numpy arrays (H, W) or (H, W, 3)"
+    with explained(f"{type(one).__name__} is {about}"):
         if not isinstance(one, Image.Image):
             array = np.asarray(one)
             if array.dtype not in (np.bool_, np.uint8, np.uint16):
@@ -175,9 +174,4 @@ def _as_file(one: Any, stem: Path) -> Path:
             one = Image.fromarray(array)
         has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
         (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)
-    except (TypeError, ValueError, SystemError, OSError) as error:
-        raise TpukitError(
-            f"{type(one).__name__} is not an image ({error}): give paths, PIL images, or numpy arrays (H, W)"
-            " or (H, W, 3)"
-        ) from error
     return path

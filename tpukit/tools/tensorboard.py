@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import explained
 from tpukit.host.tables import GIB
 from tpukit.reporting.findings import Record, readable
 from tpukit.runs.run import Run
@@ -14,12 +14,11 @@ from tpukit.runs.run import Run
 def write_events(run: Run, folder: Path) -> Path:
     """Write the numbers of a run's records to one event file in `folder`. An earlier file of this run there
     is replaced. Return its path. Raise TpukitError if the package tensorboard is missing."""
-    try:  # what torch.utils.tensorboard uses too; none of it imports TensorFlow
+    with explained("event files need tensorboard (pip install tensorboard)"):
+        # What torch.utils.tensorboard uses, too; none of it imports TensorFlow.
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter
-    except ImportError as error:
-        raise TpukitError(f"event files need tensorboard ({error}): pip install tensorboard") from error
     records = readable(run.records())
     first = records[0]["time"] if records else 0.0
     content = io.BytesIO()

@@ -185,10 +185,7 @@ def scaled(name, factor):
             lambda folder: shutil.copy(folder / "train/000003.npz", folder / "test"),
             "1 of 5 test samples are training samples, too (000003)",
         ),
-        (
-            lambda folder: (folder / "test/more.mat").touch(),
-            "1 files are not npz, and are not read (more",
-        ),
+        (lambda folder: (folder / "test/more.mat").touch(), "1 files are not npz, and are not read (more"),
     ],
 )
 def test_another_unit_copies_and_other_files_are_told(change, told, tank, tmp_path):

@@ -71,15 +71,19 @@ def test_weights_carry_the_statistics_that_they_were_trained_with(trained, tank,
     assert np.array_equal(data.statistics[0], task.datasets()[0].statistics[0])
 
 
-def test_voltages_in_another_unit_are_told_when_they_are_predicted(trained, tank, tmp_path, capsys):
+def test_each_sample_of_a_users_files_has_a_name_and_noise_of_its_own_and_another_unit_is_told(
+    trained, tank, tmp_path, capsys
+):
     task, run = trained
-    for factor in (1, 1000):
-        with np.load(tank / "test/000001.npz") as sample:
-            np.save(tmp_path / f"{factor}.npy", sample["ys"] * factor)
-    batch, names = task.read_files([tmp_path / "1.npy", tmp_path / "1000.npy"], run.best())
-    assert names == ["1.npy, 1", "1000.npy, 1"] and len(batch["voltages"]) == len(batch["key"]) == 2
+    with np.load(tank / "test/000001.npz") as sample:
+        voltages = sample["ys"].reshape(1, -1)
+    np.save(tmp_path / "volts.npy", voltages)
+    np.savetxt(tmp_path / "millivolts.txt", 1000 * voltages.repeat(2, axis=0))
+    batch, names = task.read_files([tmp_path / "volts.npy", tmp_path / "millivolts.txt"], run.best())
+    assert names == ["volts.npy, 1", "millivolts.txt, 1", "millivolts.txt, 2"]
+    assert batch["key"].tolist() == [0, 1, 2] and len(batch["voltages"]) == 3
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 1 and told[0].startswith("1000.npy: its voltages are")
+    assert len(told) == 1 and told[0].startswith("millivolts.txt: its voltages are")
 
 
 def test_a_test_set_may_lack_the_classical_images(trained, tank, tmp_path, cpu):

@@ -7,20 +7,28 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tests.tasks.images.small import check_colours, grey, make, task, write_list
-from tpukit.tasks.images.data import find_samples
+from tpukit.tasks.images.samples import find_samples
 
 
 @pytest.mark.parametrize(
-    "place, delimiter, ending", [("list.csv", ",", ".png"), ("list.csv", ";", ""), (".", "\t", ".png")]
+    "name, delimiter, ending, is_of_windows",
+    [("list.csv", ",", ".png", False), ("Labels.CSV", ";", "", True), ("list.tsv", "\t", ".png", True)],
 )
-def test_a_csv_or_the_folder_that_holds_it_gives_the_images_that_it_lists(place, delimiter, ending, tmp_path):
-    write_list(tmp_path / "list.csv", tmp_path / "images", delimiter, ending)
+def test_a_list_or_the_folder_that_holds_it_gives_the_images_that_it_lists(
+    name, delimiter, ending, is_of_windows, tmp_path
+):
+    path = tmp_path / name
+    write_list(path, tmp_path / "images", delimiter, ending)
+    if is_of_windows:
+        path.write_text(path.read_text("utf-8").replace("/", "\\").replace("\n", "\r\n"), "utf-8")
+    (tmp_path / f"._{name}").write_bytes(b"\0\5\x16\7\xff")  # of macOS
     (tmp_path / "sample_submission.csv").write_text("id,probability\n1,0.5\n")
-    train, test = task(tmp_path / place).datasets()
+    check_colours(*task(path).datasets())
+    train, test = task(tmp_path).datasets()
     check_colours(train, test)
     assert (len(train), len(test)) == (12, 12)
-    shutil.copy(tmp_path / "list.csv", tmp_path / "more.csv")
-    with refuses("list.csv, more.csv"):
+    shutil.copy(path, tmp_path / "more.csv")
+    with refuses(f"{name}, more.csv"):
         find_samples(tmp_path)
 
 
@@ -39,17 +47,6 @@ def test_classes_that_are_numbers_are_sorted_as_numbers_and_an_image_listed_twic
     assert found.classes == ["2", "9", "10"]
     names = {split: {sample.name for sample in samples} for split, samples in found.samples.items()}
     assert not names["train"] & names["test"]
-
-
-@pytest.mark.parametrize("name, delimiter", [("list.csv", ","), ("Labels.CSV", ";"), ("list.tsv", "\t")])
-def test_a_list_of_windows_is_read_and_what_macos_puts_next_to_it_is_not(name, delimiter, tmp_path):
-    write_list(tmp_path / name, tmp_path / "images", delimiter)
-    content = (tmp_path / name).read_text("utf-8").replace("/", "\\").replace("\n", "\r\n")
-    (tmp_path / name).write_text(content, "utf-8")
-    (tmp_path / f"._{name}").write_bytes(b"\0\5\x16\7\xff")
-    train, test = task(tmp_path).datasets()
-    check_colours(train, test)
-    assert (len(train), len(test)) == (12, 12)
 
 
 LEAVE = [

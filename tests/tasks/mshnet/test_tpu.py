@@ -86,10 +86,7 @@ def test_doubling_in_bfloat16_keeps_the_mean_of_a_constant_image_whose_weights_i
 
 SIGN, ONES = torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), torch.ones(2, 4).double()
 PASSES = {  # ours, and the same by torch
-    "pixels": (
-        lambda x: block._TileMax.apply(x, SIGN),
-        lambda x: (SIGN[:, None, None] * x).amax((2, 3)),
-    ),
+    "pixels": (lambda x: block._TileMax.apply(x, SIGN), lambda x: (SIGN[:, None, None] * x).amax((2, 3))),
     "channels": (
         lambda x: block._PoolChannels.apply(x, 2 * ONES, ONES),
         lambda x: torch.stack([(2 * x + 1).mean(1), (2 * x + 1).amax(1)], 1),

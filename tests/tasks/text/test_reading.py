@@ -81,13 +81,15 @@ def test_a_list_in_a_json_file_is_read_and_so_are_lines_in_one(tmp_path, chats):
 
 
 def test_files_of_rows_name_their_split_anywhere_and_texts_at_the_beginning(tmp_path):
-    for name in ("chats_train.jsonl", "chats-val.jsonl", "more.v2.test.jsonl", "how_to_test.md"):
+    for name in ("chats_train.jsonl", "chats-val.jsonl", "more.v2.test.jsonl", "how_to_test.md", "test.txt"):
         (tmp_path / name).write_text(json.dumps(dict(text="a")))
     files = reading.find_texts(tmp_path)
     assert {split: [path.name for path in paths] for split, paths in files.items()} == dict(
-        train=["chats_train.jsonl"], test=["chats-val.jsonl", "more.v2.test.jsonl"], others=["how_to_test.md"]
+        train=["chats_train.jsonl"],
+        test=["chats-val.jsonl", "more.v2.test.jsonl", "test.txt"],
+        others=["how_to_test.md"],
     )
-    alone = tmp_path / "more.v2.test.jsonl"
+    alone = tmp_path / "test.txt"
     assert reading.find_texts(alone)["train"] == [alone], "the only file, named by the user"
 
 
@@ -126,7 +128,9 @@ def test_lists_beside_lines_are_read_and_files_about_the_data_or_in_no_split_are
     (tmp_path / "settings.json").write_text("{}")
     (tmp_path / "README.md").write_text("About these data.")
     (tmp_path / "table.csv").write_text("prompt,completion")
-    (tmp_path / ".DS_Store").touch()
+    (tmp_path / ".git").mkdir()
+    for name in (".DS_Store", ".git/HEAD"):
+        (tmp_path / name).touch()
     train, test = opened(tmp_path, chats, length=63)
     assert len(parts_of(train, chats) + parts_of(test, chats)) == 3
     assert "3 files are not used: README.md, settings.json, table.csv" in train.notes

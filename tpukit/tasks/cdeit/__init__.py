@@ -19,6 +19,7 @@ from tpukit.tasks import arrays
 from tpukit.tasks.cdeit import data as sets
 from tpukit.tasks.cdeit import diffusion
 from tpukit.tasks.cdeit.simulator import disk, simulate
+from tpukit.tasks.splits import find_copies
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class CDEIT(Task):
 
     def datasets(self) -> tuple[sets.Impedance, sets.Impedance]:
         train, test = self._read(sets.TRAINING), self.test_set()
-        train.notices += sets.find_copies(train, test)
+        learned, tested = ([row.tobytes() for row in data.arrays["voltages"]] for data in (train, test))
+        train.notices += find_copies(learned, tested, test.names.tolist(), "samples")
         return train, test
 
     def test_set(self) -> sets.Impedance:

@@ -123,14 +123,6 @@ def doubtful_voltages(name: str, voltages: np.ndarray) -> list[str]:
     ]
 
 
-def find_copies(train: Impedance, test: Impedance) -> list[str]:
-    """Return a sentence if test samples are training samples, by their voltages; else none."""
-    learned = {row.tobytes() for row in train.arrays["voltages"]}
-    found = [name for name, row in zip(test.names, test.arrays["voltages"]) if row.tobytes() in learned]
-    told = f"{len(found)} of {len(test)} test samples are training samples, too ({some(found)})"
-    return [f"{told}: the scores say nothing about new ones"] if found else []
-
-
 def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
     """(B, 208) voltages -> (B, 1, 16, 16) normalised map: row r is the drive pattern, zero at the columns
     r - 1, r, r + 1, which it does not measure. mean, deviation: (16, 13) each."""

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks.cdeit.data import ELECTRODES, SIZE
 
 MESH_SPACING = 0.05  # 2821 elements
@@ -108,10 +108,9 @@ class Tank:
             stand_in = dict.fromkeys(names, mock.MagicMock())
         sys.modules.update(stand_in)
         try:
-            from pyeit.eit import fem, protocol
-            from pyeit.mesh import create
-        except ImportError as error:
-            raise TpukitError("the simulated tank needs pyEIT: pip install 'pyeit>=1.2.4'") from error
+            with explained("the simulated tank needs pyEIT (pip install 'pyeit>=1.2.4')"):
+                from pyeit.eit import fem, protocol
+                from pyeit.mesh import create
         finally:
             for name in stand_in:
                 del sys.modules[name]

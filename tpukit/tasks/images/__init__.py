@@ -23,7 +23,8 @@ from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.datasets import archive_stem
 from tpukit.tasks.images import augment, models
-from tpukit.tasks.images.data import ImageSet, find_copies, find_samples, read_image
+from tpukit.tasks.images.data import ImageSet, find_copies, read_image
+from tpukit.tasks.images.samples import find_samples
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.tasks.splits import SPLITS, some
 from tpukit.training.task import Task
@@ -208,10 +209,9 @@ class ImageClassifier(Task):
     @property
     def export_preprocessing(self) -> str:
         size, levels = self._size(), pictures.kept_levels(self.weights)
-        scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
         return (
-            f"turn it upright by its EXIF orientation;{scaled} drop transparency, to RGB; scale the short"
-            f" side to {size} pixels (bicubic), keep the middle {size}x{size}; uint8, (3, rows, columns)"
+            f"{pictures.describe_opening(levels)} drop transparency, to RGB; scale the short side to {size}"
+            f" pixels (bicubic), keep the middle {size}x{size}; uint8, (3, rows, columns)"
         )
 
     def example(self, count):

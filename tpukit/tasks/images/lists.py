@@ -12,9 +12,8 @@ from tpukit.tasks import pictures
 from tpukit.tasks.splits import SPLITS, some, split_of
 
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
-LABEL_COLUMNS = (
-    "label labels class class_name category target species breed diagnosis classid class_id y".split()
-)
+LABEL_COLUMNS = "label labels class class_name category target species breed diagnosis".split()
+LABEL_COLUMNS += ["classid", "class_id", "y"]
 TABLES = (".csv", ".tsv")
 SPLIT_COLUMNS = "split subset partition set usage".split()
 
@@ -61,11 +60,11 @@ def find_lists(folder: Path) -> list[Path]:
     return [path for path in files if path.suffix.lower() in TABLES or path.name == "metadata.jsonl"]
 
 
-def describe_lists(folder: Path) -> str:
-    """Return a sentence about the columns of the lists in a folder; empty if it has none."""
+def describe_lists(folder: Path) -> list[str]:
+    """Return sentences about the columns of the lists in a folder; none if it has none."""
     columns = {path.name: _open_list(path)[0] for path in find_lists(folder)[:3]}
-    listed = "; ".join(f"{name} has the columns {', '.join(names[:8])}" for name, names in columns.items())
-    return f"; {listed}: those of images and labels should be called image and label" if listed else ""
+    told = [f"{name} has the columns {', '.join(names[:8])}" for name, names in columns.items()]
+    return [*told, "those of images and labels should be called image and label"] if told else []
 
 
 def _column(names, usual):
@@ -167,9 +166,8 @@ def _doubts(path, samples):
             f"{path.name}: {len(repeated)} images ({some(repeated)}) are listed more than once, and so count"
             " more than once"
         )
-    several = {
-        name for name in classes if len(parts := re.split(r"[|;,\s]+", name)) > 1 and classes & {*parts}
-    }
+    parts = {name: re.split(r"[|;,\s]+", name) for name in classes}
+    several = [name for name in classes if len(parts[name]) > 1 and classes & {*parts[name]}]
     if several:
         notices.append(
             f"{path.name}: {len(several)} classes look like several at once, such as {min(several)};"

@@ -141,10 +141,8 @@ def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
                 " as pretrained=PATH"
             ) from error
         return None, f"{network.name}: random weights, because no pretrained ones were found ({error})"
-    return (
-        path,
-        f"{network.name}: pretrained weights from {path}; the last layer is replaced if its classes differ",
-    )
+    note = f"{network.name}: pretrained weights from {path}; the last layer is replaced if its classes differ"
+    return path, note
 
 
 def _find_published(network):

@@ -18,6 +18,7 @@ from tpukit.runs.settings import setting
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.mshnet.synthetic import infrared_set
+from tpukit.tasks.splits import find_copies
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class MSHNet(Task):
         train = InfraredSet(self.dataset_dir, "train", *settings, pictures.kept_levels(self.weights))
         test = InfraredSet(self.dataset_dir, "test", *settings, train.levels)
         labels.require_targets(train)
-        train.notices += labels.notices(train) + labels.find_leaks(train, test)
+        copies = find_copies(train.digests, test.digests, test.names, "images")
+        train.notices += labels.notices(train) + copies
         test.notices += labels.notices(test)
         return train, test
 
@@ -186,11 +188,9 @@ class MSHNet(Task):
     @property
     def export_preprocessing(self) -> str:
         levels = pictures.kept_levels(self.weights)
-        scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
         return (
-            f"turn it upright by its EXIF orientation;{scaled} scale the long side to {self.base_size} pixels"
-            f" or, if that is more, to {self._smallest_scale:g} times its length (bilinear); uint8, (3, rows,"
-            " columns)"
+            f"{pictures.describe_opening(levels)} scale the long side to {self.base_size} pixels or, if that"
+            f" is more, to {self._smallest_scale:g} times its length (bilinear); uint8, (3, rows, columns)"
         )
 
     def exported(self, model: nn.Module, inputs: Batch) -> Tensor:

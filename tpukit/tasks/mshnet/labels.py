@@ -29,7 +29,11 @@ def require_targets(data: InfraredSet) -> None:
 
 def notices(data: InfraredSet) -> list[str]:
     """Return what may be wrong with images and masks, a sentence each."""
-    return [_count(data, text, indices) for text, indices in find_problems(data).items()]
+    kind = "training" if data.split == "train" else data.split
+    return [
+        f"{len(indices)} of {len(data)} {kind} {text} ({some([data.names[index] for index in indices])})"
+        for text, indices in find_problems(data).items()
+    ]
 
 
 def find_problems(data: InfraredSet) -> dict[str, list[int]]:
@@ -59,14 +63,6 @@ def find_problems(data: InfraredSet) -> dict[str, list[int]]:
     return {text: np.flatnonzero(found).tolist() for text, found in rules.items() if found.any()}
 
 
-def find_leaks(train: InfraredSet, test: InfraredSet) -> list[str]:
-    """Return a sentence if test images are training images, by their pixels; else none."""
-    learned = set(train.digests)
-    found = [index for index, digest in enumerate(test.digests) if digest in learned]
-    text = "images are training images, too, so the scores say nothing about new ones"
-    return [_count(test, text, found)] if found else []
-
-
 def check(data: InfraredSet) -> tuple[list[str], list[int]]:
     """(sentences, indices) as of `reporting.display.Displayed.check_labels`."""
     areas, largest = [], data.targets[:, 3]
@@ -83,8 +79,3 @@ def check(data: InfraredSet) -> tuple[list[str], list[int]]:
     by_size = [index for index in np.argsort(largest, kind="stable").tolist() if largest[index]]
     indices += by_size[-1:] + by_size[:1] + by_size[len(by_size) // 2 :][:1]
     return sentences, list(dict.fromkeys(indices)) or [0]
-
-
-def _count(data, text, indices):
-    kind = "training" if data.split == "train" else data.split
-    return f"{len(indices)} of {len(data)} {kind} {text} ({some([data.names[index] for index in indices])})"

@@ -1,8 +1,5 @@
 """The tokens of a text or a conversation, and which of them are to be learned."""
 
-from __future__ import annotations
-
-import collections
 import datetime
 import functools
 import json
@@ -14,7 +11,7 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError, explained
 from tpukit.tasks.text import reading
-from tpukit.tasks.text.reading import NothingToLearn
+from tpukit.tasks.text.reading import Counts, Message, NothingToLearn
 
 TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.uint16)])
 SPECIAL = re.compile(r"</s>|<\|(?:im_end|eot_id|endoftext|end)\|>|<end_of_turn>|\[/INST\]")  # of some models
@@ -36,16 +33,16 @@ TEMPLATE = (
 )
 
 
-def tokens_of(row: Any, tokenizer: Any, counts: collections.Counter[str]) -> tuple[np.ndarray, bool]:
+def tokens_of(row: Any, tokenizer: Any, counts: Counts) -> tuple[np.ndarray, bool]:
     """Return (array of `TOKEN`, whether it is a conversation) of a row, see `reading.read_row`.
 
     counts: gets how often something was left out, by what it was. Raises NothingToLearn for a row that is to
     be left out, TpukitError for one that has to be mended."""
-    said, tools = reading.read_row(row, counts)
-    if isinstance(said, str):
-        ids = _ids_of_text(said, tokenizer, counts)
+    content, tools = reading.read_row(row, counts)
+    if isinstance(content, str):
+        ids = _ids_of_text(content, tokenizer, counts)
         return _with_labels(ids, np.ones(len(ids), bool)), False
-    parts = parts_of(said, tools, tokenizer, counts)
+    parts = parts_of(content, tools, tokenizer, counts)
     # Tokenised as a whole, since a token may reach over the border of two parts.
     whole = "".join(text for text, _ in parts)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -77,9 +74,7 @@ def _ids_of_text(text, tokenizer, counts):
     return ids if has_end else [*ids, tokenizer.eos_token_id]
 
 
-def parts_of(
-    messages: list[dict[str, Any]], tools: Any, tokenizer: Any, counts: collections.Counter[str]
-) -> list[tuple[str, bool]]:
+def parts_of(messages: list[Message], tools: Any, tokenizer: Any, counts: Counts) -> list[tuple[str, bool]]:
     """Return [(text, whether it is to be learned)] of a conversation, as the chat template writes it.
 
     The assistant's answers are to be learned, each up to what ends its turn, but not those of weight 0.
@@ -168,7 +163,7 @@ def turn_end(tokenizer: Any, template: str | None) -> tuple[str, int | None]:
     return rest, None
 
 
-def _render(messages: list[dict], tools: Any, tokenizer: Any, *, prompt: bool = False) -> str:
+def _render(messages: list[Message], tools: Any, tokenizer: Any, *, prompt: bool = False) -> str:
     """Return a conversation as the model reads it. prompt: with the beginning of an answer."""
     # Always of one day, so that a run that is resumed on another day goes on with the same tokens.
     template = re.sub(NOW, lambda call: repr(DAY.strftime(call[2])), tokenizer.chat_template or TEMPLATE)
@@ -192,8 +187,8 @@ def read_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
 
 
 def _ids_of_prompt(row, tokenizer):
-    said, tools = reading.read_row(row, collections.Counter(), is_prompt=True)
-    if not isinstance(said, str):
-        is_answered = len(said) > 1 and said[-1]["role"] == "assistant"
-        said = _render(said[: len(said) - is_answered], tools, tokenizer, prompt=True)
-    return tokenizer(said, add_special_tokens=False)["input_ids"]
+    content, tools = reading.read_row(row, Counts(), is_prompt=True)
+    if not isinstance(content, str):
+        is_answered = len(content) > 1 and content[-1]["role"] == "assistant"
+        content = _render(content[: len(content) - is_answered], tools, tokenizer, prompt=True)
+    return tokenizer(content, add_special_tokens=False)["input_ids"]

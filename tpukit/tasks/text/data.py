@@ -2,10 +2,7 @@
 
 Shapes: R rows, B batch, T tokens of a row."""
 
-from __future__ import annotations
-
 import bisect
-import collections
 import itertools
 import json
 import math
@@ -19,7 +16,8 @@ import numpy as np
 
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import arrays
-from tpukit.tasks.splits import about_tables, find_files, some
+from tpukit.tasks.arrays import Arrays
+from tpukit.tasks.splits import about_tables, some
 from tpukit.tasks.text import conversations, reading
 from tpukit.tasks.text.conversations import TOKEN
 
@@ -42,9 +40,7 @@ class TextSet:
 
     num_uniforms = 0
 
-    def __init__(
-        self, packed: dict[str, np.ndarray], is_here: np.ndarray, signature: str, notes: str
-    ) -> None:
+    def __init__(self, packed: Arrays, is_here: np.ndarray, signature: str, notes: str) -> None:
         self.rows, self.signature, self.notes = packed["rows"], signature, notes
         self.kept = np.flatnonzero(is_here & (packed["targets"] > 0))
         self.targets = packed["targets"][self.kept].sum() / max(1, len(self.kept))
@@ -53,7 +49,7 @@ class TextSet:
     def __len__(self) -> int:
         return len(self.kept)
 
-    def batch(self, indices: Any, numbers: Any = None) -> dict[str, np.ndarray]:
+    def batch(self, indices: Any, numbers: Any = None) -> Arrays:
         rows = self.rows[self.kept[indices]]
         found = {name: rows[name].astype(np.int32) for name in TOKEN.names or ()}
         return dict(found, share=np.full(len(rows), 1 / self.targets, np.float32))
@@ -71,15 +67,14 @@ def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tu
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
     packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, test_share))
     is_test, signature = packed["is_test"], arrays.digest(key)
-    notes = [str(packed["notes"]), about_tables(place, reading.PAGE)]
+    notes = [str(packed["notes"]), *about_tables(place, reading.PAGE)]
     if others:
         notes.append(f"{len(others)} files are not used: {some(others)}")
-    train = TextSet(packed, ~is_test, signature, "\n".join(filter(None, notes)))
+    train = TextSet(packed, ~is_test, signature, "\n".join(notes))
     test = TextSet(packed, is_test, signature, "")
     if not len(train) or not len(test):
         raise TpukitError(
-            f"{place}: nothing is left to train on or to test with, so add texts"
-            f" ({'; '.join(filter(None, notes))})"
+            f"{place}: nothing is left to train on or to test with, so add texts ({'; '.join(notes)})"
         )
     return train, test
 
@@ -87,9 +82,13 @@ def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tu
 def fitting_sizes(place: Path | None, bytes_per_token: int) -> tuple[int, int]:
     """Return (rows of a batch, T) by the sizes of the files: `BATCH` and `LENGTH`, or, for a small training
     set, a shorter T that still holds each conversation, and fewer rows, for `FEWEST_STEPS` in an epoch."""
-    if place is None or not find_files(place, (*reading.TEXTS, reading.LINES, reading.LIST)):
+    if place is None:
         return BATCH, LENGTH
-    files, rows = reading.find_texts(place), BATCH * FEWEST_STEPS
+    try:
+        files = reading.find_texts(place)
+    except TpukitError:  # which `open_sets` raises
+        return BATCH, LENGTH
+    rows = BATCH * FEWEST_STEPS
     tokens = sum(path.stat().st_size for path in files["train"] + files["test"]) // bytes_per_token
     if tokens >= LENGTH * rows:
         return BATCH, LENGTH
@@ -107,10 +106,10 @@ def fitting_sizes(place: Path | None, bytes_per_token: int) -> tuple[int, int]:
     return 2 ** int(math.log2(batch)), length
 
 
-def _pack(files, tokenizer, length, test_share) -> dict[str, np.ndarray]:
+def _pack(files, tokenizer, length, test_share) -> Arrays:
     """Return rows (R, T) of `TOKEN`; for each (R,) targets, how many labels it has, sizes, how many tokens,
     and is_test; and notes."""
-    rows, counts, left_out = _Rows(length), collections.Counter(), []
+    rows, counts, left_out = _Rows(length), reading.Counts(), []
     held_out, learned = [], set()
     # Without a test split, documents are held out of it, or rows if there are texts, which may be long.
     has_test, has_texts = bool(files["test"]), any(path.suffix in reading.TEXTS for path in files["train"])

@@ -1,8 +1,6 @@
 """Find models of transformers and their tokenizers. No code of theirs is run (`trust_remote_code` is never
 True), and nothing is unpickled. Imports no torch; transformers and peft when they are used."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@ gigabytes.
 
 Shapes: B batch, T positions, t of them at a time, W width of the model, V entries of the vocabulary."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

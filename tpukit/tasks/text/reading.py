@@ -1,11 +1,10 @@
 """Texts, conversations and prompts in a user's files, in the formats that such files usually have."""
 
-from __future__ import annotations
-
 import codecs
 import collections
 import json
 import pydoc_data.topics
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -13,7 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from tpukit.host.errors import TpukitError, explained
-from tpukit.tasks.splits import about_tables, find_files, split_of
+from tpukit.tasks.splits import SPLITS, about_tables, files_below, split_of
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
 PAGE = "TEXT"  # of the docs
@@ -29,6 +28,8 @@ QUESTIONS = ("prompt", "question", "instruction", "query")
 ADDED, SYSTEM = ("input", "context"), ("system", "system_prompt")  # to a question; above a conversation
 ABOUT = ("readme", "license", "licence")  # files about the data, if there are others
 UNUSED = "texts have columns that are not used: {}"
+Counts = collections.Counter[str]  # how often something was left out, by what it was
+Message = dict[str, Any]  # with its role and content
 
 
 class NothingToLearn(TpukitError):
@@ -47,18 +48,18 @@ def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
 def find_texts(place: Path) -> dict[str, list[Path]]:
     """Return the files of train and of test, and the others. If some are in train, those in no split are
     others. Raises TpukitError if there is none to train on."""
-    files = find_files(place, (*TEXTS, LINES, LIST))
-    files = [each for each in files if each[0].stem.lower() not in ABOUT] or files
-    files = [each for each in files if each[0].suffix != LIST or _is_list_file(each[0])] or files
-    if place.is_dir():
-        files = [(path, split or _split_in_name(path)) for path, split in files]
-    train = [path for path, split in files if split == "train"]
-    train = train or [path for path, split in files if split is None]
-    test = [path for path, split in files if split in ("val", "test")]
+    below = files_below(place) if place.is_dir() else [place]
+    files = [path for path in below if path.suffix in (*TEXTS, LINES, LIST) and path.is_file()]
+    files = [path for path in files if path.stem.lower() not in ABOUT] or files
+    files = [path for path in files if path.suffix != LIST or _is_list_file(path)] or files
+    splits = {path: _split_of(path.relative_to(place)) for path in files}
+    train = [path for path in files if splits[path] == "train"]
+    train = train or [path for path in files if splits[path] is None]
+    test = [path for path in files if splits[path] in ("val", "test")]
     if not train and (tables := about_tables(place, PAGE)):
-        raise TpukitError(f"{place}: {tables}")
-    below = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else []
-    others = [path for path in below if path.name[0] != "." and path not in (*train, *test)]
+        raise TpukitError(f"{place}: {tables[0]}")
+    used = {*train, *test}
+    others = [path for path in below if path not in used and path != place]
     if not train:
         here = f"; it has {', '.join(path.name for path in others[:8])}" if others else ""
         raise TpukitError(
@@ -69,9 +70,12 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
     return dict(train=train, test=test, others=others)
 
 
-def _split_in_name(path):
-    """Return the split that a file of rows names anywhere: chats_train.jsonl. A text has any title."""
-    return None if path.suffix in TEXTS else split_of(path.stem)
+def _split_of(path):
+    """Return train, val, test or None of a file, by its path in a set: the first word of a folder or of the
+    file, as in data/test-00.jsonl, or any word of a file of rows, as in chats_train.jsonl."""
+    words = [re.split("[-_.]", part.lower())[0] for part in path.parts]
+    first = next((SPLITS[word] for word in words if word in SPLITS), None)
+    return first if first or path.suffix in TEXTS else split_of(path.stem)  # a text has any title
 
 
 def _is_list_file(path):
@@ -102,9 +106,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield where, row
 
 
-def read_row(
-    row: Any, counts: collections.Counter[str], *, is_prompt: bool = False
-) -> tuple[list[dict[str, Any]] | str, Any]:
+def read_row(row: Any, counts: Counts, *, is_prompt: bool = False) -> tuple[list[Message] | str, Any]:
     """Return (the messages of a row, or its text; its tools or None).
 
     A row has `messages` or `conversations`, each message with role and content, or from and value; or one of
@@ -115,26 +117,12 @@ def read_row(
     an answer that its label rejects, TpukitError for any other row."""
     row = row if isinstance(row, dict) else {}
     unused = {name: value for name, value in row.items() if value is not None}
-    has_question = any(name in unused for name in QUESTIONS)
+    listed = _parsed(_take(unused, "messages", "conversations"))
     has_answer = is_prompt or any(name in row for name in ANSWERS)  # even if it is empty
-    said = _parsed(_take(unused, "messages", "conversations"))
-    if said is None and has_question and has_answer:
-        question, answer = _take(unused, *QUESTIONS), _take(unused, *ANSWERS)
-        if _is_list(question):
-            said = [dict(one, weight=0) for one in question]
-        else:
-            added = _take(unused, *ADDED, kind=str)
-            if added and isinstance(question, str):
-                question = f"{question}\n\n{added}" if question else added
-            said = [dict(role="user", content=question)]
-        if _is_list(answer):
-            said += answer
-        elif answer is not None:
-            said.append(dict(role="assistant", content=answer))
-        if _take(unused, "label") is False:  # as in KTO
-            raise NothingToLearn("its label marks the answer as unwanted")
-    text = _take(unused, "text", kind=str) if said is None else None
-    messages: list[Any] = [_message(one) for one in said] if _is_list(said) else []
+    if listed is None and has_answer and any(name in unused for name in QUESTIONS):
+        listed = _take_answered_question(unused)
+    text = _take(unused, "text", kind=str) if listed is None else None
+    messages: list[Any] = [_message(one) for one in listed] if _is_list(listed) else []
     if text is None and (not messages or None in messages):
         columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
         raise TpukitError(
@@ -152,6 +140,25 @@ def read_row(
     return messages if text is None else text, tools
 
 
+def _take_answered_question(columns: dict[str, Any]) -> list[Any]:
+    """Remove a question and its answer. Return them as messages. Raises NothingToLearn for a rejected one."""
+    question, answer = _take(columns, *QUESTIONS), _take(columns, *ANSWERS)
+    if _is_list(question):
+        messages = [dict(one, weight=0) for one in question]
+    else:
+        added = _take(columns, *ADDED, kind=str)
+        if added and isinstance(question, str):
+            question = f"{question}\n\n{added}" if question else added
+        messages = [dict(role="user", content=question)]
+    if _is_list(answer):
+        messages += answer
+    elif answer is not None:
+        messages.append(dict(role="assistant", content=answer))
+    if _take(columns, "label") is False:  # as in KTO
+        raise NothingToLearn("its label marks the answer as unwanted")
+    return messages
+
+
 def _take(columns: dict[str, Any], *names: str, kind: type = object) -> Any:
     """Remove the first of some columns that has a value of a type. Return that, or None if there is none."""
     for name in names:
@@ -160,7 +167,7 @@ def _take(columns: dict[str, Any], *names: str, kind: type = object) -> Any:
     return None
 
 
-def _message(one: dict[str, Any]) -> dict[str, Any] | None:
+def _message(one: Message) -> Message | None:
     """Return a message as chat templates read it; None if it has no role or no text."""
     one = {name: value for name, value in one.items() if value is not None}
     role = one.pop("role", one.pop("from", None))
@@ -182,7 +189,7 @@ def _message(one: dict[str, Any]) -> dict[str, Any] | None:
     return dict(one, role=ROLES.get(role.lower(), role.lower()), content=content)
 
 
-def _is_list(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def _is_list(value: Any) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 

@@ -1,7 +1,5 @@
 """The TPU's compiler without a TPU: installed, given the graph of a step; its answer read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tpukit.devices.chips import V5E, V6E, Chip
 from tpukit.host import files
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.known_errors import fix_for
 from tpukit.tools.child import last_line, run_python
 from tpukit.tools.plan import hlo
@@ -49,10 +47,8 @@ def folder_of(packages: tuple[str, ...] = COMPILER) -> Path:
 def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> Path:
     """Install the compiler's packages into `folder_of` them, unless they are there. Return that folder."""
     folder = folder_of(packages)
-    try:
+    with explained(f"{folder.parent} cannot be written, so set TPUKIT_CACHE to another folder"):
         files.make_private(folder.parent)
-    except OSError as error:
-        raise TpukitError(f"cannot write {folder.parent} ({error}): set TPUKIT_CACHE to another") from error
     with files.file_lock(folder):
         if folder.is_dir():
             return folder

@@ -54,9 +54,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = request["compiler"]  # jax, for the processes that lower kernels
     runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"])
     # The average of the weights has a graph of its own.
-    step = TrainingStep(
-        dataclasses.replace(task, ema_decay=None, compile="auto"), runtime, task.model().train()
-    )
+    plain = dataclasses.replace(task, ema_decay=None, compile="auto")
+    step = TrainingStep(plain, runtime, task.model().train())
     averaged_bytes = sum(v.nbytes for v in step.model.state_dict().values()) if task.ema_decay else 0
     batch, compose, resident_bytes = first_batch(task, runtime, request["size"])
     step.compile(compose)

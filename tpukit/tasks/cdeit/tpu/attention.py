@@ -70,9 +70,8 @@ def choose(runtime: "XLARuntime") -> str:
     _disabled_reason = reason
     if reason is None:
         return "attention: by a TPU kernel (Pallas)"
-    return (
-        f"attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic: {reason}"
-    )
+    kernel = "the TPU kernel, which needs a fraction of the memory traffic"
+    return f"attention: in slices, not by {kernel}: {reason}"
 
 
 def _reason_here(runtime):
