@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import plans
-from tests.conftest import ROOT, refuses
+from tests.conftest import ROOT, refuses, wait_for
+from tests.launching.conftest import are_gone
 from tpukit import MNIST, MSHNet, TpukitError, cli
 from tpukit.devices import lanes
 from tpukit.host.tables import GIB
@@ -245,6 +248,19 @@ def refused(error):
 def test_a_failure_of_the_compiler_is_explained(result, words, tmp_path):
     with refuses(words):
         compiler.read_answer(result, tmp_path)
+
+
+def test_a_plan_that_is_killed_leaves_no_compiler_behind(tmp_path):
+    """The compiler is a package that says in which process it is imported, and waits."""
+    package_text = "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(60)"
+    (tmp_path / "jaxlib.py").write_text(package_text)
+    program = "from tpukit.tools.plan.compiler import *; run_compiler('', MACHINES['v5e-1'], Path.cwd())"
+    environ = dict(os.environ, PYTHONPATH=str(ROOT))
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environ) as parent:
+        told = tmp_path / "pid"
+        wait_for(lambda: told.exists() and told.read_text().endswith(" "), parent)
+        parent.kill()
+    assert are_gone([int(told.read_text())])
 
 
 def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(answers, monkeypatch, capsys):

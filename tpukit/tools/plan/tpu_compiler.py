@@ -8,8 +8,10 @@ graph, which `hlo.py` reads, or {"error": its reason}. Imports nothing of tpukit
 torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's own ahead-of-time
 tests.)"""
 
+import ctypes
 import json
 import os
+import signal
 import sys
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
@@ -73,4 +75,6 @@ def donate_replaced_arguments(module, ir):
 
 
 if __name__ == "__main__":
+    # 1 is PR_SET_PDEATHSIG: a plan that is killed leaves no compiler behind, with its many GB.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
