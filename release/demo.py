@@ -8,7 +8,7 @@ import torch
 
 from tpukit.runs import weights
 from tpukit.runs.run import Run
-from tpukit.tasks.trained import DEMO_FOLDER
+from tpukit.tools.trained import DEMO_FOLDER
 
 MAX_BYTES = 400_000
 

@@ -8,7 +8,7 @@ import tpukit
 from release import demo as release_demo
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.tasks.trained import DEMO_FOLDER, find_trained
+from tpukit.tools.trained import DEMO_FOLDER, find_trained
 
 IMAGES = {"XDU674.png", "XDU889.png", "XDU516.png", "XDU637.png"}
 TARGETS = 2  # of each of these images, at least, as labelled in IRSTD-1k

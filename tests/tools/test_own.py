@@ -14,8 +14,8 @@ from PIL import Image
 from tests.conftest import refuses
 from tpukit import Run
 from tpukit.devices.runtime import Runtime
-from tpukit.tasks.trained import find_trained
 from tpukit.tools import own, own_files
+from tpukit.tools.trained import find_trained
 from tpukit.training import prediction
 
 

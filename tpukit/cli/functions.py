@@ -68,7 +68,7 @@ def test(
         precision: by default as in training.
     """
     from tpukit.reporting import display, findings
-    from tpukit.tasks.trained import find_trained
+    from tpukit.tools.trained import find_trained
 
     env = tpukit.detect()
     trained, _ = find_trained(run, task)
@@ -110,8 +110,8 @@ def report(run: RunFolder, trace: int = 0, tensorboard: Path | None = None) -> N
 
         print(f"\nevents for TensorBoard: {printable(write_events(folder, tensorboard))}")
     if trace:
-        from tpukit.tasks.trained import task_of
         from tpukit.tools.trace import trace as run_trace
+        from tpukit.tools.trained import task_of
 
         task = with_dataset(task_of(folder.config, folder.path), tpukit.detect())
         print(f"\n{Sentences(run_trace(task, folder, steps=trace))}")

@@ -89,7 +89,7 @@ def export(
     Return an `Exported`, whose difference is measured on random samples. Raise TpukitError if a package is
     missing or the model cannot be exported."""
     from tpukit.runs import weights
-    from tpukit.tasks.trained import find_trained
+    from tpukit.tools.trained import find_trained
 
     task, best = find_trained(run, task)
     export_folder = getattr(task, "export_folder", None)

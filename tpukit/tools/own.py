@@ -24,8 +24,8 @@ from tpukit.reporting.widgets import offer_download, show_with_controls
 from tpukit.runs.run import Run
 from tpukit.tasks import part_of
 from tpukit.tasks.datasets import DEMO, is_demo
-from tpukit.tasks.trained import find_trained, task_of
 from tpukit.tools.own_files import OwnFiles, Sample, list_files, predict_files
+from tpukit.tools.trained import find_trained, task_of
 from tpukit.training.task import Task
 
 MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it

@@ -21,7 +21,7 @@ from tpukit.host.tables import printable
 from tpukit.tasks import part_of
 from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.datasets import is_demo
-from tpukit.tasks.trained import DEMO_FOLDER
+from tpukit.tools.trained import DEMO_FOLDER
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
 from tpukit.training.task import Task
 

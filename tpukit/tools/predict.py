@@ -46,8 +46,8 @@ def predict(
     that cannot be read. Raises TpukitError if none can, or the run has no weights."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
-    from tpukit.tasks.trained import find_trained
     from tpukit.tools import own, own_files
+    from tpukit.tools.trained import find_trained
 
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")

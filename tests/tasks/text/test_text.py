@@ -33,8 +33,8 @@ from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.tasks.datasets import find_dataset, make_synthetic
 from tpukit.tasks.text import conversations, data, hub
-from tpukit.tasks.trained import task_of as task_of_run
 from tpukit.tools.child import to_request
+from tpukit.tools.trained import task_of as task_of_run
 from tpukit.training.prediction import predict_test_images
 from tpukit.training.step import TrainingStep
 

@@ -12,7 +12,7 @@ from tpukit.runs.settings import from_settings
 from tpukit.tasks.datasets import is_demo
 from tpukit.training.task import Task
 
-DEMO_FOLDER = Path(__file__).parent / "mshnet" / "demo"  # a small MSHNet and infrared images
+DEMO_FOLDER = Path(tasks.__file__).parent / "mshnet" / "demo"  # a small MSHNet and infrared images
 
 
 def task_of(config: dict, source: Path) -> Task:
