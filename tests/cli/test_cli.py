@@ -1,5 +1,6 @@
 """The command line, as a user types it."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from tests.conftest import ROOT
 from tpukit import MNIST, Run, cli
 from tpukit.cli.commands import COMMANDS, WITH_TASK, todays
 from tpukit.runs import weights
-from tpukit.tasks import TASKS
+from tpukit.tasks import TASKS, find
 
 TINY = "--base-size 32 --crop-size 32 --batch-size 4 --warm-epoch 0 --eval-every 1".split()
 SIZES = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()  # of a small CDEIT
@@ -156,6 +157,13 @@ def helps():
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=wide)
     answers = map(json.loads, ran.stdout.splitlines())
     return {" ".join(argv): answer for argv, answer in zip(HELPS, answers, strict=True)}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_default_is_of_a_type_which_the_parser_would_take_for_another_of_equal_value(name):
+    """tyro's cache asks for equality alone: 16 and an int's subclass that is 16 are one to it."""
+    for field in dataclasses.fields(find(name)):
+        assert type(field.default) in (bool, int, float, str, tuple, type(None))
 
 
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)

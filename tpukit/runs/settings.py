@@ -45,6 +45,10 @@ def setting(default: Any, *, free: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"free": free})
 
 
+class Chosen(int):
+    """A number that the task chose, because none was given. Another dataset may change it."""
+
+
 def as_declared(name: str, value: Any, declared: Any) -> Any:
     """Return the value of a setting in its declared type: a whole float as an int, a str as a Path, a list,
     as in JSON, as a tuple. Raises TpukitError for a value of another type. name: of the setting."""

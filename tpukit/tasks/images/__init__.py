@@ -19,7 +19,7 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.runs.settings import require_at_least, require_shares, setting
+from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.datasets import archive_stem
 from tpukit.tasks.images import augment, models
@@ -39,10 +39,6 @@ TOP5_CLASSES = 10  # up to so many, five of them are no score
 FEW = 10  # images of a class, below which `check_labels` warns
 # Defaults of a training run; a small set gets more epochs, so that there are STEPS, and smaller batches.
 EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
-
-
-class Chosen(int):
-    """A number that the task chose, because none was given. Another dataset may change it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

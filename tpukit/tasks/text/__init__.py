@@ -17,7 +17,7 @@ import numpy as np
 
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
-from tpukit.runs.settings import require_at_least, require_shares, setting
+from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
 from tpukit.tasks.splits import SPLITS
 from tpukit.tasks.text import conversations, data, hub, reading
 from tpukit.training.task import Task
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
 FEW = 16  # tokens of a text that begin a sample
-
-
-class Chosen(int):
-    """A number that the task chose, because none was given. Another dataset may change it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +55,8 @@ class LanguageModel(Task):
 
     # What has no description here has that of `Task`.
     epochs: int = setting(3, free=True)
-    batch_size: int = Chosen(data.BATCH)
-    """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores. By default
+    batch_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores. None: 16, or
     fewer for a small training set, so that an epoch has about fifty steps."""
     lr: float = 5e-4
     """Learning rate of AdamW (betas 0.9 and 0.95)."""
@@ -103,7 +99,7 @@ class LanguageModel(Task):
         require_at_least(self, 1, "lora_rank", "sequence_length", "new_tokens")
         require_at_least(self, 0, "weight_decay", "lora_alpha", "samples", "temperature")
         require_shares(self, "test_share")
-        if isinstance(self.batch_size, Chosen):
+        if self.batch_size is None or isinstance(self.batch_size, Chosen):
             batch, _ = self._fitting_sizes
             shares = environment.detect().cores * self.micro_batches  # which a batch is divided into
             object.__setattr__(self, "batch_size", Chosen(shares * math.ceil(batch / shares)))
@@ -209,7 +205,7 @@ class LanguageModel(Task):
     # Data
 
     def datasets(self) -> tuple[data.TextSet, data.TextSet]:
-        assert self.dataset_dir is not None  # see `check_dataset_dir`
+        assert self.dataset_dir is not None and self.batch_size is not None  # see `check_dataset_dir`
         train, test = data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
         steps = self.epochs * (len(train) // self.batch_size)
         seen = round(steps * self.batch_size * train.sizes)
