@@ -26,8 +26,8 @@ ROOT = Path(__file__).parent.parent
 # nothing.
 KEPT = {
     "mnist_quickstart": dict(ACCELERATOR="cpu"),
-    "finetune_images": dict(ACCELERATOR="cpu", EPOCHS=4, IMAGE_SIZE=64),
-    "colab_tpu_setup": dict(EPOCHS=12, WARM_EPOCH=2, IMAGE_SIZE=64, BATCH_SIZE=4, LR=0.02),
+    "finetune_images": dict(ACCELERATOR="cpu", EPOCHS=3, IMAGE_SIZE=64),
+    "colab_tpu_setup": dict(EPOCHS=7, WARM_EPOCH=4, IMAGE_SIZE=64, BATCH_SIZE=4, LR=0.02),
 }
 ON_XLA = ("colab_tpu_setup",)
 # In the source of a cell whose output is the machine's, random, mostly measured, or hidden but from nbval, or

@@ -12,8 +12,9 @@ from tpukit.tasks import pictures
 from tpukit.tasks.splits import SPLITS, some, split_of
 
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
-LABEL_COLUMNS = "label labels class class_name category target species breed diagnosis".split()
-LABEL_COLUMNS += ["classid", "class_id", "y"]
+LABEL_COLUMNS = (
+    "label labels class class_name category target species breed diagnosis classid class_id y".split()
+)
 TABLES = (".csv", ".tsv")
 SPLIT_COLUMNS = "split subset partition set usage".split()
 
