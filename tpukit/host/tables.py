@@ -50,8 +50,7 @@ class Table:
     notebook.
 
     folded: further rows, which a notebook shows after a click on `summary`, and a terminal below the others.
-    are_names: the values are names of code, which no language translates.
-    """
+    are_names: the values are names of code, which no language translates."""
 
     def __init__(
         self,
@@ -111,7 +110,8 @@ def _texts(rows, are_names):
 
 def _cell(tag, text):
     whole = ";white-space:nowrap" if len(text) <= 16 else ""  # dates and names of hardware
-    return f"<{tag} style='text-align:left;overflow-wrap:anywhere{whole}'>{html.escape(text)}</{tag}>"
+    wrap = "break-word" if tag == "th" else "anywhere"  # a path may break anywhere, a heading at its words
+    return f"<{tag} style='text-align:left;overflow-wrap:{wrap}{whole}'>{html.escape(text)}</{tag}>"
 
 
 class Sentences(list):
