@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,10 +26,9 @@ def prompts_of(lengths, size=20):
     return numbers.int(), torch.tensor(lengths)
 
 
-def write(ours, runtime, tokens, lengths, **options):
-    options = dict(new=19, temperature=0.0, seed=0) | options
+def write(ours, runtime, tokens, lengths):
     on_device = runtime.put(dict(tokens=tokens, lengths=lengths)).values()
-    return runtime.to_cpu(network.write(runtime.to_device(ours), runtime, *on_device, **options))
+    return runtime.to_cpu(network.write(runtime.to_device(ours), runtime, *on_device, new=19))
 
 
 @pytest.mark.parametrize("pair", CONFIGS, indirect=True)
@@ -55,16 +53,3 @@ def test_prompts_of_any_length_are_one_graph_on_xla_and_give_what_the_cpu_gives(
     assert torch.equal(found, expected)
     events = [event for event in xla.compile_events if event["what"] == "write_token"]
     assert sum(event["programs"] for event in events) <= 1 and not xla.counters()["fallbacks"]
-
-
-def test_tokens_are_drawn_by_the_models_probabilities(pair, cpu):
-    plain, ours = pair
-    tokens, _ = prompts_of([4])
-    rows = tokens.expand(4000, -1)[:, :6].clone()
-    written = write(ours, cpu, rows, torch.full((4000,), 4), new=1, temperature=1.0)[:, 4]
-    shares = plain(tokens[:, :4].long()).logits[0, -1].softmax(-1).detach().numpy()
-    counted = np.bincount(written.numpy(), minlength=300) / 4000
-    assert np.abs(counted - shares).max() < 4 * np.sqrt(shares.max() / 4000)
-    assert len(set(written.tolist())) > 20 and torch.equal(
-        written, write(ours, cpu, rows, torch.full((4000,), 4), new=1, temperature=1.0)[:, 4]
-    )

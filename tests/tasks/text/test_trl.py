@@ -170,7 +170,7 @@ def test_the_text_of_greedy_predictions_is_that_of_generate(family, folder, cpu)
     path = folder.parent / "prompts.jsonl"
     path.write_text("".join(json.dumps(dict(messages=row["prompt"])) + "\n" for row in CHATS))
     options = dict(pretrained="yes", tokenizer="auto", adapter="none", sequence_length=128, new_tokens=NEW)
-    task = task_of(folder, weights=str(folder), temperature=0.0, **options)
+    task = task_of(folder, weights=str(folder), **options)
     batch, _ = task.read_files([path], folder)
     found = task.predictor(task.model().eval(), cpu)(cpu.put(batch))
     rows = zip(found["written"].tolist(), found["prompt"].tolist(), expected)

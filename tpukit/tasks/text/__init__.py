@@ -91,13 +91,11 @@ class LanguageModel(Task):
     """Texts to generate at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)
     """Tokens of each generated text, at most half of `sequence_length`."""
-    temperature: float = setting(0.8, free=True)
-    """Randomness of generated texts. 0: always the most probable token; 1: by the model's probabilities."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(self, 1, "lora_rank", "sequence_length", "new_tokens")
-        require_at_least(self, 0, "weight_decay", "lora_alpha", "samples", "temperature")
+        require_at_least(self, 0, "weight_decay", "lora_alpha", "samples")
         require_shares(self, "test_share")
         if self.batch_size is None or isinstance(self.batch_size, Chosen):
             batch, _ = self._fitting_sizes
@@ -260,9 +258,7 @@ class LanguageModel(Task):
         from tpukit.tasks.text import network
 
         score, left = super().predictor(model, runtime, epoch), self.samples
-        options: Any = dict(new=self._new, temperature=self.temperature)
-        options["seed"] = self.seed, epoch or 0, runtime.world.rank
-        write = functools.partial(network.write, model, runtime, **options)
+        write = functools.partial(network.write, model, runtime, new=self._new)
 
         def predict(batch):
             nonlocal left

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
 
 ATTENTION = "tpukit"  # name of `_attention` in transformers
-COLDEST = 1e-6  # a temperature at which the most probable token is drawn
 
 
 def build(
@@ -174,33 +173,27 @@ def _attention(
     return out.flatten(1, 2).transpose(1, 2), None
 
 
-def write(
-    model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int, temperature: float, seed: Any
-) -> Tensor:
+def write(model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int) -> Tensor:
     """Return (B, L): prompts on the device, and at least `new` tokens that the model writes after them, if
-    there is room.
+    there is room, always the most probable one.
 
-    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more. temperature: 0: the most
-    probable token, 1: drawn by the model's probabilities. seed: for `np.random.SeedSequence`."""
+    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more."""
     rows, size = tokens.shape
-    config, rng = model.causal.config, np.random.default_rng(np.random.SeedSequence(seed))
+    config = model.causal.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     empty = torch.zeros(rows, heads, size, config.head_dim, dtype=model.head.dtype)
     # From the host: made on an XLA device, they would be a graph of their own.
     layers = runtime.put([(empty, empty)] * config.num_hidden_layers)
     state = dict(place=runtime.put(np.zeros(1, np.int32)), tokens=tokens, layers=layers)
-    numbers = 1 - rng.random((rows, size), np.float32)  # in (0, 1]
-    fixed = dict(numbers=runtime.put(numbers), prompt=prompt)
-    step = runtime.inference(functools.partial(write_token, model, max(temperature, COLDEST)))
+    step = runtime.inference(functools.partial(write_token, model))
     for _ in range(min(int(runtime.to_cpu(prompt).max()) + new, size) - 1):
-        state = step(state, fixed)
+        state = step(state, prompt)
     return state["tokens"]
 
 
-def write_token(model: Network, temperature: float, state: dict, fixed: dict[str, Tensor]) -> dict:
+def write_token(model: Network, state: dict, prompt: Tensor) -> dict:
     """Return the state after one more place: `tokens` (B, L), in which the next one is written unless it is
-    of a prompt; `place` (1,); `layers`, the cache of `Network.run`. fixed: numbers (B, L), by each of which a
-    token is drawn, and prompt (B,)."""
+    of a prompt; `place` (1,); `layers`, the cache of `Network.run`. prompt: (B,)."""
     tokens, place, layers = state["tokens"], state["place"], list(state["layers"])
     there = torch.arange(tokens.shape[1], device=tokens.device)
     is_here, is_next = there == place, there == place + 1  # (L,)
@@ -208,9 +201,7 @@ def write_token(model: Network, temperature: float, state: dict, fixed: dict[str
     positions, mask = place[None].expand(len(tokens), 1), (there <= place)[None, None, None]
     hidden = model.run(token, positions, mask, place, layers, is_here[:, None])[:, 0]
     logits = (hidden @ model.head.t()).float()  # (B, V)
-    shares = (logits / temperature).softmax(-1).cumsum(-1)
-    number = torch.where(is_next, fixed["numbers"], 0.0).sum(1, keepdim=True)
-    drawn = (shares < number * shares[:, -1:]).sum(-1, keepdim=True)
-    is_written = is_next & (place + 1 >= fixed["prompt"][:, None])
-    tokens = torch.where(is_written, drawn.to(tokens.dtype), tokens)
+    found = logits.argmax(-1, keepdim=True)
+    is_written = is_next & (place + 1 >= prompt[:, None])
+    tokens = torch.where(is_written, found.to(tokens.dtype), tokens)
     return dict(tokens=tokens, place=place + 1, layers=layers)
