@@ -94,7 +94,7 @@ def base_model(task: LanguageModel) -> nn.Module:
 def adapter(task: LanguageModel):
     import peft
 
-    shape = dict(r=task.lora_rank, lora_alpha=task.lora_alpha, target_modules="all-linear")
+    shape = dict(r=task.lora_rank, lora_alpha=2 * task.lora_rank, target_modules="all-linear")
     return peft.LoraConfig(**shape, task_type="CAUSAL_LM")
 
 

@@ -35,13 +35,12 @@ def network_of(plain, recompute=False):
 
 
 def assert_same_as_plain(ours, plain):
-    """Compare the logits of some tokens, and compute the gradients of their loss. Return the logits."""
+    """Compare the logits of some tokens, and compute the gradients of their loss."""
     logits = plain(TOKENS[:, :-1]).logits
     cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
     hidden = ours(TOKENS[:, :-1], ONE[:, :-1])
     torch.testing.assert_close(hidden @ ours.head.t(), logits, rtol=1e-5, atol=1e-5)
     in_parts(hidden, ours.head, TOKENS[:, 1:])[0].backward()
-    return logits
 
 
 def assert_same_gradients(found, expected):
@@ -53,7 +52,7 @@ def assert_same_gradients(found, expected):
 
 
 def test_on_a_tpu_logits_and_gradients_are_those_of_plain_transformers(family, tmp_path, monkeypatch):
-    """With layers that are computed again; what a GPU computes is in test_parity.py."""
+    """With layers that are computed again; the test of LoRA has what a GPU computes."""
     plain = plain_model(family, tmp_path)
     ours = network_of(plain, recompute=True)
     monkeypatch.setattr(network, "is_on_xla", lambda tensor: True)
@@ -72,27 +71,23 @@ def test_the_gelu_of_gpt2_in_one_kernel_is_that_of_its_config(tmp_path):
     torch.testing.assert_close(plain(TOKENS).logits, theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_lora_gives_the_logits_and_gradients_of_peft_itself_and_merged_the_same(family, tmp_path):
+def test_lora_gives_the_logits_and_gradients_of_peft_itself(family, tmp_path):
     plain = plain_model(family, tmp_path)
-    settings = peft.LoraConfig(
-        r=3, lora_alpha=12.0, target_modules=list(TARGETS[family]), task_type="CAUSAL_LM"
-    )
+    settings = peft.LoraConfig(r=3, lora_alpha=6, target_modules=list(TARGETS[family]), task_type="CAUSAL_LM")
     theirs = peft.get_peft_model(copy.deepcopy(plain), settings).train()
-    ours = network.build(copy.deepcopy(plain.config), None, lora=(3, 12.0))
+    ours = network.build(copy.deepcopy(plain.config), None, lora=3)
     assert {p.dtype for p in ours.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for p in ours.parameters() if p.requires_grad} == {torch.float32}
     ours = network.build(
-        copy.deepcopy(plain.config), None, lora=(3, 12.0), recompute=True, dtype=torch.float32
+        copy.deepcopy(plain.config), None, lora=3, recompute=True, dtype=torch.float32
     ).train()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1)  # B is zero at first
     ours.net.load_state_dict(theirs.state_dict())
-    logits = assert_same_as_plain(ours, theirs)
+    assert_same_as_plain(ours, theirs)
     assert_same_gradients(dict(ours.net.named_parameters()), dict(theirs.named_parameters()))
-    merged = theirs.merge_and_unload().eval()
-    torch.testing.assert_close(merged(TOKENS[:, :-1]).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 class CastsToFloat32(TorchDispatchMode):
@@ -107,7 +102,7 @@ class CastsToFloat32(TorchDispatchMode):
 @pytest.mark.parametrize("autocast", [True, False])
 def test_adapters_take_inputs_in_half_precision_as_they_are_and_compute_the_same_bits(autocast, tmp_path):
     config = hub.read_config(write_config(tmp_path))
-    ours = network.build(config, None, lora=(3, 12.0), recompute=True).train()
+    ours = network.build(config, None, lora=3, recompute=True).train()
     theirs = copy.deepcopy(ours)
     theirs.adapters = []  # peft casts
     found, casts = [], []
@@ -138,7 +133,7 @@ def test_packed_documents_give_what_each_gives_alone(family, tmp_path):
 
 def test_the_state_is_what_trains_and_comes_back(tmp_path):
     whole, lora = (
-        network.build(hub.read_config(write_config(tmp_path)), None, lora=lora) for lora in (None, (2, 4.0))
+        network.build(hub.read_config(write_config(tmp_path)), None, lora=lora) for lora in (None, 2)
     )
     assert len(whole.state_dict()) == len(list(whole.parameters())), "the tied head is there twice"
     names = lora.state_dict()
@@ -198,9 +193,9 @@ def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
 
 
 def test_a_folder_with_an_adapter_is_no_model(tmp_path):
-    (write_config(tmp_path) / "adapter_config.json").write_text("{}")
-    with refuses("holds an adapter", "the model that it is for"):
-        hub.find_folder(str(tmp_path), "config")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with refuses("has no config.json"):
+        hub.read_config(hub.find_folder(str(tmp_path), "config"))
 
 
 def test_code_in_a_models_folder_is_never_run(tmp_path):

@@ -51,7 +51,6 @@ class LanguageModel(Task):
         test_loss="cross entropy of a test token, nats", perplexity="perplexity of the test set"
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ()
-    export_output: ClassVar[str] = "the logits of the next token (batch, tokens, vocabulary)"
 
     # What has no description here has that of `Task`.
     epochs: int = setting(3, free=True)
@@ -76,9 +75,7 @@ class LanguageModel(Task):
     """lora: train small matrices next to those of the layers; all else is frozen, in bf16. none: train all
     weights. auto: lora for pretrained weights."""
     lora_rank: int = 16
-    """Rank of the matrices of LoRA."""
-    lora_alpha: float = 32.0
-    """LoRA's output is multiplied by this over the rank."""
+    """Rank of the matrices of LoRA, whose alpha is twice that."""
     sequence_length: int | None = None
     """Tokens in a row; texts are packed into rows. None: 1024, or the model's limit if that is less; for
     a small training set a power of two that still holds its longest conversation."""
@@ -95,7 +92,7 @@ class LanguageModel(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(self, 1, "lora_rank", "sequence_length", "new_tokens")
-        require_at_least(self, 0, "weight_decay", "lora_alpha", "samples")
+        require_at_least(self, 0, "weight_decay", "samples")
         require_shares(self, "test_share")
         if self.batch_size is None or isinstance(self.batch_size, Chosen):
             batch, _ = self._fitting_sizes
@@ -175,7 +172,7 @@ class LanguageModel(Task):
         from tpukit.tasks.text import network
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
-        lora = (self.lora_rank, self.lora_alpha) if self.uses_lora else None
+        lora = self.lora_rank if self.uses_lora else None
         options: Any = dict(recompute=self.gradient_checkpointing, dtype=dtype)
         return network.build(self.config, folder, lora=lora, **options)
 

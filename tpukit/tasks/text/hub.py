@@ -31,8 +31,6 @@ def find_folder(name: str, wanted: Literal["config", "tokenizer", "weights"]) ->
     """Return a folder that has at least what is wanted of a model: the folder `name`, that of the name in
     `SHAPES`, or what the Hugging Face hub has under it. Raises TpukitError if there is none."""
     folder = Path(name).expanduser()
-    if (folder / "adapter_config.json").is_file():
-        raise TpukitError(f"{folder} holds an adapter: as model_name, give the model that it is for")
     if folder.is_dir():
         return folder
     if wanted != "weights" and (SHAPES / name / f"{wanted}.json").is_file():

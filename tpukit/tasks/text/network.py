@@ -27,14 +27,14 @@ def build(
     config: Any,
     folder: Path | None,
     *,
-    lora: tuple[int, float] | None,
+    lora: int | None,
     recompute: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Network:
     """Return the `Network` of a config, on the CPU.
 
-    folder: of the weights; None: random ones. lora: (rank, alpha): low-rank adapters of all matrices of the
-    layers train, and all else is frozen; None: all trains. recompute: keep only the input of each layer for
+    folder: of the weights; None: random ones. lora: the rank of adapters of all matrices of the layers,
+    which train, and all else is frozen; None: all trains. recompute: keep only the input of each layer for
     the backward pass, which computes the layer once more. dtype: of all but adapters; None: bfloat16 for what
     is frozen, else float32."""
     transformers = hub.imported("transformers")
@@ -50,8 +50,8 @@ def build(
             for wrong in (*found["missing_keys"], *found["mismatched_keys"]):
                 raise TpukitError(f"{folder}: the weights do not fit its config.json, {wrong} first")
     if lora:
-        peft, (rank, alpha) = hub.imported("peft"), lora
-        settings: Any = dict(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        peft = hub.imported("peft")
+        settings: Any = dict(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
         settings["fan_in_fan_out"] = config.model_type == "gpt2"  # whose matrices are transposed
         model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     network = Network(model)
