@@ -12,9 +12,8 @@ pytest.importorskip("tokenizers")
 
 
 FORMATS = {
-    "TRL": dict(prompt=turns("a"), completion=turns("b", first="assistant")),
     "TRL, a text after messages": dict(prompt=turns("a"), completion="b"),
-    "messages of the prompt": dict(prompt=turns("x", "y", "a"), completion=turns("b", first="assistant")),
+    "TRL, several turns": dict(prompt=turns("x", "y", "a"), completion=turns("b", first="assistant")),
     "ShareGPT": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     "Alpaca": dict(instruction="a", input="", output="b"),
     "question and answer": dict(question="a", answer="b"),
@@ -94,11 +93,10 @@ def test_files_of_rows_name_their_split_anywhere_and_texts_at_the_beginning(tmp_
 
 
 def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_lines(tmp_path, tokenizer):
-    (tmp_path / "train-00000-of-00001.parquet").touch()
-    with refuses("train-00000", "docs/TEXT.md"):
+    for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "dataset_infos.yaml"):
+        (tmp_path / name).touch()
+    with refuses("has no texts", "docs/TEXT.md", "it has 2 .parquet, 1 .yaml"):
         opened(tmp_path, tokenizer)
-    (tmp_path / "train.txt").write_text("abc" * 200)
-    assert "docs/TEXT.md" in opened(tmp_path, tokenizer)[0].notes
 
 
 BAD_LINES = {

@@ -17,7 +17,7 @@ import numpy as np
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import arrays
 from tpukit.tasks.arrays import Arrays
-from tpukit.tasks.splits import about_tables, some
+from tpukit.tasks.splits import some
 from tpukit.tasks.text import conversations, reading
 from tpukit.tasks.text.conversations import TOKEN
 
@@ -26,7 +26,7 @@ SHORTEST = 128  # tokens of a row by default, at least
 FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
 MOST_NOTES = 8  # about texts
 MANY = 256  # conversations to choose from for what is left of a row
-VERSION = 8  # of what `_pack` makes of the same files, which is cached
+VERSION = 9  # of what `_pack` makes of the same files, which is cached
 NOTHING = np.array([(0, -1, 0)], TOKEN)
 COPIES = "test texts are training texts, too: the scores say nothing about new texts"
 
@@ -67,7 +67,7 @@ def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tu
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.chat_template]
     packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, test_share))
     is_test, signature = packed["is_test"], arrays.digest(key)
-    notes = [str(packed["notes"]), *about_tables(place, reading.PAGE)]
+    notes = [str(packed["notes"])]
     if others:
         notes.append(f"{len(others)} files are not used: {some(others)}")
     train = TextSet(packed, ~is_test, signature, "\n".join(notes))

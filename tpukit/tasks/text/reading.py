@@ -12,10 +12,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from tpukit.host.errors import TpukitError, explained
-from tpukit.tasks.splits import SPLITS, about_tables, files_below, split_of
+from tpukit.tasks.splits import SPLITS, files_below, split_of
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
-PAGE = "TEXT"  # of the docs
 DOCUMENT = 2**19  # characters of a text file that are one document, and are tokenised at once
 ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -56,16 +55,15 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
     train = [path for path in files if splits[path] == "train"]
     train = train or [path for path in files if splits[path] is None]
     test = [path for path in files if splits[path] in ("val", "test")]
-    if not train and (tables := about_tables(place, PAGE)):
-        raise TpukitError(f"{place}: {tables[0]}")
     used = {*train, *test}
     others = [path for path in below if path not in used and path != place]
     if not train:
-        here = f"; it has {', '.join(path.name for path in others[:8])}" if others else ""
+        endings = collections.Counter(path.suffix or path.name for path in others).most_common(8)
+        here = f"; it has {', '.join(f'{count} {ending}' for ending, count in endings)}" if others else ""
         raise TpukitError(
             f"{place} does not exist or has no texts to train on: it should be text files"
             f" ({', '.join(TEXTS)}), or .jsonl files with text, prompt and completion, or messages in each"
-            f" line, or .json files with a list of such{here}"
+            f" line, or .json files with a list of such (docs/TEXT.md converts Hugging Face datasets){here}"
         )
     return dict(train=train, test=test, others=others)
 
