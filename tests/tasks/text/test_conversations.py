@@ -7,6 +7,7 @@ import pytest
 from tests.conftest import refuses
 from tests.tasks.text.small import (
     CHAT,
+    TEMPLATES,
     TEXT_END,
     opened,
     parts_and_counts,
@@ -19,29 +20,6 @@ from tests.tasks.text.small import (
 from tpukit.tasks.text import conversations, reading
 
 tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def pieces():
-    """A tokenizer as Llama 2's, which writes a space before whatever it is given."""
-    letters = ["▁", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *letters, "▁a", "ab"])}
-    model = tokenizers.models.BPE(vocabulary, [("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>")
-    found = tokenizers.Tokenizer(model)
-    spaces = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
-    found.normalizer = tokenizers.normalizers.Sequence(spaces)
-    found.add_special_tokens(["<s>", "</s>"])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=found, eos_token="</s>", chat_template="<s>" + CHAT
-    )
-
-
-def test_ids_are_those_of_the_whole_though_a_tokenizer_adds_a_space_to_each_part(pieces):
-    row = said("ab ab", "ab")
-    expected = pieces(pieces.apply_chat_template(row["messages"], tokenize=False), add_special_tokens=False)
-    ids, _ = tokens_of(row, pieces)
-    assert ids == expected["input_ids"][:-1]
 
 
 def test_an_indentation_is_learned_though_a_tokenizer_counts_spaces_to_no_token(chats):
@@ -73,6 +51,14 @@ def test_every_answer_is_learned_though_the_template_writes_the_last_one_in_anot
         ("", False),
     ]
     assert learned(turns("a", "b", "c"), chats) == (["b</s>"], {}), "it ends with the user"
+    assert learned(turns("a", " "), chats) == ([], {conversations.UNLEARNED: 1}), "nothing but the thought"
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_all_answers_are_learned_and_no_question_with_the_template_of_each_family(family, tokenizer):
+    tokenizer.chat_template = TEMPLATES[family]
+    texts, _ = learned(turns("What?", "This.", "And that?", "That."), tokenizer)
+    assert len(texts) == 2 and "This." in texts[0] and "That." in texts[1] and "?" not in "".join(texts)
 
 
 def test_a_greeting_before_any_question_is_learned_and_an_empty_answer_is_not(chats, tokenizer):
@@ -140,7 +126,11 @@ COUNTED = {
     ),
     "reasoning": (
         dict(messages=[*turns("a"), dict(role="assistant", content="b", reasoning_content="because")]),
-        conversations.SHORTENED,
+        conversations.UNSEEN.format("assistant"),
+    ),
+    "reasoning in the text": (
+        dict(prompt="a", completion="because</think>b"),
+        conversations.UNSEEN.format("assistant"),
     ),
     "a token of another model": (
         dict(prompt="a", completion="b<|im_end|>"),
@@ -155,9 +145,8 @@ COUNTED = {
 
 @pytest.mark.parametrize("row, told", COUNTED.values(), ids=COUNTED)
 def test_what_is_not_learned_as_it_stands_there_is_counted(row, told, chats):
-    chats.chat_template = CHAT.replace(
-        "{% for m in messages %}", "{% for m in messages if m.role != 'critic' %}"
-    )
+    template = CHAT.replace("for m in messages", "for m in messages if m.role != 'critic'")
+    chats.chat_template = template.replace("m.content", "m.content.split('</think>')[-1]")
     assert parts_and_counts(row, chats)[1] == {told: 1}
     assert not parts_and_counts(said("a", "b"), chats)[1]
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.conftest import refuses
 from tests.tasks.text.small import CHAT, TEXT_END, everything, opened, parts_of, said, turns, write_lines
-from tpukit.tasks.text import data, reading
+from tpukit.tasks.text import conversations, data, reading
 
 pytest.importorskip("tokenizers")
 
@@ -42,18 +42,6 @@ def test_a_long_text_is_several_documents(tmp_path, tokenizer, monkeypatch):
     train, _ = opened(tmp_path, tokenizer, length=128)
     found = [whole.removesuffix(TEXT_END) for whole, _ in parts_of(train, tokenizer)]
     assert sorted(found) == ["12", "abcdefghij" * 2, *["abcdefghij" * 4] * 2]
-
-
-def test_two_texts_share_a_row_as_two_documents(tmp_path, tokenizer):
-    for name in ("train_a", "train_b", "test"):
-        (tmp_path / f"{name}.txt").write_text(name[-1] * 4)
-    train, _ = opened(tmp_path, tokenizer)
-    assert parts_of(train, tokenizer) == [
-        ("aaaa" + TEXT_END, "aaa" + TEXT_END),
-        ("bbbb" + TEXT_END, "bbb" + TEXT_END),
-    ]
-    assert everything(train)["documents"].tolist() == [[1] * 4 + [2] * 4 + [0] * 8]
-    assert train.targets == 8, "the first token of a document has none to be predicted from"
 
 
 def test_conversations_stay_whole_and_what_the_assistant_says_is_learned(tmp_path, chats):
@@ -93,12 +81,8 @@ def test_a_conversation_longer_than_a_row_goes_on_in_the_next_one_and_is_counted
 def test_conversations_of_all_lengths_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
     rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 400)]
-    train, test = opened(write_lines(tmp_path / "many.jsonl", *rows), tokenizer, length=64)
+    train, _ = opened(write_lines(tmp_path / "many.jsonl", *rows), tokenizer, length=64)
     assert (everything(train)["documents"] == 0).mean() < 0.06
-    whole = [part for rows in (train, test) for part, _ in parts_of(rows, tokenizer)]
-    assert sorted(len(tokenizer(part)["input_ids"]) for part in whole) == sorted(
-        len(row["prompt"]) + 6 for row in rows
-    )
 
 
 def test_texts_are_tokenised_once_and_anew_where_files_or_settings_change(tmp_path, tokenizer, monkeypatch):
@@ -116,7 +100,6 @@ def test_texts_are_tokenised_once_and_anew_where_files_or_settings_change(tmp_pa
 
 
 LEFT_OUT = {
-    "an empty completion": (dict(prompt="a", completion=" "), "line 1: the completion is empty"),
     "no completion": (dict(prompt="a", completion=None), "line 1: no message is from the assistant"),
     "nothing said": (dict(messages=turns("a")), "line 1: no message is from the assistant, only from user"),
     "nothing written": (dict(text=" "), "line 1: the text is empty"),
@@ -140,6 +123,11 @@ def test_a_row_without_anything_to_learn_is_left_out_and_told_and_a_set_of_such_
     assert "1 texts are left out" in train.notes and told in train.notes
     with refuses(told):
         opened(write_lines(tmp_path / "a.jsonl", row, row), chats)
+
+
+def test_a_set_whose_answers_are_all_empty_is_refused_with_their_number(tmp_path, chats):
+    with refuses("nothing is left", f"3 {conversations.UNLEARNED}"):
+        opened(write_lines(tmp_path / "a.jsonl", *[dict(prompt="a", completion=" ")] * 3), chats)
 
 
 def test_test_texts_that_are_training_texts_are_counted(tmp_path, chats):

@@ -22,8 +22,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 # What is counted.
 TOOLLESS = "conversations have tools that the chat template leaves out"
 UNLEARNED = "answers are not learned: they are empty, or the chat template leaves them out"
-SHORTENED = "answers are learned without what the chat template leaves out, such as earlier reasoning"
-UNSEEN = "messages of the role {} are left out by the chat template"
+UNSEEN = "messages of the role {} are left out by the chat template, whole or in part (earlier reasoning)"
 WEIGHTED = "answers have a weight other than 0 or 1, and count as 1"
 FOREIGN = "texts have {}, which is no token of this model: it is learned letter by letter"
 # For conversations, if the tokenizer has no template of its own: one text after another.
@@ -101,26 +100,24 @@ def parts_of(messages: list[Message], tools: Any, tokenizer: Any, counts: Counts
         closing, _ = turn_end(tokenizer, tokenizer.chat_template)
         if whole.startswith(closing, end):
             end += len(closing)
-        counts[SHORTENED] += message["content"].strip() not in whole[start:end]
         parts += [(whole[at:start], False), (whole[start:end], True)]
         at = end
     return [*parts, (whole[at:], False)]
 
 
 def _find_answers(messages):
-    """Return the numbers of the assistant's messages. Raises NothingToLearn if none has anything."""
+    """Return the numbers of the assistant's messages. Raises NothingToLearn if there are none."""
     roles = [message["role"] for message in messages]
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
+    if "assistant" not in roles:
         raise NothingToLearn(f"no message is from the assistant, only from {', '.join(dict.fromkeys(roles))}")
-    if not any(answer["content"].strip() or answer.get("tool_calls") for answer in answers):
-        raise NothingToLearn("the completion is empty: there is nothing to learn")
     return [number for number, role in enumerate(roles) if role == "assistant"]
 
 
 def _span_of(number, messages, whole, at, render):
     """Return (start, end) of an answer in `whole`, the conversation as the template writes it; None if it has
     nothing of the answer. number: of the answer among the messages. at: the end of the answer before."""
+    if not (messages[number]["content"].strip() or messages[number].get("tool_calls")):
+        return None  # some templates write an empty thought before an empty answer, too
     marked = render([*messages[:number], dict(role="assistant", content=MARK), *messages[number + 1 :]])
     before, mark, after = marked.partition(MARK)
     # An answer begins where the model begins to write when it is prompted with the messages before. If there
@@ -134,14 +131,13 @@ def _span_of(number, messages, whole, at, render):
 
 
 def _count_unseen(messages, whole, counts):
-    """Count the messages and the reasoning that a conversation, as it is written, lacks."""
+    """Count the messages of which a conversation, as it is written, lacks the content or the reasoning."""
     for message in messages:
         reasons = [message[name] for name in REASONING if isinstance(message.get(name), str)]
-        counts[SHORTENED] += any(reason.strip() not in whole for reason in reasons)
-        content = message["content"].strip()
-        as_json = json.dumps(content, ensure_ascii=False)[1:-1]
-        is_there = content in whole or as_json in whole
-        counts[UNSEEN.format(message["role"])] += message["role"] != "assistant" and not is_there
+        texts = [text.strip() for text in (message["content"], *reasons)]
+        as_json = [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
+        is_there = all(text in whole or quoted in whole for text, quoted in zip(texts, as_json))
+        counts[UNSEEN.format(message["role"])] += not is_there
 
 
 def _count_foreign(text, tokenizer, counts):
