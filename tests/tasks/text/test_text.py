@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,8 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.conftest import ROOT, best_weights, checkpoint, exact, refuses, same
-from tests.launching.conftest import CPU, losses
+from tests.conftest import best_weights, checkpoint, exact, refuses, same
 from tests.tasks.text.small import (
     CHAT,
     END,
@@ -33,7 +29,6 @@ from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.tasks.datasets import find_dataset, make_synthetic
 from tpukit.tasks.text import conversations, data, hub
-from tpukit.tools.child import to_request
 from tpukit.tools.trained import task_of as task_of_run
 from tpukit.training.prediction import predict_test_images
 from tpukit.training.step import TrainingStep
@@ -54,15 +49,6 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "gpt", chat=CHAT)
 
 
-TWO = """
-import json, sys
-from tpukit import Run, launch, train
-from tpukit.tools.child import from_request
-
-if __name__ == "__main__":
-    task = from_request(json.loads(sys.argv[1]))
-    launch(train, task, Run.open(sys.argv[2], task), cores=2)
-"""
 LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 
 
@@ -126,22 +112,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(chats, model, tmp_path, cpu):
     assert exact(twice) == exact(straight) and same(best_weights(twice), best_weights(straight))
     assert same(checkpoint(twice)["model"], checkpoint(straight)["model"])
     assert all("lora" in name for name in best_weights(twice))
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one_does(chats, model, tmp_path, cpu):
-    task = task_of(model, chats, epochs=1, log_every=1, sequence_length=63, samples=1)
-    one = train_in(tmp_path / "one", task, cpu)
-    own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], TPUKIT_OFFLINE="1", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-c", TWO, json.dumps(to_request(task)), str(tmp_path / "two")]
-    ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    two = Run(tmp_path / "two")
-    assert two.records("start")[0]["cores"] == 2
-    np.testing.assert_allclose(losses(one), losses(two), rtol=1e-4)
-    scores = [run.records("evaluation")[-1]["scores"] for run in (one, two)]
-    assert scores[0]["tokens"] == scores[1]["tokens"]
-    assert scores[0]["test_loss"] == pytest.approx(scores[1]["test_loss"], rel=1e-4)
 
 
 def bigram_loss(train_set, test_set):
