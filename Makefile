@@ -94,7 +94,7 @@ nightly: .venv/installed
 	touch $@
 
 bench: .venv/bench-installed
-	$(BIN)/python -m benchmarks $(PARTS) --out $(OUT)/bench.json
+	$(BIN)/python -m benchmarks $(PARTS)
 
 plan: .venv/installed
 	$(BIN)/python -m benchmarks.plans

@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 from tpukit.devices.chips import CHIPS, V5E
 from tpukit.host.known_errors import KNOWN_ERRORS
 from tpukit.host.tables import GIB
+from tpukit.tools.doctor.hardware import CHECKS
 
 GLOSSARY = ROOT / "docs/GLOSSARY.md"  # one page for both languages, for those who write pages
 ENGLISH = sorted(
@@ -169,6 +170,26 @@ def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_h
         line = f"| {error.title} | " if error.harmless else f"## {error.title}\n"
         assert line in english.read_text() and line in chinese.read_text()
     assert headings(english)[1:-1] == headings(chinese)[1:-1]
+
+
+def test_the_pages_say_what_the_hardware_reports_say_and_no_more():
+    reports = [json.loads(path.read_text()) for path in (ROOT / "docs/hardware").glob("*.json")]
+    measured = (ROOT / "docs/MEASURED.md").read_text()
+    status = re.search(r"\*\*Status: .*\*\*", measured)[0]
+    assert status in (ROOT / "README.md").read_text()
+    for report in reports:
+        outcomes = [check["outcome"] for check in report["checks"]]
+        passed, ran = outcomes.count("PASS"), outcomes.count("PASS") + outcomes.count("FAIL")
+        torch = report["versions"]["torch"]
+        for fact in (report["chip"], f"torch {torch}", report["date"], f"{passed} of {ran} checks passed"):
+            assert fact in status
+    saw_tpu = any(report["accelerator"] == "tpu" for report in reports)
+    assert ("nobody has run tpukit on a TPU chip yet" in status) != saw_tpu
+    for name, check in CHECKS.items():
+        seen = {(one["name"], one["outcome"]) for report in reports for one in report["checks"]}
+        row = re.search(rf"^\| `{name}` \| (.*) \| (.*) \|$", measured, re.M)
+        assert row[1] == check.__doc__
+        assert ("not seen" in row[2]) == (not {(name, "PASS"), (name, "FAIL")} & seen)
 
 
 def test_the_site_has_every_page():
