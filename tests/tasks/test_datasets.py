@@ -1,6 +1,7 @@
 """Datasets by their names: found in order, unpacked, or synthetic."""
 
 import dataclasses
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -48,21 +49,28 @@ def test_kaggle_inputs_are_searched_whatever_their_nesting_and_case(kaggle, plac
     assert "Kaggle inputs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("ending, top", [(".zip", ""), (".tar.gz", "IRSTD-1k/")])
-def test_an_archive_is_found_and_unpacked_once_with_or_without_a_top_folder(
-    here, tmp_path, ending, top, capsys
-):
+@pytest.mark.parametrize("top", ["", "IRSTD-1k/"])
+def test_an_archive_is_found_and_unpacked_once_with_or_without_a_top_folder(here, tmp_path, top, capsys):
     (tmp_path / "datasets").mkdir()
     content = {f"{top}trainval.txt": "a", f"{top}images/a.png": "x"}
-    make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", content)
+    make_archive(tmp_path / "datasets/IRSTD-1k.zip", content)
     found = find_dataset("IRSTD-1k", env=here)
     assert (found / "trainval.txt").read_text() == "a" and (found / "images/a.png").exists()
     assert found.name.startswith("IRSTD-1k-") and "unpacking" in capsys.readouterr().out
     assert find_dataset("IRSTD-1k", env=here) == found and "unpacking" not in capsys.readouterr().out
-    make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", {"trainval.txt": "another"})
+    make_archive(tmp_path / "datasets/IRSTD-1k.zip", {"trainval.txt": "another"})
     newer = find_dataset("IRSTD-1k", env=here)
     assert [(folder / "trainval.txt").read_text() for folder in (found, newer)] == ["a", "another"]
     assert {path.name for path in found.parent.glob("[!.]*")} == {found.name, newer.name}
+
+
+@pytest.mark.parametrize("ending", [".tar.gz", ".TGZ"])
+def test_an_archive_that_is_no_zip_is_found_and_refused(here, tmp_path, ending):
+    (tmp_path / "datasets").mkdir()
+    with tarfile.open(tmp_path / f"datasets/mnist{ending}", "w:gz"):
+        pass
+    with refuses(f"mnist{ending}", "not a zip file", "unpack it yourself and give its folder"):
+        find_dataset("mnist", tmp_path / f"datasets/mnist{ending}", env=here)
 
 
 def test_a_tasks_own_fallback_folder_is_taken_but_not_for_a_missing_path(here):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SYNTHETIC_NOTE = "Synthetic, made by tpukit; not real data.\n"
 DEMO = "demo"  # in place of a folder: what comes with tpukit, or is made by it
-ARCHIVES = (".zip", ".tar.gz", ".tgz")
+ARCHIVES = (".zip", ".tar.gz", ".tgz")  # found by these endings; only .zip is unpacked
 
 
 class Findable(Protocol):
@@ -70,9 +70,9 @@ def find_dataset(
     ./datasets/NAME; the folder `fallback`, by default the task's own, if it has one; on Colab a Drive that is
     not mounted yet, for which the user is asked once; a download, if the task has one and its server answers;
     a synthetic set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo`
-    False. The path "demo" is that set, too. Archives (.zip, .tar.gz) at these places are unpacked below
-    `env.outputs`; env is what `detect()` returns, if it is not given. Of the processes that torchrun started,
-    rank 0 prints.
+    False. The path "demo" is that set, too. Archives (.zip) at these places are unpacked below `env.outputs`;
+    env is what `detect()` returns, if it is not given. Of the processes that torchrun started, rank 0
+    prints.
 
     Raises TpukitError for a given `path` that does not exist, and for a name that no task has, if no place
     holds it."""
