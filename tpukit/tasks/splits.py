@@ -1,5 +1,5 @@
 """Rules for users' data that tasks share: the files below a folder, names of splits, held-out samples if no
-split is named, test samples that are training samples, and Hugging Face datasets, which are not read."""
+split is named, and test samples that are training samples."""
 
 import hashlib
 import os
@@ -13,7 +13,6 @@ SPLITS = {  # names of folders, of files and in a column of splits, in lower cas
     **dict.fromkeys(("test", "testing", "tst"), "test"),
 }
 CHINESE = {"训练": "train", "验证": "val", "测试": "test"}
-TABLES = (".parquet", ".arrow")
 
 
 def split_of(name: str) -> str | None:
@@ -59,18 +58,6 @@ def find_copies(learned: Iterable, tested: Iterable, names: Sequence[str], kind:
     found = [name for name, key in zip(names, tested) if key in known]
     told = f"{len(found)} of {len(names)} test {kind} are training {kind}, too ({some(found)})"
     return [f"{told}: the scores say nothing about new {kind}"] if found else []
-
-
-def about_tables(place: Path, page: str) -> list[str]:
-    """Return a sentence about the files of a Hugging Face dataset below a folder; none if it has none.
-
-    page: of the docs, with the lines that turn one into what tpukit reads."""
-    paths = files_below(place) if place.is_dir() else [place]
-    tables = [path.name for path in paths if path.suffix in TABLES]
-    if not tables:
-        return []
-    found = f"the files of a Hugging Face dataset ({tables[0]}, {len(tables)} in all) are not read"
-    return [f"{found}: the page docs/{page}.md has the lines of Python that convert them"]
 
 
 def hold_out(names: Collection[str], share: float) -> set[str]:

@@ -48,11 +48,11 @@ def make(folder, *places, count=4, start=0):
     return folder
 
 
-def write_list(path, images, delimiter=",", ending=".png"):
+def write_list(path, images, ending=".png"):
     """A CSV file of images that lie in a folder, not in folders of their classes."""
     images.mkdir(parents=True)
     lines = ["Image_ID,species,split"]
     for split, name, number in itertools.product(("train", "test"), COLOURS, range(4)):
         Image.new("RGB", (9, 7), COLOURS[name]).save(images / f"{split}-{name}-{number}.png")
         lines.append(f"{images.name}/{split}-{name}-{number}{ending},{name},{split}")
-    path.write_text("\n".join(lines).replace(",", delimiter), "utf-8-sig")
+    path.write_text("\n".join(lines), "utf-8-sig")

@@ -52,9 +52,10 @@ def test_a_hugging_face_dataset_is_answered_with_the_page_that_turns_it_into_fol
     path = tmp_path / "hf" / name
     path.parent.mkdir(parents=True)
     path.touch()
-    for place in (tmp_path / "hf", path):
-        with refuses("1 in all", path.name, "docs/YOUR_DATA.md"):
-            find_samples(place)
+    with refuses(f"left out: 1 {path.suffix}", "docs/YOUR_DATA.md"):
+        find_samples(tmp_path / "hf")
+    with refuses(path.name, "call that of paths image"):
+        find_samples(path)
 
 
 def without_splits(count, red):

@@ -9,9 +9,7 @@ from typing import NamedTuple
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import pictures, splits
 from tpukit.tasks.images.folders import find_in_class_folders
-from tpukit.tasks.images.lists import Sample, describe_lists, find_lists, read_lists
-
-PAGE = "YOUR_DATA"  # of the docs
+from tpukit.tasks.images.lists import Sample, find_lists, read_list
 
 
 class Found(NamedTuple):
@@ -54,30 +52,30 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
 
 
 def _find_labelled(place, images_dir):
-    """Return (samples, sentences about what was found) of class folders, or else of lists. Raises TpukitError
-    if there are no two classes."""
+    """Return (samples, sentences about what was found) of class folders, or else of a list. Raises
+    TpukitError if there are no two classes."""
     samples, notices = find_in_class_folders(place.resolve()) if place.is_dir() else ([], [])
-    if len({sample.label for sample in samples}) < 2 and place.suffix not in splits.TABLES:
-        listed, of_lists = read_lists(place, images_dir)
-        if listed:
-            samples, notices = listed, of_lists
-    elif lists := find_lists(place):
-        names = ", ".join(path.name for path in lists)
+    lists = find_lists(place)
+    listed = ", ".join(path.name for path in lists)
+    if len({sample.label for sample in samples}) < 2:
+        if len(lists) > 1:
+            raise TpukitError(f"{place} has {len(lists)} CSV files ({listed}): give one as dataset_dir")
+        if lists:
+            samples, notices = read_list(lists[0], images_dir), []
+    elif lists:
         notices.append(
-            f"{names}: not read, because folders name the classes (give one as dataset_dir to use it)"
+            f"{listed}: not read, because folders name the classes (give one as dataset_dir to use it)"
         )
     names = {sample.label for sample in samples}
     if len(names) >= 2:
         return samples, notices
-    if tables := splits.about_tables(place, PAGE):
-        raise TpukitError(f"{place}: {tables[0]}")
     here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
     left_out = pictures.left_out(splits.files_below(place) if place.is_dir() else [])
-    here = "; ".join([here, *describe_lists(place), *left_out])
+    here = "; ".join([here, *left_out])
     raise TpukitError(
         f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
         " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"
-        f" labels; it has {here}"
+        f" labels (docs/YOUR_DATA.md); it has {here}"
     )
 
 
