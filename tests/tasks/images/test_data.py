@@ -130,6 +130,7 @@ def test_bad_images_are_left_out_where_that_is_asked_for_and_the_log_names_them(
         (("trn/{}", "eval/{}"), "eval", None),
         (("Train/{}", "Test"), None, "Test"),
         (("train_images/{}", "test_images"), None, "test_images"),
+        (("train_images/{}", "test_images", "extra"), None, "test_images"),
         (("train/{}", "test/{}", "extra/a"), "test", "extra/a"),
         (("train/{}", "test/{}", "train"), "test", "train"),
         (("{}", "."), None, "."),
@@ -150,17 +151,15 @@ def test_a_class_may_have_the_name_of_a_split(names, tmp_path):
     assert task(make(tmp_path, *names)).datasets()[0].classes == sorted(names)
 
 
+def test_flat_train_and_test_are_no_classes_though_there_is_another_folder(tmp_path):
+    with refuses("only of none", "extra, test, train"):
+        find_samples(make(tmp_path, "train", "test", "extra"))
+
+
 def test_a_split_that_lacks_a_class_is_scored_and_that_is_told(tmp_path):
     train, test = task(make(tmp_path, "train/a", "train/b", "train/c", "val/a", "val/c")).datasets()
     assert [train.classes[label] for label in test.labels] == ["a"] * 4 + ["c"] * 4
     assert any("the val split has no image of 1 of 3 classes (b)" in notice for notice in train.notices)
-
-
-def test_folders_of_equal_names_in_all_classes_are_told(tmp_path):
-    train, _ = task(make(tmp_path, "learn/a", "learn/b", "check/a", "check/b")).datasets()
-    assert any(
-        "learn" in notice and "call the folders above them train" in notice for notice in train.notices
-    )
 
 
 def test_files_that_are_not_read_and_folders_without_images_are_counted_and_all_kinds_of_jpeg_read(tmp_path):
@@ -203,12 +202,6 @@ def test_folders_of_images_and_of_what_belongs_to_them_are_told_from_classes(pla
     notices = task(make(tmp_path, *places)).datasets()[0].notices
     found = [notice for notice in notices if "their masks or annotations" in notice]
     assert len(found) == (told is not None) and all(told in notice for notice in found)
-
-
-def test_folders_in_classes_that_are_in_training_and_in_test_are_told(tmp_path):
-    make(tmp_path, "cat/clip1", "cat/clip2", "dog/images", count=20)
-    told = [notice for notice in task(tmp_path).datasets()[0].notices if "videos" in notice]
-    assert len(told) == 1 and "2 folders" in told[0] and "(cat/clip1, cat/clip2)" in told[0]
 
 
 def test_linked_folders_are_searched_and_one_that_leads_back_is_not(tmp_path):

@@ -17,8 +17,8 @@ def find_in_class_folders(folder: Path) -> tuple[list[Sample], list[str]]:
     named = _find_split_folders(children)
     classes = [(each, split) for child, split in named.items() for each in _folders(_unwrapped(child))]
     classes = classes if named else [(child, None) for child in children]
-    notices = [] if named else _common_names(children)
     images = {(class_folder, split): _images_below(class_folder) for class_folder, split in classes}
+    notices = []
     if empty := [each.relative_to(folder).as_posix() for (each, _), paths in images.items() if not paths]:
         notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
     learned = {each.name for (each, split), paths in images.items() if paths and split in (None, "train")}
@@ -32,34 +32,17 @@ def find_in_class_folders(folder: Path) -> tuple[list[Sample], list[str]]:
 
 
 def _find_split_folders(children):
-    """Return dict of folder -> split of those that are splits; empty if none is. A folder whose name merely
-    has the word, as train_station, is one only if it holds folders of classes, as others do, or if all are
-    splits without such folders, of which a list may tell."""
+    """Return dict of folder -> split of those that are splits; empty if none is. A folder whose name has the
+    word may be a class, as train_station or a flat train/. They are splits if one with just that name holds
+    folders; if there are two splits, and one holds folders or both have just such names; or if no other
+    folder has images."""
     named = {child: split for child in children if (split := splits.split_of(child.name))}
-    if not named:
-        return {}
-    exact = {child: split for child, split in named.items() if child.name.lower() in splits.SPLITS}
+    exact = [child for child in named if child.name.lower() in splits.SPLITS]
+    filled = [child for child in named if _folders(_unwrapped(child))]
     others = [child for child in children if child not in named and _images_below(child)]
-    inner = {child: {each.name for each in _folders(_unwrapped(child))} for child in named}
-    trained, tested = set(), set()
-    for child, split in named.items():
-        (trained if split == "train" else tested).update(inner[child])
-    have_classes = any(inner[child] for child in exact) or trained & tested
-    is_alone = len(trained) > 1 and not any(map(_folders, others))
-    are_flat = len({*exact.values()}) > 1 or len({*named.values()}) > 1 and not others
-    return named if have_classes or is_alone or are_flat else {}
-
-
-def _common_names(children):
-    """Return a sentence if all of some folders hold folders of the same names, which may be the classes."""
-    names = [{each.name for each in _folders(child)} for child in children]
-    common = sorted(set.intersection(*names)) if len(names) > 1 else []
-    if len(common) < 2:
-        return []
-    return [
-        f"the classes {splits.some([child.name for child in children])} all hold the folders"
-        f" {splits.some(common)}: if those are the classes, call the folders above them train and test"
-    ]
+    are_several = len({*named.values()}) > 1
+    are_splits = {*exact} & {*filled} or are_several and (filled or len(exact) > 1) or not others
+    return named if are_splits else {}
 
 
 def _doubtful_classes(names):

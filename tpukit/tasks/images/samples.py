@@ -36,7 +36,6 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
     held_out = ""
     if not any(sample.split in ("val", "test") for sample in samples):
         samples = _hold_out(samples, test_share)
-        notices += _find_divided(samples)
         count = sum(sample.split == "test" for sample in samples)
         held_out = (
             f"{place} names no splits, so {count} of its {len(samples)} images are the test set: to test all,"
@@ -98,23 +97,6 @@ def _hold_out(samples, test_share):
     tests = {label: splits.hold_out(names, test_share) for label, names in by_class.items()}
     return [
         sample._replace(split="test" if sample.name in tests[sample.label] else "train") for sample in samples
-    ]
-
-
-def _find_divided(samples):
-    """Return a sentence if folders in the class folders have images in training and in test."""
-    divided = collections.defaultdict(lambda: collections.defaultdict(set))  # class -> folder -> splits
-    for sample in samples:
-        folder = Path(sample.name).parent
-        if folder.parts[:1] == (sample.label,):
-            divided[sample.label][folder.as_posix()].add(sample.split)
-    several = [folders for folders in divided.values() if len(folders) > 1]
-    both = [name for folders in several for name, found in folders.items() if "/" in name and len(found) > 1]
-    if not both:
-        return []
-    return [
-        f"{len(both)} folders in classes have images in training and in test ({splits.some(both)}): if these"
-        " are videos or patients, their images look alike, so sort whole ones into train/ and test/"
     ]
 
 
