@@ -11,19 +11,17 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.tasks import arrays
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+STACKS = ("PNG", "WEBP", "GIF", "TIFF")  # may have several pages; what phones put into a JPEG is a preview
 DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats that can have more than 8 bits of grey
 ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
-STACK_ENDINGS = (".tif", ".tiff", ".gif", ".webp", ".png")  # of formats that can have several pages or frames
 # Of files that belong next to images: they are left out without a word.
 BESIDE = ".txt .csv .tsv .json .jsonl .xml .md .html .yaml .yml .db .ini .py".split()
 LEVELS = 256
-FEW_LEVELS = 32
 PERCENTILES = (0, 0.5, 99.5, 100)
 Levels = tuple[float, float]  # values of grey that become 0 and 255
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
@@ -33,24 +31,18 @@ MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are dec
 def opened(path: Path | str) -> Iterator[Image.Image]:
     """Context manager: the Pillow image of a file, not decoded yet.
 
-    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS, and for colours that are deeper
-    than 8 bits and use little of their range."""
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS, for several pages or frames, and
+    for colours deeper than 8 bits, of which Pillow would keep the upper 8."""
     with Image.open(path, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise TpukitError(
                 f"its header declares {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}"
             )
+        if image.format in STACKS and getattr(image, "is_animated", False):
+            raise TpukitError("it has several pages or frames: save the one that is meant as its own file")
         if _has_deep_colours(image):
-            _require_range(image)
+            raise TpukitError("its channels have 16 bits: convert it to 8 bits, or to one channel of 16")
         yield image
-
-
-def is_stack(path: Path) -> bool:
-    """Return whether a file has several pages or frames, of which only the first is read."""
-    if path.suffix.lower() not in STACK_ENDINGS:
-        return False
-    with Image.open(path, formats=FORMATS) as image:
-        return getattr(image, "is_animated", False)
 
 
 def is_turned(path: Path) -> bool:
@@ -81,29 +73,22 @@ def _has_deep_colours(image):
     return how[-1] >= LEVELS if image.format == "PPM" and isinstance(how, tuple) else ";16" in str(how)
 
 
-def _require_range(image):
-    """Raise TpukitError if the 8 bits that Pillow keeps lose what the image shows."""
-    pixels = np.asarray(image)
-    colours = pixels if image.mode == "RGB" else pixels[..., :-1]  # without the opacity
-    if colours.max() < LEVELS / 4 or np.ptp(colours) < LEVELS / 8:
-        raise TpukitError(
-            f"its channels have 16 bits, but use only {np.ptp(colours) + 1} of the {LEVELS} levels that"
-            " 8 bits keep of them: convert it to 8 bits, or to a single channel of 16 bits, which is scaled"
-        )
-
-
 def upright_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
     """Turn a Pillow image upright by its EXIF orientation, and make 8 bits of 16 or 32 bits of grey.
 
-    levels: of the training set. Without them the whole range of 16 bits, or of floats from 0 to 1, becomes
-    0 to 255. Raises TpukitError for an image that uses so little of it, or lies so far from it, that its
-    contrast would be lost."""
+    levels: of the training set. Raises TpukitError for deep grey without them, or so far from them that
+    nothing would be visible."""
     image = ImageOps.exif_transpose(image)
     if not image.mode.startswith(("I", "F")):  # I;16, I;16B, I, F
         return image
     values = np.asarray(image).astype(np.float64)
-    low, high = levels or _whole_range(values, image.mode)
     least, most = np.nanmin(values), np.nanmax(values)
+    if levels is None:
+        raise TpukitError(
+            f"its grey values are {least:g} to {most:g}, deeper than 8 bits, and nothing says how the"
+            " training set's were scaled: convert it to 8 bits as those were"
+        )
+    low, high = levels
     if most < low or least > high:
         raise TpukitError(
             f"its grey values are {least:g} to {most:g}, and the training set's {low:g} to {high:g}: nothing"
@@ -111,18 +96,6 @@ def upright_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Ima
         )
     scaled = np.nan_to_num((values - low) * ((LEVELS - 1) / (high - low)))
     return Image.fromarray(np.rint(scaled.clip(0, LEVELS - 1)).astype(np.uint8))
-
-
-def _whole_range(values, mode):
-    least, low, high, most = np.percentile(values[np.isfinite(values)], PERCENTILES)
-    whole = 1 if mode == "F" else 2**16 - 1
-    span = high - low or most - least  # a flat background has a few bright pixels, or none
-    if least < 0 or most > whole or span and (high < whole / 4 or span < whole / 8):
-        raise TpukitError(
-            f"its grey values are {low:g} to {high:g}, deeper than 8 bits, and nothing says how the training"
-            " set's were scaled: convert it to 8 bits as those were"
-        )
-    return 0.0, float(whole)
 
 
 def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
@@ -145,11 +118,6 @@ def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
         f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits: the training set's {low:g}"
         f" to {high:g} become 0 to {LEVELS - 1}, in predictions, too"
     )
-    if (used := np.median(highs - lows) / (high - low) * LEVELS) < FEW_LEVELS:
-        note += (
-            f". Half of them use only {used:.0f} of {LEVELS} levels, because brightness differs more between"
-            " images than within one: subtract each image's own background"
-        )
     return (float(low), float(high)), note
 
 
@@ -195,14 +163,12 @@ def describe_opening(levels: Levels | None) -> str:
 
 
 def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> list[np.ndarray]:
-    """Return read(path) of each of a user's own files; print which ones have several pages. Raises
-    TpukitError, which names the first that cannot be read."""
+    """Return read(path) of each of a user's own files. Raises TpukitError, which names the first that cannot
+    be read."""
     images = []
     for path in paths:
         try:
             images.append(read(path))
-            if is_stack(path):
-                print(printable(f"{path.name} has several pages or frames: only the first is read"))
         except Exception as error:  # Pillow raises many types for a damaged file
             raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
     return images

@@ -20,7 +20,7 @@ from tpukit.tasks import arrays, pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
 from tpukit.tasks.images.lists import Sample
 
-VERSION = 6  # of what `_decode` returns for the same files, which is cached
+VERSION = 7  # of what `_decode` returns for the same files, which is cached
 
 
 def read_image(path: Path, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
@@ -48,16 +48,14 @@ def _decode(samples, size, skip_bad, split, levels):
         )
     with tempfile.TemporaryFile() as file, concurrent.futures.ThreadPoolExecutor() as pool:
         images = np.memmap(file, np.uint8, "w+", shape=(count, 3, size, size))
-        digests, is_flat, is_stack = np.zeros(count, "U64"), np.zeros(count, bool), np.zeros(count, bool)
+        digests, is_flat = np.zeros(count, "U64"), np.zeros(count, bool)
 
         def decode(index):
             """Return what is wrong with an image, or None."""
-            path = samples[index].path
             try:
-                images[index] = read_image(path, size, levels).transpose(2, 0, 1)
+                images[index] = read_image(samples[index].path, size, levels).transpose(2, 0, 1)
                 digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
                 is_flat[index] = not np.ptp(images[index], (1, 2)).any()
-                is_stack[index] = pictures.is_stack(path)
             except Exception as error:  # Pillow raises many types for a damaged file
                 return f"{samples[index].name}: {first_line(error)}"
 
@@ -65,12 +63,11 @@ def _decode(samples, size, skip_bad, split, levels):
         problems = list(progress(pool.map(decode, range(count)), total=count))
     kept = np.array([index for index, problem in enumerate(problems) if problem is None], np.int64)
     notes = []
-    for which, what in (
-        (is_flat, "have the same colour in every pixel; their transparency is not used"),
-        (is_stack, "have several pages or frames; only the first is used"),
-    ):
-        if names := [samples[index].name for index in np.flatnonzero(which)]:
-            notes.append(f"{len(names)} of {count} {split} images {what} ({splits.some(names)})")
+    if flat := [samples[index].name for index in np.flatnonzero(is_flat)]:
+        notes.append(
+            f"{len(flat)} of {count} {split} images have the same colour in every pixel; their transparency"
+            f" is not used ({splits.some(flat)})"
+        )
     if bad := list(filter(None, problems)):
         shown = splits.some(bad).replace("\n", "\\n")
         unreadable = f"{len(bad)} of {count} {split} images cannot be read ({shown})"

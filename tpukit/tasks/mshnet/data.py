@@ -19,7 +19,7 @@ from tpukit.tasks.mshnet import augment, lists
 from tpukit.tasks.mshnet.scores import brightest, regions
 
 NOISE = 64  # of masks that are JPEG files: what is darker is not a label, and channels differ by less
-VERSION = 10  # of what `_read_split` returns for the same files, which is cached
+VERSION = 11  # of what `_read_split` returns for the same files, which is cached
 
 
 class InfraredSet:
@@ -118,26 +118,23 @@ def _read_split(files, listing, names, skip_bad, levels):
     listing, names: of `read_list`."""
     if not names:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    kept, samples, bad, stacks, turned = [], [], [], [], []
+    kept, samples, bad, turned = [], [], [], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = [pool.submit(_read_pair, files, name, levels) for name in names.values()]
     for (number, name), future in zip(names.items(), futures):
         try:
-            sample, is_stack, is_turned = future.result()
+            sample, is_turned = future.result()
         except TpukitError as error:
             where = name if listing.is_dir() else f"line {number}: {name}"
             bad.append(f"  {where}: {error}")
             continue
         kept.append(name)
         samples.append(sample)
-        stacks += [name] * is_stack
         turned += [name] * is_turned
     notes = [f"{len(bad)} of {len(names)} names of {listing} cannot be used:"] if bad else []
     notes += bad[:20] + ["  ..."] * (len(bad) > 20)
     if bad and not (skip_bad and samples):
         raise TpukitError("\n".join([*notes, "Fix them, or leave them out with skip_bad=True (--skip-bad)."]))
-    if stacks:
-        notes.append(lists.counted(stacks, "images have several pages or frames; only the first is used"))
     if turned:
         notes.append(lists.counted(turned, "images are turned upright by EXIF orientation: are their masks?"))
     # Kept with the arrays, so that the start of a training run reads no pixels.
@@ -165,8 +162,8 @@ def _measure_targets(mask):
 
 
 def _read_pair(files, name, levels):
-    """Return (the planes of an image and its mask, (C + 1, H, W); whether the image has several pages;
-    whether it was turned). Raises TpukitError with what is wrong."""
+    """Return (the planes of an image and its mask, (C + 1, H, W); whether the image was turned). Raises
+    TpukitError with what is wrong."""
     image, mask = lists.find_pair(files, name)
     read_grey = functools.partial(read_image, levels=levels)
     planes = []
@@ -180,7 +177,7 @@ def _read_pair(files, name, levels):
     if sizes[0] != sizes[1]:
         turned = "; the image is turned by its EXIF orientation, so save both upright" if is_turned else ""
         raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}{turned}")
-    return np.concatenate(planes), pictures.is_stack(image), is_turned
+    return np.concatenate(planes), is_turned
 
 
 def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
