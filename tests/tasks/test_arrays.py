@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -63,17 +64,25 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:140])
 
 
-@pytest.mark.parametrize(
-    "damage", [cut, Path.unlink, lambda path: path.with_name(arrays.WHOLE).write_text("[1")]
-)
-def test_mapped_arrays_that_are_damaged_are_made_again(damage, tmp_path):
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_mapped_arrays_that_are_damaged_are_refused_until_their_folder_is_deleted(damage, tmp_path):
     values = dict(labels=np.arange(5), images=np.zeros((5, 2)))
     arrays.mapped("set", "key", lambda: values)
     [path] = tmp_path.glob("cache/set-*/labels.npy")
     damage(path)
+    with refuses(path.parent, "is damaged, so delete it"):
+        arrays.mapped("set", "key", lambda: values)
+    shutil.rmtree(path.parent)
     found = arrays.mapped("set", "key", lambda: values)
     assert found.keys() == values.keys() and found["labels"].tolist() == [0, 1, 2, 3, 4]
     arrays.mapped("set", "key", lambda: pytest.fail("made again, though it is whole"))
+
+
+def test_an_interrupted_mapping_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError):
+        arrays.mapped("set", "key", lambda: dict(a=np.arange(5), b=np.array([{}], object)))
+    assert not list(tmp_path.glob("cache/*set-*"))
+    assert arrays.mapped("set", "key", lambda: dict(a=np.arange(5)))["a"].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

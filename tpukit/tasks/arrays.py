@@ -13,7 +13,7 @@ from tpukit.host import files
 from tpukit.host.errors import explained
 
 Arrays = dict[str, np.ndarray]
-WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the bytes of every file
+PARTS = "whole.json"  # in the folder of `mapped`: the names of the arrays
 
 
 def load(path: Path) -> Any:
@@ -30,32 +30,21 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     later sessions.
 
     key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files.
-    make: () -> dict of numpy arrays. Files that are missing or cut short are made again. Raises TpukitError
-    if the cache folder cannot be written."""
+    make: () -> dict of numpy arrays. Raises TpukitError if the cache folder cannot be written, and for files
+    in it that are missing or cut short."""
     folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
     with explained(f"{folder} cannot be written, so set TPUKIT_CACHE to another folder"):
         files.make_private(folder.parent)  # what another user put there is not trusted
-        folder.mkdir(exist_ok=True)
     with files.file_lock(folder):
-        parts = _whole_parts(folder)
-        if parts is None:
+        if not folder.exists():
             arrays = make()
-            for part, value in arrays.items():
-                with files.atomic_file(folder / f"{part}.npy") as file:
-                    np.save(file, value, allow_pickle=False)
-            parts = {part: (folder / f"{part}.npy").stat().st_size for part in arrays}
-            files.write_atomic(folder / WHOLE, json.dumps(parts))
-    return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
-
-
-def _whole_parts(folder: Path) -> dict[str, int] | None:
-    """Return {array: bytes of its file} as `mapped` wrote them; None if one is missing or cut short."""
-    try:
-        parts = json.loads((folder / WHOLE).read_bytes())
-        whole = all((folder / f"{part}.npy").stat().st_size == size for part, size in parts.items())
-    except (OSError, ValueError):
-        return None
-    return parts if whole else None
+            with files.atomic_folder(folder) as work:
+                for part, value in arrays.items():
+                    np.save(work / f"{part}.npy", value, allow_pickle=False)
+                (work / PARTS).write_text(json.dumps([*arrays]))
+    with explained(f"{folder} is damaged, so delete it"):
+        parts = json.loads((folder / PARTS).read_bytes())
+        return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
 
 
 def content_key(paths: Iterable[Path]) -> str:
