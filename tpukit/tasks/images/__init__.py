@@ -9,7 +9,6 @@ import functools
 import io
 import json
 import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
-TOP5_CLASSES = 10  # up to so many, five of them are no score
 FEW = 10  # images of a class, below which `check_labels` warns
 # Defaults of a training run; a small set gets more epochs, so that there are STEPS, and smaller batches.
 EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
@@ -57,10 +55,7 @@ class ImageClassifier(Task):
     synthetic_size_accelerator: ClassVar[int] = 2400
     synthesize = staticmethod(shapes_set)
     score: ClassVar[str] = "accuracy"
-    score_names: ClassVar[dict[str, str]] = dict(
-        accuracy="accuracy, share of test images",
-        top5="top-5, share of test images with their class among five",
-    )
+    score_names: ClassVar[dict[str, str]] = dict(accuracy="accuracy, share of test images")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
     saved_title: ClassVar[str] = "Test images, the hardest first"
     export_output: ClassVar[str] = "one score for each class, before softmax, in the order of `classes`"
@@ -227,9 +222,8 @@ class ImageClassifier(Task):
         return models.describe(self.model_name)
 
     def _size(self):
-        kept = self._kept_with_weights().get("image_size", "")
-        is_size = re.fullmatch("[1-9][0-9]{0,3}", kept)
-        return self.image_size or (int(kept) if is_size else self._network().size)
+        kept = self._kept_with_weights().get("image_size")
+        return self.image_size or int(kept or self._network().size)
 
     def _find_pretrained(self):
         """(file or None, a sentence for the log). Without anything to train on, no weights are looked for."""
@@ -270,24 +264,21 @@ class ImageClassifier(Task):
     # Scores and predictions
 
     def evaluate(self, predictions):
-        """dict: accuracy and top5 in [0, 1] (top5 of more than ten classes), images; `confusion`, a row of
-        predicted classes for each true one, if there are at most 30."""
+        """dict: accuracy in [0, 1], images; `confusion`, a row of predicted classes for each true one, if
+        there are at most 30."""
         logits, labels = _gather(predictions)
         count = logits.shape[1]
-        # How many classes are above the true one: all of them, if its logit is not a number.
-        ranks = (~(logits <= logits.gather(1, labels[:, None]))).sum(1)
-        scores: dict = dict(accuracy=float((ranks == 0).double().mean()), images=len(labels))
-        if count > TOP5_CLASSES:
-            scores["top5"] = float((ranks < 5).double().mean())
+        is_right = (logits <= logits.gather(1, labels[:, None])).all(1)  # False for what is not a number
+        scores: dict = dict(accuracy=float(is_right.double().mean()), images=len(labels))
         if count <= CONFUSION_CLASSES:
-            counts = _confusion(logits, labels).tolist()
+            pairs = labels * count + logits.argmax(1)
+            counts = pairs.bincount(minlength=count**2).view(count, count).tolist()
             scores["confusion"] = dict(classes=self.class_names[:count], counts=counts)
         return scores
 
     def save_predictions(self, folder, predictions, data):
-        """predictions.csv, the largest loss first; per_class.csv: precision, recall, count, and how many of
-        its images were taken for each class; and worst.npz, the mistakes, then what is right, each with the
-        largest loss first."""
+        """predictions.csv, the largest loss first; and worst.npz, the mistakes, then what is right, each with
+        the largest loss first."""
         from torch.nn.functional import cross_entropy
 
         logits, labels = _gather(predictions)
@@ -299,12 +290,6 @@ class ImageClassifier(Task):
             shares = f"{probabilities[i]:.4f}", f"{losses[i]:.4f}"
             rows.append((data.names[i], names[labels[i]], names[predicted[i]], *shares))
         _write_csv(folder / "predictions.csv", ("file", "class", "predicted", "probability", "loss"), rows)
-        confusion, rows = _confusion(logits, labels), []
-        for name, taken, hits, all_taken in zip(names, confusion, confusion.diagonal(), confusion.sum(0)):
-            precision, recall = (f"{hits / max(count, 1):.4f}" for count in (all_taken, taken.sum()))
-            rows.append((name, precision, recall, taken.sum(), *taken))
-        header = ("class", "precision", "recall", "images", *(f"taken for {name}" for name in names))
-        _write_csv(folder / "per_class.csv", header, rows)
         is_right = (predicted == labels).numpy()
         worst = order[np.argsort(is_right[order], kind="stable")][:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
@@ -352,15 +337,12 @@ class ImageClassifier(Task):
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def results(self, batch, predictions):
-        """class and probability, and next_class and next_probability, the second most probable one."""
+        """class and probability."""
         import torch
 
-        probabilities = torch.as_tensor(np.asarray(predictions)).double().softmax(1)
-        rows = []
-        for shares, best in zip(*(values.tolist() for values in probabilities.topk(2))):
-            row = {"class": self.class_names[best[0]], "probability": shares[0]}
-            rows.append(row | dict(next_class=self.class_names[best[1]], next_probability=shares[1]))
-        return rows
+        shares, best = torch.as_tensor(np.asarray(predictions)).double().softmax(1).max(1)
+        names = [self.class_names[index] for index in best]
+        return [{"class": name, "probability": share} for name, share in zip(names, shares.tolist())]
 
 
 def _verdict(name, result):
@@ -377,12 +359,6 @@ def _gather(predictions):
     pairs = [(logits[batch["valid"]], batch["label"][batch["valid"]]) for logits, batch in predictions]
     logits, labels = (torch.cat(parts) for parts in zip(*pairs))
     return logits.double(), labels
-
-
-def _confusion(logits, labels):
-    """(K, K) counts, numpy: a row for each true class, a column for each predicted one."""
-    count = logits.shape[1]
-    return (labels * count + logits.argmax(1)).bincount(minlength=count**2).view(count, count).numpy()
 
 
 def _listed(names):
