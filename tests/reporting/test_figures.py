@@ -242,7 +242,7 @@ def test_samples_of_three_pictures_have_a_line_each_and_only_the_first_one_says_
 
 
 def test_a_long_title_of_a_chart_has_several_lines_and_none_is_cut():
-    labels = LABELS._replace(names=dict(iou="accuracy, share of test images whose class is the most probable"))
+    labels = LABELS._replace(names=dict(iou="accuracy, share of test images with their class on top"))
     figure = figures.curves_figure(records_of([0.25, 0.5]), labels)
     figure.savefig(io.BytesIO())
     assert "\n" in figure.axes[2].get_title("left")
