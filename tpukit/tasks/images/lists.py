@@ -28,7 +28,8 @@ def find_lists(place: Path) -> list[Path]:
     """Return the CSV files in a folder; of a place that is a file, itself."""
     if not place.is_dir():
         return [place]
-    return [path for path in sorted(place.iterdir()) if path.suffix.lower() == ".csv" and path.name[0] != "."]
+    files = (path for path in sorted(place.iterdir()) if path.is_file() and path.name[0] != ".")
+    return [path for path in files if path.suffix.lower() == ".csv"]
 
 
 def read_list(path: Path, images_dir: Path | None) -> list[Sample]:
