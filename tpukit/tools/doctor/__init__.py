@@ -29,8 +29,6 @@ NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOC
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"
 IMPORT_TIMEOUT_S = 120
-NVIDIA_PCI_VENDOR = "0x10de"
-PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
 OLD_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # of old guides, and still read
 
 
@@ -146,11 +144,6 @@ def _torch(machine: Machine) -> Rows:
 def _gpu(machine: Machine) -> Rows:
     """Check that torch can use the GPUs; if not, say why."""
     env, cuda, torch = machine.env, machine.cuda, f"torch {machine.version('torch')}"
-    if env.accelerator == "cpu":
-        no_driver = not environment.nvidia_smi(machine.environ)
-        found = "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it"
-        fix = machine.repair(f"install NVIDIA's driver. {environment.GPU_MENU['local']}")
-        return [(no_driver and _has_nvidia_card(machine.root), WARNING, found, fix)]
     if env.accelerator != "cuda" or cuda is None:
         return []
     without = f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}"
@@ -166,12 +159,6 @@ def _gpu(machine: Machine) -> Rows:
         (not cuda["usable"], BLOCKS, cannot, machine.repair(fix_for(cuda["reason"]) or update)),
         (cards, BLOCKS, f"{strange}; {torch} was built for {', '.join(built_for)}", other),
     ]
-
-
-def _has_nvidia_card(root: Path) -> bool:
-    """Return True if an NVIDIA GPU is on the PCI bus, with a driver or without."""
-    cards = environment.pci_devices(root, NVIDIA_PCI_VENDOR)
-    return any((card / "class").read_text().startswith(PCI_DISPLAY) for card in cards)
 
 
 def _torch_xla(machine: Machine) -> Rows:
