@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from tpukit.training.data import Batch
     from tpukit.training.task import Task
 
-Tensor = TypeVar("Tensor")  # of ONNX
 LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller
 FOLDERS = ("peft", "transformers")  # by a task's own `export_folder`
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # that ONNX needs
-BATCH = 3  # samples that the graph is traced with; any number works later
-COMPARED = 16  # samples
+COMPARED = 16  # samples, which the graph is traced with, too; any number works later
 
 
 class Exportable(Protocol):
@@ -66,8 +64,7 @@ class Exported:
         size = sum(file.stat().st_size for file in [self.path, *self.path.glob("*")] if file.is_file())
         verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
         difference = f"largest difference to the trained model on random inputs: {self.difference:.2g}"
-        upload = f"\nto share it: hf upload USER/MODEL {self.path}" if self.path.is_dir() else ""
-        return f"{self.path}: {size / 1e6:.1f} MB\n{difference}{verdict}{upload}"
+        return f"{self.path}: {size / 1e6:.1f} MB\n{difference}{verdict}"
 
 
 def export(
@@ -158,7 +155,6 @@ def _trace(task, model, inputs):
     shape = {0: Dim("batch", min=1, max=65536)}
     if multiple := part_of(task, Exportable, "export_multiple"):
         shape |= {2: multiple * Dim("rows", min=2, max=512), 3: multiple * Dim("columns", min=2, max=512)}
-    few = {name: values[:BATCH] for name, values in inputs.items()}
     shapes = (dict.fromkeys(inputs, shape),)
     with explained(f"torch.export cannot trace {task.name}"), torch.no_grad():
-        return torch.export.export(Module().eval(), (few,), dynamic_shapes=shapes)
+        return torch.export.export(Module().eval(), (inputs,), dynamic_shapes=shapes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -74,12 +73,10 @@ def predict(
     errors = {result["name"]: result["error"] for result in results if "error" in result}
     for error in list(errors.values())[:SHOWN]:
         print(printable(f"left out: {error}"))
-    endings = collections.Counter(Path(name).suffix.lower() or "without an ending" for name in errors)
     if len(errors) == len(results):
         raise TpukitError(f"no file could be read: {next(iter(errors.values()))}")
     if errors:
-        listed = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
-        print(printable(f"{len(errors)} files left out: {listed}"))
+        print(f"{len(errors)} files left out")
     if out is not None:
         print(printable(f"{len(results) - len(errors)} samples predicted: {out / 'predictions.csv'}"))
     return results
