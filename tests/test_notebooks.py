@@ -221,7 +221,7 @@ def test_the_notebook_on_conversations_answers_a_question_before_and_after_and_e
     assert all(words in output for words in ("rows to train", "all 2 cores started", "epoch 2: loss"))
     assert "largest difference to the trained model" in output and "perplexity " in output
     assert all(f">{word}<" in tables for word in ("before", "after", "what the model writes"))
-    with zipfile.ZipFile(tmp_path / "outputs/run.zip") as archive:
+    with zipfile.ZipFile(tmp_path / "outputs/run/run.zip") as archive:
         assert "run/peft/adapter_model.safetensors" in archive.namelist()
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import json
 import os
-import shutil
 import zipfile
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import refuses
-from tpukit import Run
+from tpukit import Run, predict
 from tpukit.devices.runtime import Runtime
 from tpukit.tools import own, own_files
 from tpukit.tools.trained import find_trained
@@ -59,40 +58,41 @@ def test_own_images_are_predicted_saved_and_packed_with_the_run_but_for_its_chec
     assert not [name for name in names if name.startswith("checkpoints")]
 
 
-def test_the_zip_replaces_one_of_the_same_run_and_no_other_file(trained, tmp_path):
+def test_the_zip_is_in_the_folder_of_the_run_and_neither_in_itself_nor_in_a_backup(trained, tmp_path):
     task, run = trained
     os.utime(run.path / "config.json", (0, 0))  # 1970, of which a zip knows nothing
-    assert own.save_zip(run) == own.save_zip(run)
-    packed = (tmp_path / "run.zip").read_bytes()
-    shutil.rmtree(run.path)  # and another one takes its name
-    Run.open(run.path, task)
-    for content in (packed, b"my dataset"):
-        (tmp_path / "run.zip").write_bytes(content)
-        with refuses(tmp_path / "run.zip"):
-            own.save_zip(Run(run.path))
-        assert (tmp_path / "run.zip").read_bytes() == content
+    run = Run(run.path.rename(tmp_path / "best"), backup=tmp_path / "backup")  # as its weights are called
+    sizes = {path: path.stat().st_size for path in (own.save_zip(run), own.save_zip(run))}
+    with zipfile.ZipFile(run.path / "best.zip") as archive:
+        assert list(sizes) == [run.path / "best.zip"] and "best/best.zip" not in archive.namelist()
+    run.update_backup()
+    restored = Run.open(tmp_path / "again", task, backup=tmp_path / "backup")
+    assert restored.checkpoints() and not [*tmp_path.glob("backup/*.zip"), *restored.path.glob("*.zip")]
     with refuses(tmp_path / "empty", "nothing to pack"):
         own.save_zip(Run(tmp_path / "empty"))
 
 
-def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_each(
-    bright, infrared_run, tmp_path
+@pytest.mark.parametrize(
+    "first, second", [("night", "night.PNG"), ("a.jpg", "A.jpg"), (200 * "x", 201 * "x")]
+)
+def test_files_whose_results_would_have_one_name_are_refused_before_any_is_predicted(
+    first, second, infrared_run, tmp_path
 ):
     task, run = infrared_run
-    for name, size in (("night", (32, 16)), ("night.png", (16, 32)), ("Night.PNG", (48, 16))):
-        Image.fromarray(np.full(size, 200, np.uint8)).save(tmp_path / name, format="PNG")
-    files = [tmp_path / name for name in ("night", "night.png", "Night.PNG")]
-    task = dataclasses.replace(task, weights=run.best())
-    samples = own_files.predict_files(task, run.best(), files, Runtime("cpu"))
-    own.save_predictions(task, samples, run.path / "own")
-    listed = json.loads((run.path / "own/predictions.json").read_text())
-    for kind in ("mask", "picture"):
-        assert len({entry[kind].lower() for entry in listed}) == 3
-    for entry in listed:
-        assert Image.open(run.path / "own" / entry["mask"]).size == (entry["width"], entry["height"])
-        assert (run.path / "own" / entry["picture"]).is_file()
-    with zipfile.ZipFile(own.save_zip(run)) as archive:
-        assert {f"run/own/{entry['mask']}" for entry in listed} <= set(archive.namelist())
+    (tmp_path / "mine").mkdir()
+    for name in (first, second):
+        Image.fromarray(np.zeros((16, 16), np.uint8)).save(tmp_path / "mine" / name, format="PNG")
+    with refuses("one name", first, second):
+        predict(run, tmp_path / "mine", task=task, out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_sample_takes_the_place_of_anothers_files(infrared_run, bright, tmp_path):
+    task, run = infrared_run
+    Image.fromarray(np.full((16, 16), 200, np.uint8)).save(tmp_path / "night.png")
+    samples = list(own_files.predict_files(task, run.best(), [tmp_path / "night.png"] * 2, Runtime("cpu")))
+    with refuses("two samples", "night"):
+        own.save_predictions(task, samples, tmp_path / "out")
 
 
 # On an open page
@@ -121,7 +121,7 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_takes_
     assert "upload-a.png" in message and "<ul" in page.updates[0]._repr_html_()  # it wraps
     button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
     assert len(page.updates) == 2 and page.updates[1].data != picture.data
-    archive = run.path.with_name("run.zip")
+    archive = run.path / "run.zip"
     assert len(page.shown) == 3 and (run.path / "own/upload-a.png").exists() and not archive.exists()
     # What is uploaded later joins the zip that was made before.
     own.save_zip(run)
@@ -135,7 +135,7 @@ def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page
     _, run = trained
     monkeypatch.chdir(run.path)
     own.save_zip(Run("."))
-    assert [link.path for link in page.shown] == ["../run.zip"]
+    assert [link.path for link in page.shown] == ["run.zip"]
 
 
 # Of CDEIT

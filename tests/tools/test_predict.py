@@ -203,7 +203,7 @@ def test_patterns_folders_and_files_are_taken_but_hidden_ones_nothing_and_two_of
     for nothing in (tmp_path / "empty", [], tmp_path / "*.gif"):
         with refuses():
             own_files.list_files(nothing)
-    with refuses("2 files", "a.png"):
+    with refuses(tmp_path / "a.png", tmp_path / "other/a.png"):
         own_files.list_files([tmp_path, tmp_path / "other"])
 
 

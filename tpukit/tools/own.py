@@ -4,7 +4,6 @@ import csv
 import io
 import itertools
 import json
-import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,11 +23,10 @@ from tpukit.reporting.widgets import offer_download, show_with_controls
 from tpukit.runs.run import Run
 from tpukit.tasks import part_of
 from tpukit.tasks.datasets import DEMO, is_demo
-from tpukit.tools.own_files import OwnFiles, Sample, list_files, predict_files
+from tpukit.tools.own_files import OwnFiles, Sample, list_files, predict_files, stem_of
 from tpukit.tools.trained import find_trained, task_of
 from tpukit.training.task import Task
 
-MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
 MAX_SHOWN = 64  # files, and samples in them, that one picture shows
 RUN_FILES = ("best.*", "config.json", "records.jsonl", "log.txt")
 ZIPPED = (*RUN_FILES, "peft/*", "pictures/*", "predictions/*", "own/*", "own/*/*")
@@ -41,12 +39,16 @@ def save_predictions(
 
     samples: of `predict_files`. Each dict: name, and what the task's `results` gives, or `error`.
     In the folder: predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png,
-    images/NAME.npy), and, with pictures, pictures/NAME.png."""
+    images/NAME.npy), and, with pictures, pictures/NAME.png. Raises TpukitError for two samples of one NAME.
+    """
     results, listed, taken = [], [], set()
     for sample in samples:
         results.append(result_of(task, sample))
         entry = dict(results[-1])
-        stem = _free_stem(sample.name, taken)
+        stem = stem_of(sample.name)
+        if stem.lower() in taken:
+            raise TpukitError(f"two samples would have files of the name {stem}: predict them one by one")
+        taken.add(stem.lower())
         for key, value in entry.items():
             if isinstance(value, np.ndarray):
                 entry[key] = _save_array(folder, key, stem, value)
@@ -81,19 +83,6 @@ def _save_array(folder, key, stem, value):
         np.save(file, value)
     _save(folder / path, file.getvalue())
     return path
-
-
-def _free_stem(name, taken):
-    """Return the name of a sample's files without .png or .npy, which leaves room for them in the 255 bytes
-    that a disk takes. It has a number if an earlier sample has the name: night.png is that of night, too.
-
-    taken: the names so far, to which this one is added."""
-    name = re.sub(r"\.png$", "", printable(name).replace("/", "_"), flags=re.IGNORECASE)
-    name = name.encode()[:MAX_NAME].decode(errors="ignore")
-    numbered = (f"{name}-{number}" for number in itertools.count(2))
-    free = next(one for one in itertools.chain([name], numbered) if one.lower() not in taken)
-    taken.add(free.lower())
-    return free
 
 
 def _save(path, content):
@@ -138,7 +127,7 @@ def show_own(run: Run | str | Path, task: Task | None = None, paths: str | Path 
         if not upload:
             return predictions_figure(run, task, 2)
         figure = _predict_and_save(run, task, save_uploads(upload, run.path / "own"))
-        if _is_zip_of(run, _zip_path(run)):  # made before the upload: now it holds that, too
+        if _zip_path(run).exists():  # made before the upload: now it holds that, too
             _pack(run)
         return figure
 
@@ -184,10 +173,10 @@ def save_uploads(value: Any, folder: Path) -> list[Path]:
 
 
 def save_zip(run: Run) -> Path:
-    """Pack weights, settings, records, pictures and predictions of a run into one zip next to its folder.
+    """Pack weights, settings, records, pictures and predictions of a run into one zip in its folder.
 
     Returns its path. An open page of Colab then downloads it; on Kaggle it is under Output; JupyterLab shows
-    a link. Raises TpukitError for a run without results, and if another file would be replaced."""
+    a link. Raises TpukitError for a run without results."""
     path, count = _pack(run)
     print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {count} files"))
     if environment.is_interactive_notebook():
@@ -197,28 +186,18 @@ def save_zip(run: Run) -> Path:
 
 def _zip_path(run):
     folder = run.path.resolve()
-    return folder.with_name(f"{folder.name}.zip")
+    return folder / f"{folder.name}.zip"
 
 
 def _pack(run):
     """Write the zip of a run. Returns (its path, how many files are in it)."""
-    folder, path = run.path.resolve(), _zip_path(run)
-    members = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
+    path = _zip_path(run)
+    folder = path.parent
+    found = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
+    members = [member for member in found if member != path]  # best.zip, of a run whose folder is called best
     if not members:
         raise TpukitError(f"{run.path} has nothing to pack yet: train first")
-    if path.exists() and not _is_zip_of(run, path):
-        raise TpukitError(f"{path} would be replaced, and does not hold this run: move it to another folder")
     with files.atomic_file(path) as file, zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
         for member in members:
             archive.write(member, member.relative_to(folder.parent))
     return path, len(members)
-
-
-def _is_zip_of(run, path):
-    """Return True if a file is a zip of this run, not of an earlier one in a folder of the same name."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            config = json.loads(archive.read(f"{run.path.resolve().name}/config.json"))
-        return config["id"] == run.config["id"]
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
-        return False

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import glob
 import itertools
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from tpukit.tasks.datasets import is_demo
 from tpukit.tools.trained import DEMO_FOLDER
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
 from tpukit.training.task import Task
+
+MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
 
 
 class OwnFiles(Protocol):
@@ -121,7 +124,7 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """Return the files that were named, those of a folder or a pattern (`*.png`) sorted by name, without
     hidden ones; for "demo", the infrared images that come with tpukit.
 
-    Raises TpukitError if there is none, or two of one name, which could not be told apart in the results.
+    Raises TpukitError if there is none, or two whose results would have one name.
     """
     found = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
@@ -140,12 +143,19 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
         found += files
     if not found:
         raise TpukitError("no files: name a file, or a folder of files")
-    [(name, count)] = collections.Counter(path.name for path in found).most_common(1)
-    if count > 1:
-        raise TpukitError(
-            f"{count} files are called {name}: rename them, so that their predictions can be told apart"
-        )
+    by_stem = {}
+    for path in found:
+        first = by_stem.setdefault(stem_of(path.name).lower(), path)
+        if first is not path:
+            raise TpukitError(f"the results of {first} and {path} would have one name: rename one of the two")
     return found
+
+
+def stem_of(name: str) -> str:
+    """Return the name of a sample's files in the results, without their ending: night of night.png. The 255
+    bytes that a disk takes have room for that ending, too."""
+    name = re.sub(r"\.png$", "", printable(name).replace("/", "_"), flags=re.IGNORECASE)
+    return name.encode()[:MAX_NAME].decode(errors="ignore")
 
 
 @contextlib.contextmanager
