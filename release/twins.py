@@ -31,7 +31,7 @@ SETTINGS = dict(
 SETTINGS_OF = {
     "mnist_quickstart": dict(BATCH_SIZE=64),
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
-    "hardware_check": dict(REHEARSE=True, ONLY="precision"),
+    "hardware_check": dict(REHEARSE=True),
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
 NEEDS_INTERNET = {"finetune_llm": "peft"}  # notebook -> the package that not every image has

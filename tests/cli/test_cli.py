@@ -97,7 +97,8 @@ MISSPELT = [
     ("compare mnits", "did you mean mnist?"),
     ("train images --image-sizes 64", "--image-size"),
     ("predict run photos --out new --batch 3", "--batch-size"),
-    ("doctor --jsn", "--json"),
+    ("doctor --hardwear", "--hardware"),
+    ("doctor --json", "has no option --json"),
 ]
 
 

@@ -146,12 +146,8 @@ def test_a_training_on_all_cores_must_learn_as_on_one(runtime, is_right, found_o
     assert holds is is_right and re.match(r"losses differ by \d+\.\d+%, accuracy 0\.\d+", text)
 
 
-@pytest.mark.parametrize(
-    "why_not, slices_ms, holds", [(None, 2, True), (None, 1, False), ("wrong", 2, False)]
-)
-def test_attention_kernels_that_are_slow_or_do_not_work_are_told(
-    why_not, slices_ms, holds, found_on, monkeypatch
-):
+@pytest.mark.parametrize("why_not, holds", [(None, True), ("wrong", False)])
+def test_attention_kernels_that_do_not_work_are_told(why_not, holds, found_on, monkeypatch):
     pytest.importorskip("torch_xla", reason="the kernels are called through torch_xla")
     from tpukit.tasks.cdeit.tpu import attention
 
@@ -159,11 +155,9 @@ def test_attention_kernels_that_are_slow_or_do_not_work_are_told(
         attention._disabled_reason = why_not
         return "chosen"
 
-    times_ms = iter([1.5, slices_ms])
     monkeypatch.setattr(attention, "_disabled_reason", None)
     monkeypatch.setattr(attention, "choose", choose)
-    monkeypatch.setattr(hardware, "mean_ms", lambda runtime, function: next(times_ms))
-    assert found_on("attention_kernels", accelerator="tpu")[0] is holds
+    assert found_on("attention_kernels", accelerator="tpu") == (holds, "chosen")
 
 
 @pytest.mark.parametrize(
@@ -185,9 +179,10 @@ def test_running_out_of_memory_must_be_a_known_error(raised, expected, found_on)
 
 @pytest.fixture
 def check(machine, monkeypatch, tmp_path):
-    """A function: the report of checks that have these results, or raise them, on an accelerator."""
+    """A function: the report of the checks of these names, or of all, that have these results, or raise them,
+    on an accelerator."""
 
-    def run(*results, accelerator="cuda", cores=1, **settings):
+    def run(*results, names=(*hardware.CHECKS,), accelerator="cuda", cores=1, **settings):
         def called(function, name, *, timeout_s):
             if isinstance(result := next(left), Exception):
                 raise result
@@ -195,7 +190,8 @@ def check(machine, monkeypatch, tmp_path):
 
         left = iter(results)
         monkeypatch.setattr(child, "call", called)
-        return hardware.check_hardware(machine(accelerator, cores), path=tmp_path / "report.json", **settings)
+        monkeypatch.setattr(hardware, "CHECKS", {name: hardware.CHECKS[name] for name in names})
+        return hardware.check_hardware(machine(accelerator, cores), tmp_path / "report.json", **settings)
 
     return run
 
@@ -208,7 +204,7 @@ def check(machine, monkeypatch, tmp_path):
     ],
 )
 def test_a_check_that_hangs_or_crashes_fails_alone(error, words, check):
-    first, second = check(error, (True, "right"), only=["opens", "step"])["checks"]
+    first, second = check(error, (True, "right"), names=["opens", "step"])["checks"]
     assert [first["outcome"], second["outcome"]] == [FAIL, PASS] and words in first["text"]
 
 
@@ -218,13 +214,16 @@ def test_what_a_check_raises_is_its_outcome_with_the_place(monkeypatch):
     assert not holds and re.match(r"RuntimeError in test_hardware\.py line \d+: ", text)
 
 
-def test_the_report_is_written_after_each_check_and_holds_nothing_but_these_fields(check, tmp_path):
+def test_the_report_is_written_after_each_check_and_holds_nothing_but_these_fields(
+    check, monkeypatch, tmp_path
+):
     def look(line):
         if line.startswith("    "):
             written.append(json.loads((tmp_path / "report.json").read_text()))
 
     written = []
-    report = check((True, "a"), (False, "b"), only=["opens", "precision"], log=look)
+    monkeypatch.setattr(hardware, "say", look)
+    report = check((True, "a"), (False, "b"), names=["opens", "precision"])
     assert [len(one["checks"]) for one in written] == [1, 2] and written[-1] == report
     fields = "format tpukit date rehearsal host accelerator backend chip chips python versions checks"
     assert set(report) == set(fields.split()) and report["rehearsal"] is False
@@ -245,7 +244,8 @@ def test_a_report_names_no_path_address_user_or_host(check, monkeypatch, tmp_pat
     ]
     monkeypatch.setenv("USER", "jdoe")
     monkeypatch.setattr(socket, "gethostname", lambda: "lab-box.example")
-    check(*((False, text) for text in texts), only=["opens"] * len(texts))
+    report = check(*((False, text) for text in texts), cores=2)
+    assert [row["outcome"] for row in report["checks"]].count(FAIL) == len(texts)
     written = (tmp_path / "report.json").read_text()
     assert not re.search(r"secret|jane|jdoe|lab-box|data/|token|10\.1\.2\.3|fe80|890a", written), written
 
@@ -258,28 +258,26 @@ def test_scrubbing_leaves_rates_and_versions_as_they_are():
 
 def test_a_check_is_skipped_where_it_does_not_apply(check):
     def skipped(**machine):
-        names = ["all_reduce", "attention_kernels", "overflow"]
-        rows = check(*[(True, "right")] * 3, only=names, rehearse=True, **machine)["checks"]
+        rows = check(*[(True, "right")] * 10, rehearse=True, **machine)["checks"]
         return [row["name"] for row in rows if row["outcome"] == SKIP]
 
     assert skipped(accelerator="tpu", cores=8) == ["overflow"]
-    assert skipped(accelerator="tpu", cores=1) == ["all_reduce", "overflow"]
+    assert skipped(accelerator="tpu", cores=1) == ["all_reduce", "all_cores", "overflow"]
     assert skipped(accelerator="cuda", cores=2) == ["attention_kernels"]
     assert skipped(accelerator="cpu") == ["attention_kernels"]  # a rehearsal of two processes
 
 
-def test_wrong_use_says_what_there_is(check):
+def test_without_an_accelerator_a_rehearsal_is_named(check):
     with refuses("--rehearse"):
         check(accelerator="cpu")
-    with refuses("nonsense", "opens"):
-        check(only=["nonsense"])
 
 
 @pytest.mark.slow
 def test_a_rehearsal_in_a_process_of_its_own_says_that_it_is_one(monkeypatch, tmp_path):
     pytest.importorskip("torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    report = hardware.check_hardware(detect(), only=["opens"], path=tmp_path / "report.json", rehearse=True)
+    monkeypatch.setattr(hardware, "CHECKS", dict(opens=hardware.opens))
+    report = hardware.check_hardware(detect(), tmp_path / "report.json", rehearse=True)
     assert report["rehearsal"] is True and report["accelerator"] == "xla"
     assert [row["outcome"] for row in report["checks"]] == [PASS]
 
@@ -294,6 +292,5 @@ def test_doctor_prints_the_outcomes_and_ends_with_1_where_one_failed(capsys, mon
     monkeypatch.setattr(hardware, "run_check", lambda name, env: (outcomes[name], "found"))
     assert cli.main(["doctor", "--hardware"]) == 0 and "10/10 out_of_memory" in capsys.readouterr().out
     outcomes["replays"] = FAIL
-    assert cli.main(["doctor", "--hardware", "--json"]) == 1
-    printed = json.loads(capsys.readouterr().out)["hardware"]
-    assert printed == json.loads((env.outputs / hardware.REPORT).read_text())
+    assert cli.main(["doctor", "--hardware"]) == 1 and "FAIL in " in capsys.readouterr().out
+    assert '"FAIL"' in (env.outputs / hardware.REPORT).read_text()

@@ -17,7 +17,8 @@ from tyro import conf
 import tpukit
 from tpukit import __version__, leaves, tasks
 from tpukit.cli import functions
-from tpukit.cli.doctor import doctor, to_stderr
+from tpukit.cli.doctor import doctor
+from tpukit.cli.functions import to_stderr
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs.settings import annotate_help
@@ -46,7 +47,6 @@ def of_library(function: Callable, is_good: Callable[[Any], bool] = bool, **defa
     return command
 
 
-doctor.__annotations__["as_json"] = Annotated[bool, conf.arg(name="json")]  # there without tyro
 COMMANDS: dict[str, Callable[..., Any]] = dict(
     doctor=doctor,
     train=functions.train,
@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int | None:
 
 def check_options(words: list[str], names: list[str], command: str) -> None:
     """Exit with one sentence that names the nearest option if one of the words is no option of a command."""
-    known = [f"--{name.replace('_', '-')}" for name in ("help", "json", *names)]
+    known = [f"--{name.replace('_', '-')}" for name in ("help", *names)]
     options = words[: words.index("--")] if "--" in words else words
     for option in (word.partition("=")[0].replace("_", "-") for word in options):
         if option.startswith("--") and option.replace("--no-", "--") not in known:

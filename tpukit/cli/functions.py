@@ -1,13 +1,13 @@
 """The functions that are commands and not functions of the library."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro import conf
 
 import tpukit
-from tpukit.cli.doctor import to_stderr
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
@@ -176,3 +176,7 @@ def migrate(files: Files, fix: bool = False) -> int:
         findings += examined.findings
     print(as_text(findings))
     return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
