@@ -16,7 +16,7 @@ def sources(examined):
 
 def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(tmp_path):
     setup = "!pip install torch_xla[tpu]==2.6\n%env XLA_USE_BF16=1\nimport torch"
-    model = "files = !ls\nmodel = model.cuda()  # here\nmodel?\nif True:\n    !echo done\n    %time i + 1"
+    model = "!ls\nmodel = model.cuda()  # here\nmodel?\nif True:\n    !echo done\n    %time i + 1"
     examined = examine(written(tmp_path, notebook(setup, "%%bash\nnvidia-smi", model), "guide.ipynb"))
     found = [(f.rule, f.cell, f.line) for f in examined.findings]
     assert found == [("install", 2, 1), ("old-variable", 2, 2), ("cuda", 4, 2)]
@@ -32,7 +32,6 @@ CELLS = [
     "a = (1\n    != 2)",
     "!pip list \\\n    --verbose",
     "?torch",
-    "d['x'] = !ls",
     "await thing",
     "",
     "# only words",
@@ -62,10 +61,8 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
         ("!pip install https://host/wheels/torch_xla-1.9-cp37-cp37m-linux_x86_64.whl", 1),
         ("x = 1\n!pip install -U \\\n  torch_xla", 2),
         ("%%bash\ncd x\npip install -q \\\n   torch_xla", 3),
-        ("out = !pip install torch_xla", 1),
         ("!pip install torch_xla \\", 1),
         ("!pip uninstall -y timm && pip install libtpu", 1),
-        ("pip install torch_xla\nx = 1", 1),
         ("!pip uninstall -y torch torchvision", 1),
         ('!pip install "$TORCH_WHEEL"', 1),
         ('!pip install "$TORCHVISION_WHEEL"', None),
@@ -74,7 +71,6 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
         ("!pip install torchvision torchmetrics torch-geometric torch_optimizer", None),
         ("%%bash\n# pip install torch_xla is what old guides did\necho 'it''s", None),
         ('text = """\n!pip install torch_xla\n"""', None),
-        ("pip install timm\ncd folder\nx = 1", None),
     ],
 )
 def test_installing_another_torch_is_found_wherever_a_cell_does_it(cell, line, tmp_path):
@@ -96,7 +92,7 @@ def test_a_notebook_saved_as_a_script_is_read_as_one(tmp_path):
 @pytest.mark.parametrize(
     "code, found",
     [
-        ("%%bash\npip install torch_xla\nmodel.cuda()\n", [("install", 2), ("cuda", 3)]),
+        ("%%bash\n!pip install torch_xla\nmodel.cuda()\n", [("install", 2), ("cuda", 3)]),
         ("%%writefile train.py\nmodel.cuda()\n", [("cuda", 2)]),
         ("%%html\n<b>no</b>\nmodel.cuda()\n", [("unreadable", 2)]),
     ],
@@ -106,11 +102,13 @@ def test_a_magic_of_a_cell_hides_nothing_of_a_script(code, found, tmp_path):
     assert [(f.rule, f.line) for f in examined.findings] == found
 
 
-def test_one_bad_cell_hides_no_other(tmp_path):
-    text = notebook("!pip install torch_xla", "def f(:", "model = model.cuda()")
+@pytest.mark.parametrize("bad", ["def f(:", "files = !ls", "pip install timm"])
+def test_one_bad_cell_hides_no_other(bad, tmp_path):
+    text = notebook("!pip install torch_xla", bad, "model = model.cuda()")
     examined = examine(written(tmp_path, text, "bad.ipynb"))
     found = [(f.rule, f.cell) for f in examined.findings]
-    assert found == [("install", 2), ("unreadable", 3), ("cuda", 4)] and sources(examined)[2] == "def f(:"
+    assert found == [("install", 2), ("unreadable", 3), ("cuda", 4)] and sources(examined)[2] == bad
+    assert "fix the file first" in migrate.as_text(examined.findings)
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ from tpukit.tools.migrate.source import parse
 OTHER_LANGUAGE = re.compile(r"\s*%%(?!(time|timeit|capture|prun)\b|writefile\s.*\.py\b)")
 SHELL_CELL = re.compile(r"\s*%%(bash|sh|script)\b")
 MAGIC = re.compile(r"[!%]|[\w.*]*\?{1,2}\s*$|\?{1,2}[\w.*]+\s*$")
-AUTOMAGIC = re.compile(r"(pip3?|conda|mamba|cd|ls)\s+\S")  # IPython takes these without %
-ASSIGNED_MAGIC = re.compile(r"([\w.,\[\]'\" ]+=)\s*([!%].*)", re.DOTALL)
 LINES = re.compile(r"(?<!\\)\n")  # a backslash joins the next line
 
 
@@ -60,15 +58,12 @@ class Cells:
 
     def _add_line(self, line):
         """Add a line of a cell that is not only Python."""
-        bare = line.strip()
-        assigned = ASSIGNED_MAGIC.match(bare)
-        is_automagic = AUTOMAGIC.match(bare) and _syntax_error(bare) is not None
-        if not (assigned or MAGIC.match(bare) or is_automagic):
+        if not MAGIC.match(line.strip()):
             self.lines += line.split("\n")
             return
-        self._check_command(assigned[2] if assigned else bare)
+        self._check_command(line.strip())
         indent = line[: len(line) - len(line.lstrip())]
-        self._hide(line, f"{indent}{assigned[1]} None  " if assigned else f"{indent}pass  ")
+        self._hide(line, f"{indent}pass  ")
 
     def _hide(self, lines, statement=""):
         """Put a statement, and comments, in the place of lines."""
