@@ -45,8 +45,6 @@ class Checker:
                 self._check_call(node)
             case ast.Subscript(ctx=ast.Load()):  # `x[mask] = 0` keeps its shape
                 self._check_mask(node)
-            case ast.Compare() if self.around.decides_by_loss(node):
-                self._add(node, dict(rule="read-in-loop"))
             case ast.IfExp() if re.fullmatch(TABLES["chooses_cpu"]["text"], ast.unparse(node)):
                 self._add(node, TABLES["chooses_cpu"])
             case ast.Assign() if self.around.is_tied_before_the_move(node):
@@ -161,11 +159,9 @@ class Checker:
     # What no table says
 
     def _check_mask(self, node):
-        """Check `x[mask]`, and `x[:n]` of an n that is read from a tensor."""
+        """Check `x[mask]`."""
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        slices = [index for index in indices if isinstance(index, ast.Slice)]
-        reads = [one for index in slices for one in (index.lower, index.upper) if self.around.is_read(one)]
-        if (reads or any(map(self.around.is_mask, indices))) and self.around.in_compiled_code(node):
+        if any(map(self.around.is_mask, indices)) and self.around.in_compiled_code(node):
             self._add(node, dict(rule="dynamic-shape"))
 
     def _check_condition(self, call):

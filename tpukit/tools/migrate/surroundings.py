@@ -20,8 +20,6 @@ MASK = re.compile(
     r"[<>]|[!=]=|~|mask$|\.bool\(\)$|\.(eq|ne|[gl][te]|is(nan|finite|inf))\([^()]*\)$", re.IGNORECASE
 )
 NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
-# A number that the host reads from a tensor: `n = int(mask.sum())`.
-READ = re.compile(r"\.(item|tolist)\(|^(int\(.*|[\w.]+)\.(sum|max|min|count_nonzero)\(")
 DRAWN = re.compile(r"torch\.(rand|normal|empty\(\d+\))")
 EVALUATES = re.compile(r"(?i)val|test|eval|dev|pred|infer|train=False")
 # Names of optimizers and loss scalers, and of the classes that make them.
@@ -58,8 +56,6 @@ class Surroundings:
         by_name = {}
         for function in functions:
             by_name.setdefault((function.name, function in methods), []).append(function)
-        for name, values in source.assigned.items():
-            by_name.setdefault((name, False), []).extend(_functions_of(values, methods, source))
         while new := set(self._called_in_steps(by_name)) - self.reached:
             self.reached |= new
 
@@ -120,9 +116,9 @@ class Surroundings:
         return not is_schedule and any(map(UPDATES.search, names))
 
     def takes_loss(self, call: ast.Call) -> bool:
-        """Return whether a loss is an argument of a call, or a part of one: `print(f"{loss:.3f}")`."""
+        """Return whether a loss is in an argument of a call: `print(f"{loss:.3f}")`."""
         values = [*call.args, *(arg.value for arg in call.keywords)]
-        return any(self.is_loss(part) for value in values for part in _parts_of(value))
+        return any(self.is_loss(part) for value in values for part in ast.walk(value))
 
     def is_loss(self, value: ast.AST) -> bool:
         return isinstance(value, ast.Name) and value.id in self.losses
@@ -131,30 +127,11 @@ class Surroundings:
         """Return whether a value is no random number, which is drawn on the host: `torch.rand(1).item()`."""
         return DRAWN.search(ast.unparse(call)) is None
 
-    def is_decisive(self, node: ast.AST) -> bool:
-        """Return whether a value decides which code runs next: `if torch.isnan(loss).any()`."""
-        outer = self.source.parents[node]
-        while isinstance(outer, ast.Attribute | ast.Call):
-            outer = self.source.parents[outer]
-        return isinstance(outer, ast.If | ast.IfExp | ast.While | ast.Assert | ast.UnaryOp | ast.BoolOp)
-
-    def decides_by_loss(self, comparison: ast.Compare) -> bool:
-        """Return whether the host compares a loss in each step, to decide by it: `if loss < best`."""
-        if any(isinstance(one, ast.Is | ast.IsNot | ast.In | ast.NotIn) for one in comparison.ops):
-            return False
-        has_loss = any(map(self.is_loss, [comparison.left, *comparison.comparators]))
-        return has_loss and self.in_step(comparison) and self.is_decisive(comparison)
-
     def is_mask(self, index: ast.AST) -> bool:
         """Return whether an index is named as a mask, or compares values that are no counter and no text."""
         values = self.source.assigned.get(last_name(index), [])
         texts = [ast.unparse(one) for one in [index, *values]]
         return not NO_MASK.search(texts[0]) and any(map(MASK.search, texts))
-
-    def is_read(self, bound: ast.AST | None) -> bool:
-        """Return whether a bound of a slice is read from a tensor."""
-        values = [] if bound is None else [bound, *self.source.assigned.get(last_name(bound), [])]
-        return any(READ.search(ast.unparse(value)) for value in values)
 
     def feeds_training(self, call: ast.Call) -> bool:
         """Return whether no name around a DataLoader speaks of an evaluation, whose last samples count."""
@@ -195,30 +172,6 @@ class Surroundings:
 
     def _is_in_init(self, node):
         return getattr(self.source.function_of(node), "name", "") == "__init__"
-
-    def before_launch(self, call: ast.Call) -> bool:
-        """Return whether a call runs in the module itself, above a launch of processes."""
-        is_outside = self.source.function_of(call) is self.source.tree
-        return is_outside and any(launch.lineno > call.lineno for launch in self.launches)
-
-    def is_saved(self, call: ast.Call) -> bool:
-        """Return whether a state is given to `torch.save` as it is, not copied by {name: ... for ...}."""
-        outers = {call, *self.source.ancestors(call)}
-        for save in self.source.calls:
-            is_save = re.fullmatch(TABLES["saves"], self.source.name(save.func))
-            if is_save and not outers.isdisjoint(self._saved_by(save)):
-                return not any(isinstance(outer, ast.DictComp) for outer in outers)
-        return False
-
-    def saves_model(self, save: ast.Call) -> bool:
-        """Return whether `torch.save` gets a model itself, one whose parameters are asked for elsewhere."""
-        models = {ast.unparse(one.func.value) for one in self.source.calls if method_of(one) == "parameters"}
-        return any(ast.unparse(part) in models for value in self._saved_by(save) for part in _parts_of(value))
-
-    def _saved_by(self, save):
-        """Return what `torch.save` gets, and the values that its name was given."""
-        named = [value for one in save.args[:1] for value in self.source.assigned.get(last_name(one), [])]
-        return [*save.args[:1], *named]
 
     def is_not_stored(self, call: ast.Call) -> bool:
         """Return whether a value is neither put into a dict, such as a checkpoint, nor converted at once."""
@@ -274,24 +227,6 @@ class Surroundings:
         return MENTIONS_XLA.search(ast.unparse(condition)) is not None
 
 
-def _parts_of(value):
-    """Yield the values that a value is made of: {loss:.3f} of an f-string, loss of {"loss": loss}."""
-    match value:
-        case ast.JoinedStr() | ast.Dict():
-            parts = value.values
-        case ast.Tuple() | ast.List():
-            parts = value.elts
-        case ast.BinOp():
-            parts = [value.left, value.right]
-        case ast.FormattedValue():
-            parts = [value.value]
-        case _:
-            yield value
-            return
-    for part in parts:
-        yield from _parts_of(part)
-
-
 def _makes_object(value):
     """Return whether a value is made by a class, as an optimizer is, not a list of parameters."""
     return isinstance(value, ast.Call) and last_name(value.func)[:1].isupper()
@@ -303,11 +238,3 @@ def _ties(node):
         case ast.Assign(targets=[ast.Attribute(attr="weight")], value=ast.Attribute(attr="weight")):
             return True
     return False
-
-
-def _functions_of(values, methods, source):
-    """Yield the functions that a name calls, of the values that it was given: a lambda, or `Loss()` of a
-    class in the file."""
-    made = {last_name(value.func) for value in values if isinstance(value, ast.Call)}
-    yield from (value for value in values if isinstance(value, ast.Lambda))
-    yield from (one for one in methods if one.name == "__call__" and source.parents[one].name in made)
