@@ -99,8 +99,8 @@ def report(run: RunFolder, trace: int = 0, tensorboard: Path | None = None) -> N
     """Show what the accelerator did in a run: compilations and their causes, the time of a step, memory.
 
     Args:
-        trace: also run this number of steps of its task again, here, save a profiler trace of them for
-            TensorBoard, and name the lines whose operations fall back to the CPU or wait for the device.
+        trace: also name the lines whose operations fall back to the CPU or wait for the device, in a step
+            that is run again, here; on an XLA device, save a profiler trace of this number of steps.
         tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
     """
     folder = tpukit.Run.find(run)

@@ -1,4 +1,4 @@
-"""`tpukit report RUN --trace N`: take steps of a run's task under a profiler, and name the lines that
+"""`tpukit report RUN --trace N`: take steps of a run's task under XLA's profiler, and name the lines that
 interrupt a step. The run is not touched: what the steps learn, from fresh weights, is thrown away."""
 
 import collections
@@ -11,10 +11,8 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch.profiler import profile, tensorboard_trace_handler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpukit.devices import cuda_graph
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import explain_known_errors, fix_for
 from tpukit.host.signals import StopSignal
@@ -23,7 +21,7 @@ from tpukit.runs.run import Run
 from tpukit.training.setup import Trainer
 from tpukit.training.task import Task
 
-WARM_UP = cuda_graph.WARM_UP + 1  # steps before the trace: the first compiles, on a GPU the last is captured
+WARM_UP = 2  # steps before the trace: the first compiles
 # What waits for the device, or has no fixed shape.
 BLOCKING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -31,8 +29,8 @@ LIBRARIES = ("<", os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(
 
 
 def trace(task: Task, run: Run, *, steps: int = 5) -> list[str]:
-    """Trace some steps of a run's task, in its last phase. Return the findings as sentences; the profiler's
-    trace is kept as trace/ in the run's folder."""
+    """Look at steps of a run's task, in its last phase. Return the findings as sentences; on an XLA device a
+    trace of some steps is kept as trace/ in the run's folder."""
     if steps < 1:
         raise TpukitError(f"--trace {steps}: trace one step or more")
     function = functools.partial(_trace_steps, steps=steps, folder=run.path / "trace")
@@ -62,33 +60,22 @@ def _trace_steps(task: Task, run: Run, *, steps: int, folder: Path, runtime=None
 
 
 def _profile(trainer, batches, steps, folder):
-    """Take steps under the profiler. Return a sentence: where the trace is, or why they fail."""
+    """Take steps under XLA's profiler. Return a sentence: where the trace is, or why there is none."""
     runtime = trainer.runtime
+    if runtime.device.type != "xla":
+        return f"No trace on {runtime}: take steps of your own in `with torch.profiler.profile() as profile`."
+    from tpukit.devices import xla_counters
+
     try:
         _take_steps(trainer, batches, WARM_UP)
-        with _profiler(runtime.device, folder) if runtime.world.rank == 0 else contextlib.nullcontext():
+        with contextlib.ExitStack() as profiled:
+            if runtime.world.rank == 0:
+                xla_counters.start_trace(str(folder))
+                profiled.callback(xla_counters.stop_trace)
             _take_steps(trainer, batches, steps)
     except (RuntimeError, ValueError) as failure:  # it is not one graph, or the compiler refuses it
         return f"No trace, because the step fails on {runtime}: {fix_for(str(failure)) or failure}"
     return f"The profiler's trace of {steps} steps on {runtime}, for TensorBoard: {folder}"
-
-
-@contextlib.contextmanager
-def _profiler(device, folder):
-    """Context manager: profile the device and this process, for TensorBoard, in `folder`."""
-    if device.type == "xla":
-        from tpukit.devices import xla_counters
-
-        xla_counters.start_trace(str(folder))
-        try:
-            yield
-        finally:
-            xla_counters.stop_trace()
-    else:
-        if device.type != "cuda":  # else it prints an error of the driver if there is no GPU
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-        with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):
-            yield
 
 
 def _take_steps(trainer, batches, count):
