@@ -1,21 +1,22 @@
 """Shared by all tests: small data, an environment that is not this machine's, and the reference folder."""
 
 import contextlib
+import getpass
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tpukit.host import files
-
 ROOT = Path(__file__).parent.parent
-# Where the compilers of `tpukit plan`, gigabytes, outlive the tests: by default where a plan keeps them.
-COMPILERS = Path(os.environ.get("TPUKIT_TEST_COMPILERS") or files.cache_folder())
+# Where the compilers of `tpukit plan`, gigabytes, outlive the tests, which write nothing in the home.
+TEMPORARY = Path(tempfile.gettempdir(), f"tpukit-{getpass.getuser()}")
+COMPILERS = Path(os.environ.get("TPUKIT_TEST_COMPILERS") or TEMPORARY)
 SMALL = dict(batch_size=8, log_every=3, num_workers=1)  # settings that make a training a matter of a second
 XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
@@ -26,13 +27,10 @@ def pytest_configure(config):
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
     if importlib.util.find_spec("torch_tpu"):  # which looks for a TPU for minutes: see `open_runtime`
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ["TPUKIT_OFFLINE"] = "1"  # for the processes that tests start, too: no dataset is downloaded
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory):
-    """Decoded datasets of the tests go with the tests, those of the processes that they start too."""
-    os.environ["TPUKIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    # For the processes that tests start, too: no dataset is downloaded, and decoded ones go with the tests.
+    os.environ["TPUKIT_OFFLINE"] = "1"
+    os.environ["TPUKIT_CACHE"] = cache = tempfile.mkdtemp(prefix="tpukit-cache-")
+    config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
 
 
 @pytest.fixture(scope="session", autouse=True)

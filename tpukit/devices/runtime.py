@@ -212,9 +212,10 @@ class Runtime:
             return function
         from tpukit.host import files  # here: a plain function's launch does not need it
 
-        with contextlib.suppress(OSError):  # without the folder Inductor has one of its own
-            files.make_private(files.cache_folder())
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(files.cache_folder() / "inductor"))
+        with contextlib.suppress(OSError, TpukitError):  # without the folder Inductor has one of its own
+            cache = files.cache_folder()
+            cache.mkdir(parents=True, exist_ok=True)
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
         return torch.compile(function)
 
     def inference(self, function: Callable) -> Callable:

@@ -2,18 +2,14 @@
 
 import contextlib
 import errno
-import getpass
 import hashlib
 import os
 import re
 import secrets
 import shutil
 import socket
-import stat
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +20,6 @@ if sys.platform != "win32":  # where commands that need no lock work
     import fcntl
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-ALIVE_S = 120.0  # a process on another host that gave no sign of life for this long is considered dead
 
 
 @contextlib.contextmanager
@@ -188,30 +183,35 @@ def file_lock(path: Path) -> Iterator[None]:
     is no lock, and writing is still atomic."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):
-            make_private(cache_folder())
-            file = held.enter_context(open(cache_folder() / f"{name}.lock", "ab"))
+        with contextlib.suppress(OSError, TpukitError):
+            cache = cache_folder()
+            cache.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(cache / f"{name}.lock", "ab"))
             fcntl.flock(file, fcntl.LOCK_EX)
             held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open
         yield
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
+def exclusive_lock(path: Path) -> Iterator[None]:
     """Context manager: lock the file `path` for this process alone, and write its pid and host into it.
 
     Raises TpukitError with pid and host of a process that holds the lock. A lock ends with its process,
-    killed or not. Some shared disks (Drive) do not show another host's lock: it counts as held if this file
-    or one of `signs` has changed lately."""
+    killed or not. Some shared disks (Drive) have no locks, or do not show them to other hosts: there two
+    hosts do not keep each other out."""
     with explain_unwritable(path.parent):  # neither emptied nor opened through a link
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     with os.fdopen(number, "r+b", buffering=0) as file:
         holder = file.read().decode(errors="replace")
-        if not _is_free(file, holder, (path, *signs)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise TpukitError(
                 f"{holder or 'another process'} is using {path.parent} (training or restoring): end it, or"
-                f" choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
-            )
+                " choose another folder"
+            ) from None
+        except OSError:  # a disk without locks
+            pass
         try:
             with explain_unwritable(path, only=DISK_FULL):
                 _overwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -220,20 +220,6 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[None]:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
                 _overwrite(file, b"")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
-
-
-def _is_free(file: BinaryIO, holder: str, signs: Iterable[Path]) -> bool:
-    """Lock a file, if no other process has it. Return False if one has, or a host that was alive lately."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a disk without locks
-        pass
-    if not holder or holder.endswith(f" on {socket.gethostname()}"):
-        return True
-    changed = [sign.stat().st_mtime for sign in signs if sign.exists()]  # by a clock that may be ahead
-    return all(abs(time.time() - then) >= ALIVE_S for then in changed)
 
 
 def _overwrite(file: BinaryIO, data: bytes) -> None:
@@ -246,24 +232,10 @@ def _overwrite(file: BinaryIO, data: bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder that later sessions reuse: TPUKIT_CACHE, or one of this user in the temporary
-    folder."""
-    if chosen := os.environ.get("TPUKIT_CACHE"):
-        return Path(chosen).resolve()
+    """Return the folder that later sessions reuse: TPUKIT_CACHE, by default ~/.cache/tpukit. Raises
+    TpukitError if this user has no home."""
     try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, in a container; OSError from Python 3.13 on
-        user = os.getuid()
-    return Path(tempfile.gettempdir()) / f"tpukit-{user}"
-
-
-def make_private(folder: Path) -> None:
-    """Create a folder that no other user can write in. Raises OSError for a link or another user's."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise OSError("it is a link")
-    if status.st_uid != os.getuid():
-        raise OSError("it belongs to another user")
-    if status.st_mode & 0o022:
-        folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+        chosen = os.environ.get("TPUKIT_CACHE") or Path.home() / ".cache" / "tpukit"
+    except RuntimeError as error:
+        raise TpukitError("this user has no home, in which a cache could be: set TPUKIT_CACHE") from error
+    return Path(chosen).resolve()

@@ -139,7 +139,7 @@ class Run:
         one that does."""
         if not self._writes:
             return contextlib.nullcontext()
-        return files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"])
+        return files.exclusive_lock(self.path / ".lock")
 
     # What is in the folder
 

@@ -34,7 +34,7 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     in it that are missing or cut short."""
     folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
     with explained(f"{folder} cannot be written, so set TPUKIT_CACHE to another folder"):
-        files.make_private(folder.parent)  # what another user put there is not trusted
+        folder.parent.mkdir(parents=True, exist_ok=True)
     with files.file_lock(folder):
         if not folder.exists():
             arrays = make()

@@ -4,6 +4,7 @@ A training run on a TPU or GPU begins with it, once per machine: the cache folde
 
 import contextlib
 import copy
+import os
 import re
 
 import torch
@@ -41,10 +42,12 @@ class Small(Task):
 def try_out(runtime: Runtime) -> str:
     """Test the steps of a TPU or GPU if no earlier training run did; if they are wrong, this one takes its
     steps one operation after another. Return what is wrong, in a sentence for the log, or "". Collective."""
+    if runtime.accelerator not in ("tpu", "cuda"):
+        return ""
     env = environment.detect()
     facts = ["trial", env.device_name, *env.versions.values(), runtime.precision, str(runtime.cores)]
     passed = files.cache_folder() / re.sub(r"[^\w.]+", "-", " ".join(facts))
-    if runtime.accelerator not in ("tpu", "cuda") or runtime.world.broadcast(passed.exists()):
+    if runtime.world.broadcast(os.path.exists(passed)):  # False for a home that cannot be searched
         return ""
     try:
         error = step_error(runtime)
@@ -54,7 +57,7 @@ def try_out(runtime: Runtime) -> str:
     why = runtime.world.broadcast(next(filter(None, runtime.world.gather(why)), ""))
     if not why:
         with contextlib.suppress(OSError):  # without a cache folder the next training run tries again
-            files.make_private(passed.parent)
+            passed.parent.mkdir(parents=True, exist_ok=True)
             passed.touch()
         return ""
     runtime.trusts_graphs = False

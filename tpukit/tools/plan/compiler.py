@@ -48,7 +48,7 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
     """Install the compiler's packages into `folder_of` them, unless they are there. Return that folder."""
     folder = folder_of(packages)
     with explained(f"{folder.parent} cannot be written, so set TPUKIT_CACHE to another folder"):
-        files.make_private(folder.parent)
+        folder.parent.mkdir(parents=True, exist_ok=True)
     with files.file_lock(folder):
         if folder.is_dir():
             return folder
