@@ -143,35 +143,27 @@ class Backup:
             say(f"{name} in {folder} is damaged or gone, or its copy is damaged: it is not copied to {self}")
             return False
 
-    def fetch(self, folder: Path, say: Say, after: int = -1) -> None:
-        """Copy what is whole here to a folder, the manifest last. What is damaged is named and left out.
-
-        after: a step of which the folder has a whole checkpoint: only later ones are copied. Raises
-        TpukitError if without one none here is whole."""
+    def fetch(self, folder: Path, say: Say) -> None:
+        """Copy what is whole here to a folder without checkpoints, the manifest last. What is damaged is
+        named and left out. Raises TpukitError if there are checkpoints here and none is whole."""
         listed = manifest.read(self.path) or {}
-        own = manifest.read(folder)
-        if own is None:
-            manifest.write(folder, own := {})
+        manifest.write(folder, {})  # until the end: files without a manifest would mean that it was deleted
         for name in self.names:
             if (self.path / name).exists():
                 files.copy_atomic(self.path / name, folder / name)
         whole = {}
         for name, digests in listed.items():
-            step = manifest.step_of(name)
-            if step is not None and step <= after:
-                continue
             if manifest.is_whole(self.path / name, digests):
                 files.copy_atomic(self.path / name, folder / name)
                 whole[name] = digests
             else:
                 say(f"{name} in {self} is damaged: it is left out")
-        if after < 0 and manifest.steps(listed) and not manifest.steps(whole):
+        if manifest.steps(listed) and not manifest.steps(whole):
             count = len(manifest.steps(listed))
             raise TpukitError(
                 f"none of the {count} checkpoints in {self} is intact: start again without this backup"
             )
-        others = {name: digests for name, digests in own.items() if name not in whole}
-        manifest.write(folder, {**whole, **others})
+        manifest.write(folder, whole)
 
 
 def find_in_inputs(env: Environment, name: str) -> Path | None:

@@ -28,7 +28,8 @@ class Checkpoints:
     def __init__(self, folder: str | Path, backup: str | Path | None = None, *, say: Say = say):
         """
         Args:
-            backup: a folder that gets a copy of each checkpoint, and in which `restore` looks, too.
+            backup: a folder that gets a copy of each checkpoint. A folder without checkpoints is restored
+                from it.
             say: called with each line; prints it by default.
 
         Raises TpukitError for a backup in which nothing can be written."""
@@ -65,14 +66,24 @@ class Checkpoints:
                 self.backup.update(self.folder, self.say)
 
     def restore(self) -> Any:
-        """Return the newest whole state, of this folder or of the backup, with its tensors on the CPU; None
-        if there is none yet. No code is run from it. A damaged checkpoint is named, skipped, and taken out
-        of the manifest, so that it does not count as one of those that are kept.
+        """Return the newest whole state, with its tensors on the CPU; None if there is none yet. No code is
+        run from it. A damaged checkpoint is named, skipped, and taken out of the manifest, so that it does
+        not count as one of those that are kept.
 
-        Raises TpukitError if all are damaged, or the backup belongs to another loop."""
+        Raises TpukitError if all are damaged, if the backup belongs to another loop, or if it has a later
+        state than this folder has."""
         if self.backup:
             with files.file_lock(self.folder):  # ranks share it
-                self._fetch_newer(self.backup)
+                if not manifest.steps(self._read_manifest()):
+                    self._fetch(self.backup)
+        state = self._read_newest()
+        if self.backup:
+            with files.file_lock(self.folder):  # no rank saves meanwhile
+                self.backup.check(self.folder, self.backup.owner(self.folder))
+        return state
+
+    def _read_newest(self) -> Any:
+        """Return the newest whole state of this folder. See `restore`."""
         listed, damaged = self._read_manifest(), []
         for name in manifest.steps(listed):
             path = self.folder / name
@@ -91,24 +102,18 @@ class Checkpoints:
         if damaged:
             raise TpukitError(
                 f"none of the {len(damaged)} checkpoints in {self.folder}/checkpoints can be read. Restore"
-                f" them from a copy, or delete the folder {self.folder} to start again."
+                f" them from a copy, or delete the folder {self.folder} to start again (from its backup, if it"
+                " has one)."
             )
         return None
 
-    def _fetch_newer(self, backup: Backup) -> None:
-        """Copy what is whole in the backup and later than what is whole here."""
-        listed, newest = self._read_manifest(), -1
-        owner = backup.owner(self.folder)
-        if owner is None and not listed:  # whatever is backed up there is a backup of this
-            owner = backup.owner(backup.path)
-        backup.check_owner(self.folder, owner)
-        for name, step in manifest.steps(listed).items():
-            if step > newest and manifest.is_whole(self.folder / name, listed[name]):
-                newest = step
-        backed_up = manifest.steps(manifest.read(backup.path) or {})
-        if max(backed_up.values(), default=-1) > newest:
+    def _fetch(self, backup: Backup) -> None:
+        """Copy what is whole in the backup to this folder, which has no checkpoints."""
+        owner = backup.owner(backup.path)
+        backup.check_owner(self.folder, backup.owner(self.folder) or owner)
+        if owner:
             self.say(f"restoring {self.folder} from {backup}")
-            backup.fetch(self.folder, self.say, after=newest)
+            backup.fetch(self.folder, self.say)
 
     def _read_manifest(self) -> manifest.Manifest:
         """Return the folder's manifest. Raises Damaged if it is gone, and the checkpoints are not."""
