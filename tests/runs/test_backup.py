@@ -71,18 +71,25 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
     (tmp_path / "drive/cores").mkdir()
     for name in theirs:
         (tmp_path / "drive" / name).write_text("mine")
-    (tmp_path / "again/.ipynb_checkpoints").mkdir(parents=True)  # of a folder that was looked at
-    (tmp_path / "again/.ipynb_checkpoints/notes").write_text("mine")
     again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
     assert again.restore() == dict(a=2)
     names = {"config.json", manifest.FILE, "checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
-    assert content(again.path).keys() == names | {".ipynb_checkpoints/notes"}
+    assert content(again.path).keys() == names
     for step in (3, 4):
         again.save({}, step)
     assert steps_in(tmp_path / "drive") == [4, 3]
     assert all(
         (tmp_path / name).read_text() == "mine" for name in ["outside.pt", *map("drive/".__add__, theirs)]
     )
+
+
+def test_a_run_is_not_restored_among_other_files_hidden_or_not(tmp_path):
+    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    for name in ("notes.txt", ".ipynb_checkpoints"):
+        (tmp_path / name / name).mkdir(parents=True)
+        with refuses(tmp_path / name, "not empty", "choose"):
+            Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive")
+        assert [path.name for path in (tmp_path / name).iterdir()] == [name]
 
 
 def test_a_folder_is_not_its_own_backup_whose_copies_would_replace_what_is_written_meanwhile(tmp_path):

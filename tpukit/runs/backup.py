@@ -32,7 +32,6 @@ class Backup:
         self.names = names
         # When Drive is lost, an empty folder stays where it was mounted.
         self.mount_point = next(filter(os.path.ismount, (self.path, *self.path.parents)))
-        self.failed = False
         self.copied: dict[str, tuple] = {}  # name -> version of the file that was copied last
 
     def __str__(self) -> str:
@@ -84,17 +83,12 @@ class Backup:
             raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
 
     def update(self, folder: Path, say: Say) -> None:
-        """Copy what changed. A failure is reported once and does not end training: Drive may be full or
-        gone."""
-        failure = ""
+        """Copy what changed. A failure is reported and does not end training: Drive may be full or gone."""
         try:
             self.copy(folder, say)
         except (OSError, TpukitError) as error:
             self.copied.clear()
-            failure = f"failed ({error}); training continues in {folder}"
-        if bool(failure) != self.failed:
-            say(f"backup to {self} {failure or 'works again'}")
-        self.failed = bool(failure)
+            say(f"backup to {self} failed ({error}); training continues in {folder}")
 
     def copy(self, folder: Path, say: Say) -> None:
         """Copy what changed, each file whole or not at all, the manifest last. A damaged weights file is

@@ -49,7 +49,7 @@ class Checkpoints:
             step: 0 or more. A later checkpoint of the same step takes the place of this one.
 
         Raises TpukitError for a full disk, which leaves the checkpoints before as they were, and for a state
-        with anything else in it. A backup that fails is reported once, and tried again by the next save."""
+        with anything else in it. A backup that fails is reported, and tried again by the next save."""
         import torch
         from torch.utils._pytree import tree_map_only
 
@@ -102,8 +102,8 @@ class Checkpoints:
         if damaged:
             raise TpukitError(
                 f"none of the {len(damaged)} checkpoints in {self.folder}/checkpoints can be read. Restore"
-                f" them from a copy, or delete the folder {self.folder} to start again (from its backup, if it"
-                " has one)."
+                f" them from a copy, or delete the folder {self.folder} to start again, from its backup if it"
+                " has one."
             )
         return None
 

@@ -78,8 +78,6 @@ class Run:
         from tpukit import __version__
 
         run = cls(path, backup)
-        if task.weights:
-            weights.local(task.weights)  # refuses an address: config.json would keep a password that is in it
         if environment.rank() != 0:
             return run.read_only()  # rank 0 prints and writes for all
         config = run.path / "config.json"
@@ -120,9 +118,6 @@ class Run:
         say(f"restoring {self.path} from {copy}")
         with files.atomic_folder(self.path) as folder:
             copy.fetch(folder, say)
-            # `check_empty` allows hidden files, and a folder takes the place of an empty one only.
-            for hidden in sorted(self.path.glob("*")):
-                hidden.replace(folder / hidden.name)
 
     @classmethod
     def find(cls, path: str | Path) -> "Run":

@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import datetime
-import pathlib
 import pickle
 import re
 from collections.abc import Mapping
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError, explained
 from tpukit.runs import manifest
 
@@ -25,11 +22,6 @@ KEYS = ("state_dict", "model_state_dict", "model", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
 
 
-def local(path: str | Path) -> Path:
-    """Return the path of a weights file. Raises TpukitError for an address."""
-    return files.local_path(path, "weights are read from a file: download it first")
-
-
 def read(path: str | Path) -> "dict[str, Tensor]":
     """Return name -> CPU tensor of a .safetensors, .pth, .pt, .pkl or .tar file.
 
@@ -38,7 +30,7 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     pickle that would run code: it is never run."""
     import torch
 
-    path = local(path)
+    path = Path(path)
     if not path.is_file():
         folder = "a folder; name the file in it, of a run best.safetensors"
         raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
@@ -105,8 +97,6 @@ def _plain_types():
         np.dtype,
         *{type(np.dtype(number)) for number in numbers},
         argparse.Namespace,
-        datetime.datetime,
-        pathlib.PosixPath,
     ]
 
 
@@ -138,7 +128,7 @@ def metadata(path: str | Path) -> dict[str, str]:
     """Return the strings kept with the weights in a .safetensors file; empty for any other file."""
     from safetensors import safe_open
 
-    path = local(path)
+    path = Path(path)
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
     with explain_damage(path), safe_open(path, "pt") as file:
