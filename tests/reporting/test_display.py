@@ -1,5 +1,8 @@
 """Showing a task or a run in a notebook or a shell: what is shown, where it is saved, what is predicted."""
 
+import dataclasses
+import re
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -43,9 +46,9 @@ def test_a_chinese_notebook_has_chinese_tables_and_sentences_and_a_name_that_is_
     assert shown[0].title == "第 3 轮（最后）和第 2 轮（保留）之后的分数"
     assert shown[0].columns == ("分数", "最后一轮", "保留的")
     assert [row[0] for row in shown[0].rows] == ["正确率", "mine"]
-    display.show(MNIST(lr=0.125))
-    assert shown[-1].title == "MNIST 的设置" and shown[-1].summary.endswith("个取默认值的设置")
-    assert ("precision", "auto") in shown[-1].folded  # a name of code, not the score of that name
+    display.show(MNIST(precision="fp32"))
+    assert re.fullmatch(r"MNIST 的设置 · \d+ 个取默认值", shown[-1].title)
+    assert shown[-1].rows == [("precision", "fp32")]  # a name of code, not the score of that name
     display.show_report(Run.open(tmp_path / "new", MNIST()))
     assert str(shown[-1]) == "- 这次训练还没有开始。"
 
@@ -66,12 +69,12 @@ def test_a_run_shows_its_roc_and_one_without_an_interval_says_so(tmp_path, shown
     assert [path.name for path in (run.path / "pictures").iterdir()] == ["roc.png"]
 
 
-def test_settings_at_their_defaults_are_folded_and_those_that_differ_are_seen(shown):
+def test_the_settings_that_differ_are_shown_and_the_others_are_counted(shown):
     display.show(MSHNet(dataset_dir="here", epochs=3, clip_norm=None, skip_bad=True))
     (table,) = shown
     assert dict(table.rows) == dict(dataset_dir="here", epochs="3", skip_bad="True")
-    assert ("lr", "0.05") in table.folded and ("clip_norm", "") in table.folded
-    assert table.summary == f"{len(table.folded)} settings at their defaults"
+    count = len(dataclasses.fields(MSHNet))
+    assert table.title == f"Settings of MSHNet · {count - 3} at their defaults"
 
 
 def test_one_show_for_a_run_a_folder_of_runs_and_a_task_and_nothing_else(shown, tmp_path, capsys):

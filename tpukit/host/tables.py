@@ -49,7 +49,6 @@ class Table:
     """A title, column names and rows of values, in the language of the page: text in a terminal, HTML in a
     notebook.
 
-    folded: further rows, which a notebook shows after a click on `summary`, and a terminal below the others.
     are_names: the values are names of code, which no language translates."""
 
     def __init__(
@@ -58,13 +57,12 @@ class Table:
         columns: Iterable[str],
         rows: Iterable[Iterable],
         *,
-        folded: Iterable[Iterable] = (),
-        summary: str = "",
         are_names: bool = False,
     ):
-        self.title, self.summary = _shown(title), _shown(summary)
+        self.title = _shown(title)
         self.columns = tuple(map(_shown, columns))
-        self.rows, self.folded = _texts(rows, are_names), _texts(folded, are_names)
+        as_text = _printed if are_names else _shown
+        self.rows = [tuple(map(as_text, row)) for row in rows]
 
     def __repr__(self):
         from rich import box
@@ -76,23 +74,17 @@ class Table:
         table = RichTable(box=box.SIMPLE_HEAD)
         for column in self.columns:
             table.add_column(Text(column), overflow="fold")
-        for row in self.rows + self.folded:
+        for row in self.rows:
             table.add_row(*(Text(value) for value in row))
         out = io.StringIO()
         Console(file=out, width=118, force_jupyter=False).print(table)  # in Jupyter it would display
         return "\n".join([self.title, *(line.rstrip() for line in out.getvalue().splitlines())]).rstrip()
 
     def _repr_html_(self):
-        shown = self._html_of(self.rows) if self.rows or not self.folded else ""
-        if self.folded:
-            summary = f"<summary>{html.escape(self.summary)}</summary>"
-            shown += f"<details>{summary}{self._html_of(self.folded)}</details>"
-        return f"<div {NO_FORMULAS}><b>{html.escape(self.title)}</b>{shown}</div>"
-
-    def _html_of(self, rows):
         head = "".join(_cell("th", name) for name in self.columns)
-        body = "".join(f"<tr>{''.join(_cell('td', value) for value in row)}</tr>" for row in rows)
-        return f"<table><tr>{head}</tr>{body}</table>"
+        body = "".join(f"<tr>{''.join(_cell('td', value) for value in row)}</tr>" for row in self.rows)
+        table = f"<table><tr>{head}</tr>{body}</table>"
+        return f"<div {NO_FORMULAS}><b>{html.escape(self.title)}</b>{table}</div>"
 
 
 def _shown(value):
@@ -101,11 +93,6 @@ def _shown(value):
 
 def _printed(value):
     return "" if value is None else printable(value)
-
-
-def _texts(rows, are_names):
-    as_text = _printed if are_names else _shown
-    return [tuple(map(as_text, row)) for row in rows]
 
 
 def _cell(tag, text):

@@ -150,14 +150,13 @@ def show_report(run: Run | str | Path) -> None:
 
 
 def _show_task(task: Task) -> None:
-    """Show every setting of a task as a table; in a notebook those at their defaults are folded away."""
+    """Show the settings of a task that differ from their defaults, and how many others there are."""
     defaults = {field.name: field.default for field in dataclasses.fields(task)}
-    rows, folded = [], []
-    for name, value in settings_dict(task).items():
-        (folded if getattr(task, name) == defaults[name] else rows).append((name, value))
-    summary = f"{len(folded)} settings at their defaults"
-    title = f"Settings of {type(task).__name__}"
-    present(Table(title, ("setting", "value"), rows, folded=folded, summary=summary, are_names=True))
+    changed = [
+        (name, value) for name, value in settings_dict(task).items() if getattr(task, name) != defaults[name]
+    ]
+    title = f"Settings of {type(task).__name__} · {len(defaults) - len(changed)} at their defaults"
+    present(Table(title, ("setting", "value"), changed, are_names=True))
 
 
 def show_samples(task: Task, *, count: int = 4) -> None:
@@ -183,21 +182,10 @@ def show_labels(task: Task, *, count: int = 4) -> None:
     if notices:
         present(Notice(notices))
     sentences, indices = part_of(task, Displayed, "check_labels")(data)
-    present(Sentences([*sentences, _steps_sentence(task, len(data))]))
+    present(Sentences(sentences))
     if indices:
         panels = panels_of(task)(data.batch(indices[:count]))
         present_figure(figures.panels_figure(panels, "Samples to look at, not augmented"))
-
-
-def _steps_sentence(task, count):
-    steps, dropped = divmod(count, task.batch_size)
-    if not steps:
-        return (
-            f"batch_size={task.batch_size} is more than the {count} training samples: choose at most {count}"
-        )
-    sentence = f"{task.epochs} epochs of {steps} steps, each of batch_size={task.batch_size} samples"
-    left_over = f"; {dropped} samples are left over each epoch (different ones each time)"
-    return sentence + (left_over if dropped else "")
 
 
 def show_predictions(run: Run, task: Task, *, count: int = 4) -> None:

@@ -108,25 +108,20 @@ def panels_figure(rows: list[list[Panel]], title: str, names: Iterable[str] = ()
     lines = [sum(rows[first : first + samples], []) for first in range(0, len(rows), samples)]
     columns = max(3, len(lines[0]))  # one picture alone is no larger than three are
     figure, axes = subplots(len(lines), columns, (WIDTH / columns + 0.3) * len(lines) + 0.3)
-    for number, (line, panels) in enumerate(zip(axes, lines)):
-        draw_panels(line, panels, lines[number - 1] if number and samples == 1 else ())
+    for line, panels in zip(axes, lines):
+        draw_panels(line, panels)
     write_above(figure, title)
     return figure
 
 
-def draw_panels(axes, panels, above=()):
-    """Draw each panel as a picture, or a text, with its title of one or two lines; hide axes without one.
-
-    above: the panels of the line above, whose title a further panel of a line does not repeat."""
+def draw_panels(axes, panels):
+    """Draw each panel as a picture, or a text, with its title of one or two lines; hide axes without one."""
     hide(axes[len(panels) :])
-    repeated = [
-        number and title == other for number, ((title, _), (other, _)) in enumerate(zip(panels, above))
-    ]
-    for axis, (title, array), is_repeated in itertools.zip_longest(axes[: len(panels)], panels, repeated):
+    for axis, (title, array) in zip(axes, panels):
         colour = MARKS.get(title[:1], GREY)  # an edge for a white image, too
         axis.set(xticks=(), yticks=())
         axis.spines[:].set(color=colour, linewidth=0.8 if colour == GREY else 2.5)
-        shown = "" if is_repeated else "\n".join(map(label, title.split("\n", 1)))
+        shown = "\n".join(map(label, title.split("\n", 1)))
         axis.set_title(shown, fontsize=SMALL, color=colour)
         if isinstance(array, str):
             paragraphs = [textwrap.wrap(printable(line), TEXT_WIDTH) or [""] for line in array.splitlines()]

@@ -22,14 +22,9 @@ def describe(records: list) -> list[str]:
         return ["This run has not started yet."]
     worked = findings.worked_sessions(records)
     which = f"The last of {len(worked)} sessions" if len(worked) > 1 else "It"
-    sentences = [f"{which} ran on {session[0]['device']}."]
-    for record in findings.of_kind(session, "diverged")[-1:]:
-        sentences.append(f"It stopped at step {record['step']}: loss or gradient was not a finite number.")
-    for record in findings.of_kind(session, "stopped")[-1:]:
-        reason = f"no better score within a patience of {record['patience']}"
-        sentences.append(f"It stopped early after epoch {record['epoch'] + 1}: {reason}.")
+    where = f"{which} ran on {session[0]['device']}."
     speeds = [record["speed"] for record in findings.of_kind(session, "train")]
-    return [*sentences, *_describe_graphs(session, speeds), *_describe_time(speeds, worked)]
+    return [where, *_describe_graphs(session, speeds), *_describe_time(speeds, worked)]
 
 
 def _describe_graphs(session, speeds):

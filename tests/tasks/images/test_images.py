@@ -292,5 +292,3 @@ def test_a_box_says_that_a_set_is_not_the_users_and_that_weights_are_random(
     (notice,) = [thing for thing in shown if isinstance(thing, Notice)]
     assert ("not your data" in notice[0]) == is_drawn and "random weights" in notice[-1]
     assert notice._repr_html_().startswith("<div style='border:")
-    steps = shown[-1][-1] if not is_drawn else ""
-    assert is_drawn or ("2 steps" in steps and "100 epochs" in steps), shown
