@@ -84,7 +84,7 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
 
 
 def test_a_run_is_not_restored_among_other_files_hidden_or_not(tmp_path):
-    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive").save({}, 1)
     for name in ("notes.txt", ".ipynb_checkpoints"):
         (tmp_path / name / name).mkdir(parents=True)
         with refuses(tmp_path / name, "not empty", "choose"):
