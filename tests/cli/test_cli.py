@@ -66,7 +66,6 @@ def test_a_weights_file_of_a_run_or_a_published_one_is_tested_in_a_folder_of_its
 # Command line -> what must stand in its explanation: what was wrong, and the choices or the command that
 # helps.
 EXPLAINED = [
-    ("simulate eit --samples -1", ["samples=-1"]),
     ("train mshnet --dataset-dir /nowhere", ["/nowhere"]),
     ("compare --epochs 9", ["tpukit compare TASK"]),
     ("migrate", ["scripts"]),

@@ -4,7 +4,6 @@ a task if it has one."""
 import difflib
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -65,9 +64,7 @@ if leaves.has_command("plan"):
 if leaves.has_command("simulate"):
     from tpukit.tasks.cdeit import simulate
 
-    COMMANDS["simulate"] = of_library(
-        simulate, out=Path("data"), samples=10_000, test_samples=500, workers=os.cpu_count() or 1
-    )
+    COMMANDS["simulate"] = of_library(simulate, out=Path("data"), samples=10_000, test_samples=500)
 WITH_TASK = ("train", "plan", "compare")
 CONFIG = (conf.OmitArgPrefixes, conf.DisallowNone, conf.PositionalRequiredArgs, conf.SuppressFixed)
 HELP = ("-h", "--help", "help")

@@ -5,10 +5,7 @@ by pyEIT.
 pairs: 208 numbers. Images are 128 x 128 with the disk inscribed: 0 is the background, +1 a conductive and -1
 a resistive inclusion."""
 
-import concurrent.futures
-import contextlib
 import functools
-import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import explained
 from tpukit.tasks.cdeit.data import ELECTRODES, SIZE
 
 MESH_SPACING = 0.05  # 2821 elements
@@ -33,7 +30,6 @@ SEED = 1
 NOISE = 0.01  # of the voltages, relative to their root mean square: 40 dB
 # How far a real tank is from this model: the relative deviation of each voltage's gain, and of that of all
 MISMATCH = 0.15
-CHUNK = 25  # samples that a worker gets at a time
 
 
 # Scenes
@@ -183,20 +179,17 @@ class Tank:
 # Sets
 
 
-def simulate(out: Path | str, *, samples: int = 1000, test_samples: int = 100, workers: int = 1) -> Path:
+def simulate(out: Path | str, *, samples: int = 1000, test_samples: int = 100) -> Path:
     """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample.
 
-    A file holds xs, the image (SIZE, SIZE), ys, the voltages (208, 1), and TR and xs_gn, two classical images
-    of ys. A sample depends on its split and number alone. Existing files are kept, so that a set can grow.
+    A file holds xs, the image (SIZE, SIZE), and ys, the voltages (208, 1); of the test set also TR and xs_gn,
+    two classical images of ys. A sample depends on its split and number alone. Existing files are kept, so
+    that a set can grow.
 
     Args:
-        out: folder of the set, which is returned.
-        workers: processes."""
+        out: folder of the set, which is returned."""
     from tpukit.host.bars import tqdm
 
-    if min(samples, test_samples) < 0 or workers < 1:
-        counts = f"samples={samples}, test_samples={test_samples}, workers={workers}"
-        raise TpukitError(f"{counts}: give 0 samples or more, and 1 worker or more")
     folder = Path(out)
     wanted = [
         folder / split / f"{number:06d}.npz"
@@ -207,30 +200,14 @@ def simulate(out: Path | str, *, samples: int = 1000, test_samples: int = 100, w
         for split in SPLITS:
             (folder / split).mkdir(parents=True, exist_ok=True)
         missing = [path for path in wanted if not path.exists()]
-        workers = min(workers, len(missing) // CHUNK + 1)
-        with contextlib.ExitStack() as stack:
-            made = map(_make_file, missing)
-            if workers > 1:
-                # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
-                spawn = multiprocessing.get_context("spawn")
-                pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn)
-                made = stack.enter_context(pool).map(_make_file, missing, chunksize=CHUNK)
-            done = len(wanted) - len(missing)
-            for _ in tqdm(made, total=len(wanted), initial=done, desc="simulating", unit="sample"):
-                pass
+        if not missing:
+            return folder
+        tank, done = Tank(), len(wanted) - len(missing)
+        for path in tqdm(missing, total=len(wanted), initial=done, desc="simulating", unit="sample"):
+            # Not durable: there are thousands, and each would wait for the disk.
+            with files.atomic_file(path, durable=False) as file:
+                np.savez_compressed(file, **make_sample(tank, path.parent.name, int(path.stem)))
     return folder
-
-
-@functools.cache
-def _tank():
-    return Tank()
-
-
-def _make_file(path):
-    """Make the file of one sample, SPLIT/NUMBER.npz."""
-    # Not durable: there are thousands, and each would wait for the disk.
-    with files.atomic_file(path, durable=False) as file:
-        np.savez_compressed(file, **make_sample(_tank(), path.parent.name, int(path.stem)))
 
 
 def make_sample(tank: Tank, split: str, number: int) -> dict:
@@ -243,6 +220,7 @@ def make_sample(tank: Tank, split: str, number: int) -> dict:
     volts += rng.standard_normal(volts.shape) * np.sqrt(np.mean(volts**2)) * NOISE
     volts = volts.astype(np.float32)
     sample = dict(xs=image, ys=volts[:, None])
-    for name, matrix in tank.baselines.items():
-        sample[name] = (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16)
+    if split == "test":
+        for name, matrix in tank.baselines.items():
+            sample[name] = (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16)
     return sample
