@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.literal import LiteralMSHNet
+from benchmarks.small import SmallCDEIT
 from tpukit import CDEIT, MNIST, LanguageModel, MSHNet
 from tpukit.tools.plan import COMPILER, plan
 
 PATH = Path(__file__).with_name("plan.json")
-SMALL_CDEIT = CDEIT(batch_size=8, patch=16, width=64, heads=2, window=4, levels=1)
 
 # name -> task, chip
 CASES = {
@@ -26,7 +26,7 @@ CASES = {
     "mshnet literal": (LiteralMSHNet(batch_size=32), "v5e-1"),
     "mshnet on 8 cores, 4 images each": (MSHNet(batch_size=32), "v5e-8"),
     "mshnet on 8 cores, 32 images each": (MSHNet(batch_size=256), "v5e-8"),
-    "cdeit small": (SMALL_CDEIT, "v5e-1"),
+    "cdeit small": (SmallCDEIT(batch_size=8), "v5e-1"),
     "cdeit full": (CDEIT(), "v5e-1"),
     "cdeit on 8 cores": (CDEIT(), "v5e-8"),
 }

@@ -20,11 +20,13 @@ from PIL import Image
 
 import tpukit
 from tests.conftest import ROOT
+from tests.tasks.cdeit.small import TINY as SIZES
 from tests.tasks.text.small import CHAT, write_model
 from tests.test_pages import ENGLISH, commands
 from tests.test_pages import name as name_of
 from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, cli, train
 from tpukit.devices.runtime import Runtime
+from tpukit.tasks.cdeit.model import NETWORKS
 
 
 def pairs(line):
@@ -39,7 +41,7 @@ TINY = {
     "mnist": pairs("--batch-size 8"),
     "images": pairs("--image-size 32 --batch-size 4"),
     "text": pairs("--sequence-length 128 --batch-size 4"),
-    "cdeit": pairs("--patch 16 --width 16 --heads 2 --window 4 --levels 1 --batch-size 4"),
+    "cdeit": pairs("--network small --batch-size 4"),
 }
 SMALL = {option: value for options in TINY.values() for option, value in options.items()}
 SMALL |= pairs("--epochs 1 --warm-epoch 0 --steps 2 --trace 2 --cores 1 --sampling-steps 1")
@@ -104,7 +106,15 @@ def test_there_are_commands_to_run():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, digits, infrared, tank, shapes):
+def smaller_cdeit():
+    """While the commands run, the small CDEIT is one that trains in seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(NETWORKS, "small", SIZES)
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, digits, infrared, tank, shapes, smaller_cdeit):
     """A folder as a reader's would be: datasets, finished runs, code of the reader's own."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(digits, folder / "datasets/mnist")
@@ -113,14 +123,13 @@ def place(tmp_path_factory, digits, infrared, tank, shapes):
     (folder / "IRSTD-1k").symlink_to("datasets/IRSTD-1k")
     shutil.copytree(tank, folder / "data")
     (folder / "data/data2017").symlink_to("test")
-    tiny = dict(patch=16, width=16, heads=2, window=4, levels=1)
     for kind in ("train", "test"):  # of one's own, all in one folder
         shutil.copytree(shapes / kind, folder / "my-photos", dirs_exist_ok=kind == "test")
     shutil.copytree(shapes / "test/ring", folder / "new-photos")
     for kind, data, sizes in (
         (MNIST, "datasets/mnist", {}),
         (MSHNet, "datasets/IRSTD-1k", dict(base_size=32, crop_size=32, warm_epoch=0)),
-        (CDEIT, "data", tiny),
+        (CDEIT, "data", dict(network="small")),
         (ImageClassifier, "my-photos", dict(model_name="test_resnet", image_size=32, pretrained="no")),
     ):
         task = kind(dataset_dir=folder / data, epochs=1, batch_size=4, **sizes)

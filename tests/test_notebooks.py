@@ -86,11 +86,9 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(tmp_path):
 def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_the_grid(tmp_path):
     pytest.importorskip("torch_xla")
     small = dict(SAMPLES=8, EPOCHS=1, BATCH_SIZE=4, CORES=2, RUN_NAME="run")
-    tiny = (
-        "patch=8, width=128, heads=4, window=8, levels=3",
-        "patch=16, width=16, heads=2, window=4, levels=1",
-    )
-    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, replace=tiny, **small)
+    task = "task = tpukit.CDEIT("
+    fast = f"sys.path.insert(0, {str(ROOT)!r})\nfrom tests.tasks.cdeit.small import Tiny\ntask = Tiny("
+    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, replace=(task, fast), **small)
     output = text(notebook)
     for words in (
         "voltage statistics: computed",

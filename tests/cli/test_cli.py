@@ -19,7 +19,6 @@ from tpukit.runs import weights
 from tpukit.tasks import TASKS, find
 
 TINY = "--base-size 32 --crop-size 32 --batch-size 4 --warm-epoch 0 --eval-every 1".split()
-SIZES = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()  # of a small CDEIT
 
 
 @pytest.mark.slow
@@ -232,8 +231,8 @@ def test_ctrl_c_ends_with_130(infrared, monkeypatch):
 def test_cdeit_on_two_processes_equals_one(tank, tmp_path):
     """The same timesteps and the same noise for every sample, the same scores: by the command line, each in a
     process."""
-    settings = "--batch-size 8 --sampling-steps 2 --epochs 2 --log-every 1 --lr 1e-3 --objective l2"
-    options = [*SIZES, *settings.split(), "--eval-every", "2"]
+    options = "--network small --batch-size 8 --sampling-steps 2 --epochs 2 --eval-every 2 --log-every 1"
+    options = [*options.split(), "--lr", "1e-3", "--objective", "l2"]
     program = "import json, sys; from tpukit import cli\nfor c in json.loads(sys.argv[1]): cli.main(c)"
 
     losses, scores = {}, {}

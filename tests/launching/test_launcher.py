@@ -207,7 +207,7 @@ def test_one_of_several_hosts_is_refused(accelerator, variables, digits, tmp_pat
         (MSHNet(batch_size=32), 2, False),
         (MSHNet(batch_size=32), 4, True),
         (MSHNet(batch_size=4, batch_norm="frozen"), 2, False),
-        (CDEIT(batch_size=4, width=64, heads=2, levels=1), 2, False),  # has no batch norm
+        (CDEIT(batch_size=4, network="small"), 2, False),  # has no batch norm
     ],
 )
 def test_one_gpu_is_taken_if_a_share_of_the_batch_is_too_small_for_batch_norm(task, gpus, one):

@@ -13,9 +13,8 @@ from PIL import Image
 from scipy import ndimage
 
 from tests.conftest import refuses
-from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
-from tpukit import MNIST, MSHNet, Run, cli, predict
+from tpukit import CDEIT, MNIST, MSHNet, Run, cli, predict
 from tpukit.host import environment
 from tpukit.runs import weights
 from tpukit.runs.settings import model_settings
@@ -226,13 +225,13 @@ def test_a_weights_file_alone_carries_what_its_model_needs_and_no_path(trained, 
 
 
 def test_weights_whose_settings_or_statistics_are_missing_or_damaged_are_named(tank, tmp_path):
-    task = task_of(tank)
+    task = CDEIT(dataset_dir=tank, network="small")
     state, path = task.model().state_dict(), tmp_path / "some.safetensors"
     about = dict(task="cdeit", settings=json.dumps(model_settings(task)), **task.metadata(task.datasets()[0]))
     for name, value, told in (
         ("voltages", "[[1], [2]]", "damaged"),
         ("voltages", "", "does not say how its voltages were normalised"),
-        ("settings", '{"patch": "x"}', "patch='x'"),
+        ("settings", '{"network": "x"}', "network='x'"),
     ):
         path.write_bytes(weights.serialize(state, about | {name: value}))
         with refuses(path, told):

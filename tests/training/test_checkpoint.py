@@ -17,7 +17,7 @@ from tests.conftest import SMALL, best_weights, checkpoint, exact, flip, refuses
 from tests.tasks.cdeit import small as cdeit
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
-from tpukit import CDEIT, MNIST, ImageClassifier, Run, train
+from tpukit import MNIST, ImageClassifier, Run, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host.signals import StopSignal
 from tpukit.runs.weights import epoch_of
@@ -127,7 +127,7 @@ CHANGED = {
     "file": ("shapes", TINY, swap_two_files_of_two_classes, ["file names and labels"]),
     "digit": ("digits", MNIST(**DIGITS), correct_a_label, ["labels"]),
     "mask": ("infrared", Narrow(base_size=32, crop_size=32, **SMALL), correct_a_mask, ["masks"]),
-    "sample": ("tank", CDEIT(sampling_steps=1, **cdeit.SMALL), swap_two_samples, ["files"]),
+    "sample": ("tank", cdeit.Tiny(sampling_steps=1, **cdeit.SMALL), swap_two_samples, ["files"]),
 }
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.conftest import SMALL, checkpoint, refuses
-from tests.tasks.cdeit.small import TINY
+from tests.tasks.cdeit.small import Tiny
 from tests.training.conftest import train_in
-from tpukit import CDEIT, MNIST, MSHNet, Run
+from tpukit import MNIST, MSHNet, Run
 from tpukit.host.signals import StopSignal
 from tpukit.training import layers, metrics
 from tpukit.training.setup import Trainer
@@ -85,7 +85,7 @@ def test_the_head_is_the_last_layer_that_was_assigned(model, wanted):
 
 
 def test_the_head_of_cdeit_turns_tokens_into_patches():
-    task = CDEIT(**TINY)
+    task = Tiny()
     model = task.model()
     assert task.head(model) == [f"final_layer.{name}" for name, _ in model.final_layer.named_parameters()]
 

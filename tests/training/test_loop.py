@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same, wait_for
-from tests.tasks.cdeit.small import TINY
+from tests.tasks.cdeit.small import Tiny
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
-from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitError, train
+from tpukit import MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitError, train
 from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
@@ -24,7 +24,7 @@ from tpukit.runs.settings import setting
 TASKS = {  # the class, its data, its settings
     "mnist": (MNIST, "digits", {}),
     "mshnet": (MSHNet, "infrared", dict(warm_epoch=0, base_size=32, crop_size=32)),
-    "cdeit": (CDEIT, "tank", dict(TINY, lr=1e-3)),
+    "cdeit": (Tiny, "tank", dict(lr=1e-3)),
     "images": (ImageClassifier, "shapes", dict(model_name="test_vit", image_size=32, lr=1e-3)),
     "text": (LanguageModel, "topics", dict(sequence_length=48, new_tokens=4, lr=1e-3)),
 }

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 pytest.importorskip("torch_xla")
 from release import twins
 from tests.conftest import ROOT
-from tpukit import CDEIT
+from tests.tasks.cdeit.small import Windowed
 from tpukit.devices import kernel_counts, xla_private
 from tpukit.tasks.cdeit.tpu import attention as module
 from tpukit.tasks.cdeit.tpu.attention import attention
@@ -172,8 +172,8 @@ def test_the_kernels_that_this_jax_lowers_are_compiled_by_this_libtpu(tokens, bi
 @pytest.mark.nightly
 @pytest.mark.long
 def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_whose_arithmetic_is_counted(tmp_path):
-    batch, width, heads = 2, 128, 4
-    task = CDEIT(batch_size=batch, patch=4, width=width, heads=heads, window=16, levels=1)
+    batch, width = 2, 128
+    task = Windowed(batch_size=batch)
     install_compiler(lambda text: None)
     graph = trace_step(task, batch, MACHINES["v5e-1"], tmp_path)
     # Four blocks attend in 4 windows of 16 x 16 tokens; three to all 256 tokens, and two to all 1024.

@@ -37,8 +37,7 @@ def test_a_sampler_with_a_perfect_network_ends_at_the_clean_image_and_visits_the
     assert mean == pytest.approx(clean) and variance == pytest.approx(0, abs=1e-9)
 
 
-def test_eta_0_adds_no_noise_and_1000_ddim_steps_are_ancestral_sampling():
-    assert not diffusion.ddim_schedule(9, eta=0.0)[:, 3].any()
+def test_1000_ddim_steps_are_ancestral_sampling():
     beta, left = diffusion.betas(), diffusion.alphas_cumprod()
     before = np.append(1.0, left[:-1])
     # Ho et al., eq. 7

@@ -59,15 +59,17 @@ def test_window_attention_adds_the_bias_of_every_offset_by_a_mask_that_torchs_ke
                 assert masks[0][0, head, i, j] == attention.relative_position_bias_table[offset, head]
 
 
+def test_the_small_network_has_the_parameters_that_the_help_says():
+    assert sum(parameter.numel() for parameter in CDEIT(network="small").model().parameters()) == 5_542_096
+
+
 @pytest.mark.parametrize(
     "settings, told",
     [
-        (dict(patch=8, window=5), "window=5"),
-        (dict(patch=0), "patch=0"),
+        (dict(network="tiny"), "network='tiny'.*published, small"),
         (dict(sampling_steps=0), "sampling_steps=0.*1000"),
-        (dict(eta=1.2), "eta=1.2"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_all_of_them(settings, told):
+def test_another_network_and_no_sampling_steps_are_refused_with_the_choices(settings, told):
     with pytest.raises(TpukitError, match=told):
-        CDEIT(**settings).model()
+        CDEIT(**settings)

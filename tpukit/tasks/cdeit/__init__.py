@@ -50,6 +50,8 @@ class CDEIT(Task):
     data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
     """Which test set is scored: its folder below dataset_dir (test, data2017 or test2017, data2023 or
     test2023) and its units. Training is always on train/."""
+    network: Literal["published", "small"] = "published"
+    """Sizes of the network: published, 109,719,108 parameters, or small, 5,542,096 parameters."""
     epochs: int = setting(50, free=True)
     """Passes over the training set."""
     batch_size: int = 16
@@ -65,23 +67,10 @@ class CDEIT(Task):
     """Decay of the moving average of the weights, which is evaluated and saved; None: no average."""
     sampling_steps: int = setting(5, free=True)
     """Steps of DDIM from noise to an image, 1 to 1000."""
-    eta: float = setting(1.0, free=True)
-    """Noise that DDIM adds in each step: 0: none; 1: as much as in training, which with 1000 steps is
-    ancestral sampling."""
-    patch: int = 2
-    """Side of the patches that become tokens."""
-    width: int = 512
-    """Channels of a token."""
-    heads: int = 16
-    """Attention heads."""
-    window: int = 16
-    """Side, in tokens, of the windows of the first two and last two blocks."""
-    levels: int = 4
-    """How many times the token grid is halved on the way down."""
 
     def __post_init__(self):
         super().__post_init__()
-        diffusion.ddim_schedule(self.sampling_steps, self.eta)  # refuses values out of range
+        diffusion.ddim_schedule(self.sampling_steps)  # refuses a value out of range
 
     # Data
 
@@ -106,7 +95,7 @@ class CDEIT(Task):
     def data_signature(self, data):
         if "TR" not in data.arrays:  # a training set
             return {"files": data.contents}
-        return {"files": data.contents, "sampling": f"{self.sampling_steps} steps with eta {self.eta}"}
+        return {"files": data.contents, "sampling": f"{self.sampling_steps} steps"}
 
     def metadata(self, data):
         return dict(voltages=json.dumps([values.tolist() for values in data.statistics]))
@@ -129,16 +118,9 @@ class CDEIT(Task):
     # Training
 
     def model(self) -> "CDEITModel":
-        from tpukit.tasks.cdeit.model import CDEITModel
+        from tpukit.tasks.cdeit.model import NETWORKS, CDEITModel
 
-        return CDEITModel(
-            image_size=sets.SIZE,
-            patch=self.patch,
-            width=self.width,
-            heads=self.heads,
-            window=self.window,
-            levels=self.levels,
-        )
+        return CDEITModel(image_size=sets.SIZE, **NETWORKS[self.network])
 
     def optimizer(self, model):
         from torch.optim import Adam
@@ -168,7 +150,7 @@ class CDEIT(Task):
 
         start, step = runtime.inference(initial_noise), runtime.inference(sampling_step)
         # A tensor for each row: a slice of one tensor would be another graph at every step.
-        schedule = torch.from_numpy(diffusion.ddim_schedule(self.sampling_steps, self.eta)).float()
+        schedule = torch.from_numpy(diffusion.ddim_schedule(self.sampling_steps)).float()
         rows = [runtime.put(row) for row in schedule]
 
         def predict(batch):

@@ -45,23 +45,21 @@ def loss(
     return error.square().mean() if squared else error.abs().mean()
 
 
-def ddim_schedule(steps: int, eta: float = 1.0) -> np.ndarray:
+def ddim_schedule(steps: int) -> np.ndarray:
     """Return the steps of DDIM, (steps, 4) float64 numpy: for each its time t and the weights a, b, c of
     `sampling_step`.
 
-    eta: the noise added on the way, 0 to 1; 1000 steps with eta 1 are ancestral sampling (Ho et al., eq. 7).
-    The last step returns the model's image. Source: Song et al., eq. 12 and 16. Raises TpukitError for other
-    values."""
+    Each adds as much noise as in training, and the last returns the model's image; 1000 steps are ancestral
+    sampling (Ho et al., eq. 7). Source: Song et al., eq. 12 and 16 with eta 1. Raises TpukitError for other
+    numbers of steps than 1 to 1000."""
     if not 1 <= steps <= STEPS:
         raise TpukitError(f"sampling_steps={steps}: choose 1 to {STEPS}")
-    if not 0 <= eta <= 1:
-        raise TpukitError(f"eta={eta}: choose from 0 (no noise) to 1 (as much as in training)")
     times = np.linspace(-1, STEPS - 1, steps + 1).astype(int)[::-1]
     left = alphas_cumprod()
     schedule = []
     for time, next_time in zip(times[:-2], times[1:-1]):
         now, then = left[time], left[next_time]
-        sigma = eta * np.sqrt((1 - now / then) * (1 - then) / (1 - now))
+        sigma = np.sqrt((1 - now / then) * (1 - then) / (1 - now))
         # The noise that x holds is (x - sqrt(now) * image) / sqrt(1 - now).
         of_x = np.sqrt((1 - then - sigma**2) / (1 - now))
         schedule.append((time, np.sqrt(then) - of_x * np.sqrt(now), of_x, sigma))
