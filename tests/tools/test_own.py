@@ -142,9 +142,11 @@ def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page
 
 
 @pytest.mark.parametrize("data", ["simulated", "uef2017"])
-def test_a_file_of_the_test_set_is_predicted_as_the_test_set_is(data, tank_run, tank):
+def test_a_file_of_the_test_set_is_predicted_as_the_test_set_is(data, tank_run, tank, tmp_path):
     task, run = tank_run
-    task = dataclasses.replace(task, dataset_dir=tank / "test", data=data)  # in the units of that set
+    (tmp_path / "test").symlink_to(tank / "test")
+    (tmp_path / "data2017").symlink_to(tank / "test")
+    task = dataclasses.replace(task, dataset_dir=tmp_path, data=data)  # in the units of that set
     trained, best = find_trained(run, task)
     first = min((tank / "test").glob("*.npz"))
     [sample] = own_files.predict_files(trained, best, [first], Runtime("cpu"))

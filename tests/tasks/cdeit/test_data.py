@@ -53,7 +53,7 @@ def test_statistics_of_a_sample_with_nan_are_refused_and_those_that_are_there_no
     sample = root / "train/000003.npz"
     with np.load(sample) as file:
         np.savez(sample, **{**file, "ys": np.full((208, 1), np.nan, np.float32)})
-    with refuses(root / "train", "000003"):
+    with refuses(root / "train", "NaN"):
         task_of(root).datasets()
     assert not list(root.glob("*.pth"))
     for mean, deviation, told in ((np.nan, 1.0, "mean.pth"), (0.0, 0.0, "std.pth")):
@@ -101,8 +101,8 @@ def test_a_folder_without_a_training_set_is_refused_with_what_is_there(uef2017, 
     save_statistics(tmp_path, 0.0)
     with refuses("data1.mat", "xs", "ys"):
         task_of(tmp_path, data="ktc2023").test_set()
-    with refuses("not train/"):  # a test set is none
-        task_of(uef2017 / "test").datasets()
+    with refuses("test2017/", "npz"):  # the files of a test set themselves are none
+        task_of(uef2017 / "test", data="uef2017").test_set()
 
 
 VOLTS = np.random.default_rng(0).normal(size=(2, 208)).astype(np.float32)

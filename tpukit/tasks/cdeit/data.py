@@ -138,13 +138,11 @@ def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> n
 
 
 def find_split(root: Path, convention: Convention) -> Path:
-    """Return the folder of a split below root: one of the convention's names, or root itself if it holds a
-    test set's files. Raises TpukitError with the folders that were searched for."""
+    """Return the folder of a split below root: the first of the convention's names that is there. Raises
+    TpukitError with the folders that were searched for."""
     for name in convention.folders:
         if (root / name).is_dir():
             return root / name
-    if convention is not TRAINING and any(root.glob(NPZ)):
-        return root
     wanted = " or ".join(f"{name}/" for name in convention.folders)
     here = ", ".join(sorted(path.name for path in root.glob("*/"))) or "no folder"
     raise TpukitError(
@@ -236,15 +234,13 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
         ) from error
     split, _ = _read_split(training, ("xs", "ys"))
     volts = split["ys"].reshape(-1, *PATTERN)
-    if len(broken := split["names"][~np.isfinite(volts).all((1, 2))]):
-        raise TpukitError(
-            f"{training}: the voltages of {len(broken)} samples hold NaN or infinity"
-            f" ({some(broken.tolist())}): make them again, or delete them"
-        )
     mean = volts.mean(0, dtype=np.float64).astype(np.float32)
     deviation = volts.std(0, dtype=np.float64).astype(np.float32)
-    if not deviation.all():  # of a single sample, too
-        raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")
+    if not np.isfinite(volts).all() or not deviation.all():  # of a single sample, too
+        raise TpukitError(
+            f"{training}: its {len(volts)} samples have voltages that hold NaN or infinity, or do not vary:"
+            " make them again, or add more"
+        )
     return (mean, deviation), f"voltage statistics: computed from the training set in {training.parent}"
 
 
