@@ -47,10 +47,10 @@ def test_a_wrong_mask_is_named_and_shown_and_a_right_one_is_not(name, tmp_path):
 
 def test_each_problem_of_images_and_masks_has_words_for_a_chinese_notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
-    copy = dict(square=square(2), copy=square(3))  # the same image, and black and white alone
+    copy = dict(square=square(2), copy=square(3))  # the same image
     train, _ = write(tmp_path, WRONG | copy).datasets()
     sentences = [translate(notice) for notice in train.notices]
-    assert len(sentences) == len(WRONG) + 4  # names in two lists, copies, two levels, test images
+    assert len(sentences) == len(WRONG) + 3  # names in two lists, copies, test images
     names = "|".join(WRONG | copy) + r"|, |\.\.\."
     for sentence in sentences:
         words = re.sub(f"（({names})*）", "", sentence).replace("base_size", "")  # without the images' names
@@ -124,9 +124,8 @@ def test_test_images_that_are_training_images_are_counted_also_under_another_nam
     assert not task.datasets()[0].notices
 
 
-def test_equal_images_with_different_masks_and_images_of_two_levels_are_told(tmp_path):
+def test_equal_images_with_different_masks_are_told(tmp_path):
     train, _ = write(tmp_path, dict(a=square(2), b=square(3), c=square(2))).datasets()
     assert any(
         "1 of 3 training images equal another one, and their masks differ (b)" in n for n in train.notices
     )
-    assert any("3 of 3 training images have at most two levels of grey" in n for n in train.notices)

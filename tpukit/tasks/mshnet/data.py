@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import ImageOps
 from torch import Tensor
 
 from tpukit.host.errors import TpukitError
@@ -57,7 +56,6 @@ class InfraredSet:
             used += f", which has {len(files.images)}"
         self.notes = "\n".join(filter(None, (used, levels_note, str(decoded["notes"]))))
         self.targets = decoded["targets"]  # (N, 5), see `_measure_targets`
-        self.levels_used = decoded["levels_used"]  # (N,) how many values an image has
         self.digests = decoded["digests"].tolist()
         self.names = decoded["names"].tolist()
         self.mask_digests = decoded["mask_digests"].tolist()
@@ -118,25 +116,20 @@ def _read_split(files, listing, names, skip_bad, levels):
     listing, names: of `read_list`."""
     if not names:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    kept, samples, bad, turned = [], [], [], []
+    kept, samples, bad = [], [], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = [pool.submit(_read_pair, files, name, levels) for name in names.values()]
     for (number, name), future in zip(names.items(), futures):
         try:
-            sample, is_turned = future.result()
+            samples.append(future.result())
+            kept.append(name)
         except TpukitError as error:
             where = name if listing.is_dir() else f"line {number}: {name}"
             bad.append(f"  {where}: {error}")
-            continue
-        kept.append(name)
-        samples.append(sample)
-        turned += [name] * is_turned
     notes = [f"{len(bad)} of {len(names)} names of {listing} cannot be used:"] if bad else []
     notes += bad[:20] + ["  ..."] * (len(bad) > 20)
     if bad and not (skip_bad and samples):
         raise TpukitError("\n".join([*notes, "Fix them, or leave them out with skip_bad=True (--skip-bad)."]))
-    if turned:
-        notes.append(lists.counted(turned, "images are turned upright by EXIF orientation: are their masks?"))
     # Kept with the arrays, so that the start of a training run reads no pixels.
     channels = max(map(len, samples))
     pixels = [sample if len(sample) == channels else sample[[0, 0, 0, 1]] for sample in samples]
@@ -146,7 +139,6 @@ def _read_split(files, listing, names, skip_bad, levels):
         digests=np.array([hashlib.sha256(sample[:-1]).hexdigest() for sample in samples]),
         mask_digests=np.array([hashlib.sha256(sample[-1]).hexdigest() for sample in samples]),
         targets=np.array([_measure_targets(sample[-1]) for sample in samples]),
-        levels_used=np.array([np.count_nonzero(np.bincount(sample[:-1].ravel())) for sample in samples]),
         shapes=np.array([sample.shape for sample in pixels]),
         pixels=np.concatenate([sample.ravel() for sample in pixels]),
     )
@@ -162,22 +154,22 @@ def _measure_targets(mask):
 
 
 def _read_pair(files, name, levels):
-    """Return (the planes of an image and its mask, (C + 1, H, W); whether the image was turned). Raises
-    TpukitError with what is wrong."""
+    """Return the planes of an image and its mask, (C + 1, H, W) uint8. Raises TpukitError with what is
+    wrong."""
     image, mask = lists.find_pair(files, name)
     read_grey = functools.partial(read_image, levels=levels)
     planes = []
     for kind, path, read in (("images", image, read_grey), ("masks", mask, read_mask)):
         try:
             planes.append(read(path))
+            if pictures.is_turned(path):
+                raise TpukitError("its EXIF orientation turns it: save image and mask upright, without EXIF")
         except Exception as error:  # Pillow raises many types for a damaged file
             raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
     sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
-    is_turned = pictures.is_turned(image)
     if sizes[0] != sizes[1]:
-        turned = "; the image is turned by its EXIF orientation, so save both upright" if is_turned else ""
-        raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}{turned}")
-    return np.concatenate(planes), is_turned
+        raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
+    return np.concatenate(planes)
 
 
 def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
@@ -203,12 +195,11 @@ def _require_one_colour(planes):
 
 
 def read_mask(path: Path) -> np.ndarray:
-    """Return the plane of a mask file, uint8 (1, H, W), upright as an image: a pixel of 128 or more is a
-    target. If black and one other value are all that it has, the other becomes 255. Raises what
-    `pictures.opened` does, and TpukitError for several colours."""
-    with pictures.opened(path) as opened:
-        is_lossy = opened.format in ("JPEG", "MPO")
-        image = ImageOps.exif_transpose(opened)
+    """Return the plane of a mask file, uint8 (1, H, W): a pixel of 128 or more is a target. If black and one
+    other value are all that it has, the other becomes 255. Raises what `pictures.opened` does, and
+    TpukitError for several colours."""
+    with pictures.opened(path) as image:
+        is_lossy = image.format in ("JPEG", "MPO")
         if image.mode.startswith(("I", "F")):
             values = np.asarray(image).astype(np.float64)
         else:

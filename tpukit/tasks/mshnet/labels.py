@@ -45,7 +45,6 @@ def find_problems(data: InfraredSet) -> dict[str, list[int]]:
     has_target = (share > 0) & ~is_white
     is_tiny = has_target & (np.rint(smallest * data.base_size**2) < TINY)
     is_large = has_target & (largest > SMALL)
-    is_plain = data.levels_used <= 2
     images_and_masks = list(zip(data.digests, data.mask_digests))
     first = dict(reversed(images_and_masks))  # an image -> the mask of the first one that equals it
     contradicts = np.array([first[image] != mask for image, mask in images_and_masks])
@@ -57,7 +56,6 @@ def find_problems(data: InfraredSet) -> dict[str, list[int]]:
         f"masks have a target of fewer than {TINY} pixels as the network sees it: a larger base_size keeps"
         " it": is_tiny,
         f"masks have a target of over {SMALL:.2%} of the image: MSHNet is made for smaller ones": is_large,
-        "images have at most two levels of grey: are they masks, or was their grey range lost?": is_plain,
         "images equal another one, and their masks differ": contradicts,
     }
     return {text: np.flatnonzero(found).tolist() for text, found in rules.items() if found.any()}
