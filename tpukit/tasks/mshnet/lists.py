@@ -2,7 +2,6 @@
 
 A folder without lists, such as a user's own, is split by the names of its images."""
 
-import codecs
 import collections
 import itertools
 import re
@@ -69,12 +68,12 @@ def _find_lists(folder, patterns):
 
 
 def _read_lines(path):
-    """Return {number: name} of the lines of a list. Windows' editors write a mark first, in UTF-8 or UTF-16;
-    in another encoding, a name is shown with what is not UTF-8."""
-    content = path.read_bytes()
-    is_utf16 = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    lines = content.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace").splitlines()
-    names = (line.strip().replace("\\", "/") for line in lines)  # as Windows writes paths
+    """Return {number: name} of the lines of a list. Raises TpukitError for one that is not in UTF-8."""
+    try:
+        text = path.read_text("utf-8-sig")  # Windows' editors write a mark first
+    except UnicodeDecodeError as error:
+        raise TpukitError(f"{path} is not in UTF-8 ({error.reason}): save it in that encoding") from error
+    names = (line.strip().replace("\\", "/") for line in text.splitlines())  # as Windows writes paths
     return {number: name for number, name in enumerate(names, 1) if name}
 
 
@@ -165,11 +164,6 @@ def _one(paths, files, kind, name):
         found = ", ".join(path.name for path in paths)
         raise TpukitError(f"{kind}/ has {found}: keep one of them")
     if not paths:
-        numbered = [stem for stem in files if re.fullmatch(re.escape(_stem(name)) + r"\D*\d+", stem)]
-        if kind == "masks" and numbered:
-            raise TpukitError(
-                f"masks/ has {', '.join(numbered[:3])}: put all targets of an image into one mask"
-            )
         here = ", ".join(f"{stem}{files[stem][0].suffix}" for stem in list(files)[:3])
         raise TpukitError(f"no image {kind}/{_stem(name)}; {kind}/ has {here or 'no images'}")
     return paths[0]
@@ -192,7 +186,7 @@ def find_unused(folder: Path, files: Files) -> list[str]:
     if not train_list.is_file():
         trained, tested = ({Path(name).parent.as_posix() for name in part.values()} for part in (train, test))
         found[IN_BOTH] = sorted((trained & tested) - {"."})
-    notices = [counted(names, text) for text, names in found.items() if names]
+    notices = [_counted(names, text) for text, names in found.items() if names]
     return notices + pictures.left_out(files_below(find_folder(folder, "images")))
 
 
@@ -200,6 +194,6 @@ def _unused(files, used):
     return [path.name for path in itertools.chain(*files.values()) if path not in used]
 
 
-def counted(names: Sequence[str], text: str) -> str:
+def _counted(names: Sequence[str], text: str) -> str:
     """Return a sentence: how many names there are, what is said of them, and the first of them."""
     return f"{len(names)} {text} ({some(names)})"
