@@ -18,7 +18,6 @@ def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrare
     image = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(model(image)[0], model(image, warm_up=True)[0])
-    assert MSHNet(dataset_dir=infrared, final_init="random").model().final.weight.std() > 0.05
 
 
 def test_a_frozen_backbone_leaves_the_outputs_of_both_phases_to_train():

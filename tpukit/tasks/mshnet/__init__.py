@@ -73,10 +73,6 @@ class MSHNet(Task):
     """Side of the training crops, a multiple of 16."""
     warm_epoch: int = 5
     """Last epoch of the warm-up phase (counted from 0), which trains one output with a plain IoU loss."""
-    final_init: Literal["mask0", "random"] = "mask0"
-    """Initial weights of the last convolution. mask0: they copy the output that the warm-up trained. random:
-    as published, which after the warm-up can saturate the sigmoid on the wrong side, so that it hardly
-    learns."""
     skip_bad: bool = False
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
 
@@ -108,10 +104,11 @@ class MSHNet(Task):
         from tpukit.tasks.mshnet.model import CHANNELS, MSHNetModel
 
         model = MSHNetModel(CHANNELS[self.network])
-        if self.final_init == "mask0":
-            assert model.final.bias is not None
-            init.dirac_(model.final.weight)  # the first of its four channels as it is
-            init.zeros_(model.final.bias)
+        # The last convolution copies the output that the warm-up trains, the first of its four channels.
+        # Random weights, as published, can saturate the sigmoid on the wrong side, so that it hardly learns.
+        assert model.final.bias is not None
+        init.dirac_(model.final.weight)
+        init.zeros_(model.final.bias)
         return model
 
     def head(self, model: nn.Module) -> list[str]:
