@@ -1,31 +1,20 @@
-"""`train_core` in the processes that torch and torch_xla start: the form of the older guides."""
+"""`train_core` in the processes that torch_xla starts: the form of the older guides."""
 
+import dataclasses
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
-import torch
 
-from tests.conftest import ROOT, best_weights
-from tests.launching.conftest import CPU, HEAD, difference, losses, needs_torch_xla, on_one_core, xla_environ
+from tests.conftest import ROOT, refuses
+from tests.launching.conftest import HEAD, difference, losses, needs_torch_xla, on_one_core, xla_environ
 from tests.launching.launched import machine
 from tpukit import MNIST, Run, TpukitError, train_core
 from tpukit.devices import processes
 from tpukit.host import environment
 from tpukit.launching import joining
 
-SPAWN = """
-from tpukit import train_core
-
-if __name__ == "__main__":
-    data, folder = sys.argv[1:]
-    settings = dict(dataset_dir=data, log_every=1, num_workers=1, **RECIPE)
-    torch.multiprocessing.spawn(train_core, args=(Watched(**settings), folder + "/run"), nprocs=2)
-    broken = Watched(**settings, accident="raise")
-    torch.multiprocessing.spawn(train_core, args=(broken, folder + "/broken"), nprocs=2)
-"""
 BY_TORCH_XLA = """
 import torch_xla
 from torch_xla.distributed import xla_multiprocessing as xmp
@@ -39,46 +28,25 @@ if __name__ == "__main__":
 """
 
 
-def spawned_by(program, tmp_path, env, data):
-    """A finished process that ran a program from a file, which each spawned process imports again."""
-    (tmp_path / "program.py").write_text(HEAD + program)
-    command = [sys.executable, str(tmp_path / "program.py"), str(data), str(tmp_path)]
-    env = dict(env, PYTHONPATH=str(ROOT), TPUKIT_CACHE=os.environ["TPUKIT_CACHE"])
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_two_spawned_processes_train_as_a_launch_does_and_one_that_fails_ends_both(odd, alone, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    meeting = dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    ran = spawned_by(SPAWN, tmp_path, CPU | meeting, odd)
-    run = Run(tmp_path / "run")
-    assert difference(losses(run), losses(alone[0])) < 1e-4, ran.stderr[-3000:]
-    torch.testing.assert_close(best_weights(run), best_weights(alone[0]), atol=1e-4, rtol=0)
-    assert run.records("start")[0]["cores"] == 2
-    assert ran.returncode == 1
-    assert "core 1 (rank 1) in step 15 failed: sample 7 is broken" in ran.stderr  # in its 30th micro-batch
-
-
 @pytest.mark.slow
 def test_torch_xla_starts_it_by_both_of_its_names(odd, tmp_path):
     needs_torch_xla()
-    ran = spawned_by(BY_TORCH_XLA, tmp_path, xla_environ(), odd)
+    (tmp_path / "program.py").write_text(HEAD + BY_TORCH_XLA)
+    command = [sys.executable, str(tmp_path / "program.py"), str(odd), str(tmp_path)]
+    env = dict(xla_environ(), PYTHONPATH=str(ROOT))
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]
     one, _ = on_one_core(tmp_path / "one", odd, batch_norm="frozen", epochs=1)
     for name in ("launch", "spawn"):
         assert difference(losses(Run(tmp_path / name)), losses(one)) < 1e-4
 
 
-@pytest.mark.parametrize("told", [{}, dict(WORLD_SIZE="two"), dict(WORLD_SIZE="1")], ids=str)
-def test_a_process_that_does_not_know_how_many_there_are_says_what_to_set(
-    told, digits, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(os, "environ", {n: v for n, v in os.environ.items() if n != "WORLD_SIZE"} | told)
-    with pytest.raises(TpukitError, match="WORLD_SIZE"):
-        train_core(1, MNIST(dataset_dir=digits), tmp_path / "run")
+def test_it_is_refused_where_torch_xla_starts_no_processes(digits, tmp_path, monkeypatch):
+    by_torch_tpu = dataclasses.replace(machine("tpu", 8), versions=dict(torch="2.11.0", torch_tpu="0.1.0"))
+    for here in (machine("cuda", 2), by_torch_tpu):
+        monkeypatch.setattr(environment, "detect", lambda: here)
+        with refuses("torch_xla's processes", "tpukit.launch", "torchrun"):
+            train_core(1, MNIST(dataset_dir=digits), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
