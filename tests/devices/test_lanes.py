@@ -62,7 +62,7 @@ class Data:
     compose = lambda self, rows, parameters: rows
     __len__ = lambda self: shape[0]
 
-runtime = ExportRuntime("fp32", memory_size=2**34)
+runtime = ExportRuntime("fp32")
 loader = BatchLoader(Data(), runtime, workers=0)
 batch = next(loader.batches([BatchSpec(np.arange(16))]))
 weight = torch.ones(8, shape[1], 3, 3).to(runtime.device)

@@ -36,13 +36,6 @@ def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(
     assert precisions == wanted
 
 
-def test_an_spmd_process_takes_the_chips_known_memory_and_not_the_hosts(xla, monkeypatch):
-    monkeypatch.setattr(xla, "accelerator", "tpu")
-    for kind, gib in (("v5litepod-8", 15.75), ("v6e-1", 31.25), ("something new", 15.75)):
-        monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
-        assert xla.memory_size() == gib * 2**30
-
-
 def test_a_model_and_its_optimizers_state_are_made_in_one_graph_before_the_first_step(xla):
     layers = [torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)]
     before = xla.counters()["executions"]  # another test may have compiled it already

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import torch
 
@@ -44,7 +44,6 @@ def install(replace=setattr):
         "torch_tpu": {},
         "torch.tpu": dict(
             get_device_name=lambda: "TPU v5 lite",
-            get_device_properties=lambda: SimpleNamespace(total_memory=16 * 2**30),
             is_initialized=lambda: False,
             default_generators=(torch.Generator(),),
         ),

@@ -96,9 +96,9 @@ def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_lo
     digits, xla, cpu, monkeypatch
 ):
     data = MNIST(dataset_dir=digits).datasets()[0]
-    size = data.device_nbytes()
+    monkeypatch.setattr(data, "device_nbytes", lambda: 2**31)
     assert "on the device: a batch is an index" in BatchLoader(data, xla).description
-    monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
+    monkeypatch.setattr(data, "device_nbytes", lambda: 2**31 + 1)
     loader = BatchLoader(data, xla)
     assert loader.resident is None and "because more than" in loader.description
     assert "2 threads prepare batches" in loader.description

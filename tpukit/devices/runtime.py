@@ -324,11 +324,6 @@ class Runtime:
         """Return [(peak bytes, total bytes)] of each device of this process, or [] if that cannot be read."""
         return []
 
-    def memory_size(self) -> float:
-        """Return the bytes of memory of one device; of the host if that cannot be read or is the device."""
-        memory = self.memory()
-        return memory[0][1] if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
 
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the

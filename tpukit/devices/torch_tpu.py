@@ -60,9 +60,6 @@ class TorchTPURuntime(Runtime):
     def sync(self) -> None:
         torch.accelerator.synchronize()
 
-    def memory_size(self) -> float:
-        return torch.tpu.get_device_properties().total_memory
-
 
 def random_generator() -> torch.Generator:
     return torch.tpu.default_generators[torch.accelerator.current_device_index()]

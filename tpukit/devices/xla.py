@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import lanes, xla_counters, xla_private
-from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import count_steps_on_device, gradients, parameters_of, state_tensors
 from tpukit.devices.runtime import Batch, Runtime, Stored
@@ -225,12 +224,6 @@ class XLARuntime(Runtime):
 
     def memory(self) -> list[tuple[int, int]]:
         return xla_counters.memory()
-
-    def memory_size(self) -> float:
-        if self.accelerator != "tpu" or self.memory():
-            return super().memory_size()
-        chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")) or V5E  # which has the least
-        return chip.hbm_bytes
 
 
 def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:

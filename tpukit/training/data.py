@@ -10,7 +10,7 @@ import numpy as np
 from tpukit.devices.runtime import Batch, Runtime, Stored
 from tpukit.host.errors import TpukitError
 
-MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory
+MAX_BYTES = 2**31  # of a dataset on a device: an eighth of the 16 GiB of a T4 or a v5e chip
 
 
 class BatchSpec(NamedTuple):
@@ -59,8 +59,8 @@ class BatchLoader:
 
     data: as `Task.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an
     index and a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead (0: in the
-    calling thread); "auto" stores them on an accelerator if they take at most an eighth of the memory of each
-    of its devices, which all hold the whole set."""
+    calling thread); "auto" stores them on an accelerator if they take at most MAX_BYTES, which each of its
+    devices holds."""
 
     def __init__(self, data: Any, runtime: Runtime, *, on: str = "auto", workers: int = 2) -> None:
         self.data, self.runtime, self.workers = data, runtime, workers
@@ -75,13 +75,12 @@ class BatchLoader:
             )
         where = f"{workers} threads prepare batches in advance" if workers else "batches are made on demand"
         if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):
-            most = runtime.memory_size() // MEMORY_SHARE if on == "auto" else float("inf")
-            if data.device_nbytes() <= most:
+            if on == "device" or data.device_nbytes() <= MAX_BYTES:
                 self.resident = runtime.put_dataset(data.device_arrays())
                 self.resident_bytes = sum(stored.rows.nbytes for stored in self.resident.values())  # padded
                 where = f"{self.resident_bytes / 2**20:.0f} MiB on the device: a batch is an index"
             else:
-                where += f", because more than {most / 2**20:.0f} MiB would take too much of the device"
+                where += f", because more than {MAX_BYTES / 2**20:.0f} MiB would take too much of the device"
         self.description = f"{len(data)} samples, {where}"
 
     def batches(self, plan: Iterable[BatchSpec]) -> Generator[Batch, None, None]:

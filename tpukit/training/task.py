@@ -155,8 +155,8 @@ class Task:
     runs every step, operation by operation, so that you can debug it."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index,
-    augmented there. host: threads make the batches. auto: the device, if it is an accelerator with at least
-    eight times the memory; else the host."""
+    augmented there. host: threads make the batches. auto: the device, if it is an accelerator and they
+    take at most 2 GiB; else the host."""
 
     def __post_init__(self) -> None:
         """Raise TpukitError for a setting that no training run can have. A whole float becomes an int."""

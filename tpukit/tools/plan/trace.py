@@ -27,7 +27,6 @@ def trace_step(task: Task, size: int, machine: Machine, folder: Path) -> dict[st
     request = to_request(task) | dict(
         size=size,
         cores=machine.chips,
-        memory_size=int(machine.chip.hbm_bytes),
         compiler=str(compiler.folder_of()),
         path=str(folder / "step.mlirbc"),
     )
@@ -52,7 +51,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     task = from_request(request)
     os.environ["PYTHONPATH"] = request["compiler"]  # jax, for the processes that lower kernels
-    runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"])
+    runtime = ExportRuntime(task.precision, request["cores"])
     # The average of the weights has a graph of its own.
     plain = dataclasses.replace(task, ema_decay=None, compile="auto")
     step = TrainingStep(plain, runtime, task.model().train())

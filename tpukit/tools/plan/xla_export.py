@@ -19,17 +19,14 @@ class ExportRuntime(XLARuntime):
     """A TPU core, alone or one of several, whose graphs are exported instead of run. Needs no TPU, but a
     fresh process, which ends without another `sync` once a training step is exported: that would run it.
 
-    cores: of the machine. memory_size: of a core, in bytes. `graphs`, in the order of the calls: dicts of
-    `stablehlo` (a portable artifact) and `kernels` (see `kernel_counts`)."""
+    cores: of the machine. `graphs`, in the order of the calls: dicts of `stablehlo` (a portable artifact)
+    and `kernels` (see `kernel_counts`)."""
 
     runs_graphs = False
 
-    def __init__(self, precision="auto", cores=1, memory_size=0):
-        self.graphs, self._memory_size = [], memory_size
+    def __init__(self, precision="auto", cores=1):
+        self.graphs = []
         super().__init__("tpu", precision, _OneOf(0, cores))
-
-    def memory_size(self):
-        return self._memory_size
 
     def init_optimizer_state(self, optimizer):
         super().init_optimizer_state(optimizer)
