@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from tests.conftest import SMALL, checkpoint, refuses
-from tests.tasks.cdeit.small import Tiny
 from tests.training.conftest import train_in
-from tpukit import MNIST, MSHNet, Run
+from tpukit import MNIST, Run
 from tpukit.host.signals import StopSignal
 from tpukit.training import layers, metrics
 from tpukit.training.setup import Trainer
@@ -21,6 +20,9 @@ class Deep(MNIST):
 
     def model(self):
         return Net()
+
+    def head(self, model):
+        return HEAD
 
 
 class Net(nn.Module):
@@ -52,42 +54,11 @@ HEAD = ["head.weight", "head.bias"]
 
 
 class Own(nn.Module):
-    """With a part that is called backbone, in front of a head of several layers."""
+    """With a part that is called backbone."""
 
     def __init__(self):
         super().__init__()
-        self.backbone, self.head = nn.Linear(2, 2), Block(2)
-
-
-def tied():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    return model
-
-
-@pytest.mark.parametrize(
-    "model, wanted",
-    [
-        (Net(), HEAD),
-        (nn.Sequential(Net()), ["0.head.weight", "0.head.bias"]),
-        (Own(), ["head.conv.weight", "head.conv.bias", "head.norm.weight", "head.norm.bias"]),
-        (
-            nn.ModuleDict(dict(a=nn.Linear(2, 2), b=nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()))),
-            ["b.0.weight"],
-        ),
-        (tied(), ["1.bias"]),
-        (MNIST().model(), ["9.weight", "9.bias"]),
-        (MSHNet().model(), ["final.weight", "final.bias"]),
-    ],
-)
-def test_the_head_is_the_last_layer_that_was_assigned(model, wanted):
-    assert layers.find_head(model) == wanted
-
-
-def test_the_head_of_cdeit_turns_tokens_into_patches():
-    task = Tiny()
-    model = task.model()
-    assert task.head(model) == [f"final_layer.{name}" for name, _ in model.final_layer.named_parameters()]
+        self.backbone, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
 
 
 class WithAdagrad(Deep):
@@ -146,7 +117,7 @@ def test_the_norm_of_the_gradient_is_that_of_the_parts_that_train(digits, tmp_pa
 
 def test_a_name_freezes_its_own_part_and_backbone_all_but_the_head():
     def frozen(model, *names):
-        layers.freeze(model, names, layers.find_head)
+        layers.freeze(model, names, Deep().head)
         return [n for n, p in model.named_parameters() if not p.requires_grad]
 
     model = Net()
@@ -169,4 +140,9 @@ def test_a_name_freezes_its_own_part_and_backbone_all_but_the_head():
 )
 def test_a_part_that_is_not_there_or_nothing_left_to_train_is_refused_with_names_that_are_near(freeze, data):
     with refuses(*data):
-        layers.freeze(Net(), freeze, layers.find_head)
+        layers.freeze(Net(), freeze, Deep().head)
+
+
+def test_a_task_that_does_not_say_what_its_head_is_has_its_parts_frozen_by_name():
+    with refuses("MNIST must implement head()", "name the parts"):
+        layers.freeze(MNIST().model(), ("backbone",), MNIST().head)

@@ -10,27 +10,7 @@ from torch.optim import Optimizer
 from tpukit.host.errors import TpukitError
 from tpukit.training import batch_norm
 
-BACKBONE = "backbone"  # all but the head, unless the model has a part of this name
-
-
-def find_head(model: nn.Module) -> list[str]:
-    """Return the names of the parameters of the model's last layer: of the child that was assigned last, and
-    of a Sequential or ModuleList there, its last child. A shared parameter belongs to its first name."""
-    names = [name for name, _ in model.named_parameters()]
-    module, prefix, is_whole = model, "", True
-    while True:
-        children = {
-            name: child
-            for name, child in module.named_children()
-            if any(parameter.startswith(f"{prefix}{name}.") for parameter in names)
-        }
-        is_wrapper = len(children) == 1 and not list(module.parameters(recurse=False))
-        is_list = isinstance(module, (nn.Sequential, nn.ModuleList))
-        if not children or not (is_whole or is_wrapper or is_list):
-            return [name for name in names if name.startswith(prefix)]
-        is_whole = is_whole and is_wrapper
-        name, module = list(children.items())[-1]
-        prefix = f"{prefix}{name}."
+BACKBONE = "backbone"  # all but the task's head, unless the model has a part of this name
 
 
 def freeze(model: nn.Module, parts: Sequence[str], head: Callable[[nn.Module], list[str]]) -> None:
