@@ -189,7 +189,7 @@ class XLARuntime(Runtime):
         has_foreach = any(group.get("foreach") for group in optimizer.param_groups)
         if not has_foreach and not isinstance(optimizer, torch.optim.Adadelta):
             count_steps_on_device(optimizer)
-        parameters = parameters_of(optimizer)
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         exists = all(optimizer.state.get(p) for p in parameters)  # Adagrad has made it already
         dampens = any(group.get("dampening") for group in optimizer.param_groups)
         if not exists and type(optimizer).__name__ in _STATE_STARTS_AT_ZERO and not dampens:

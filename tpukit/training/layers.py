@@ -1,11 +1,10 @@
-"""Parts of a model that do not train: `freeze`, and the optimizer without them."""
+"""Parts of a model that do not train: `freeze`. Optimizers skip a parameter without a gradient."""
 
 import difflib
 import itertools
 from collections.abc import Callable, Sequence
 
 from torch import nn
-from torch.optim import Optimizer
 
 from tpukit.host.errors import TpukitError
 from tpukit.training import batch_norm
@@ -43,13 +42,3 @@ def freeze(model: nn.Module, parts: Sequence[str], head: Callable[[nn.Module], l
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             batch_norm.freeze(module)
-
-
-def drop_frozen(optimizer: Optimizer) -> None:
-    """Remove the frozen parameters from an optimizer."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                optimizer.state.pop(parameter, None)  # Adagrad has made it already
-        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

@@ -102,8 +102,6 @@ class TrainingStep:
         self.model = runtime.to_device(model)
         self.ema = WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None
         self.optimizer = task.optimizer(self.model)  # on XLA, placing made new parameters
-        if task.freeze:
-            layers.drop_frozen(self.optimizer)
         self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         self.sums = metrics.new_sums(runtime)
         averaged = self.ema.model if self.ema else None
