@@ -42,7 +42,6 @@ class Counting(torch.optim.SGD):
     ids=["SGD", "Adagrad", "AdamW", "dropout", "in Python"],
 )
 def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
-    xla.reset_statistics()
     losses, state, calls = outcome(xla, optimizer, True, dropout)
     assert sum(event["programs"] for event in xla.compile_events) <= 1  # 0 if compiled here before
     wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, False, dropout)

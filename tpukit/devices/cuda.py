@@ -1,13 +1,11 @@
 """The runtime of a GPU: its precisions, pinned copies, fused optimizers, captured steps."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
@@ -19,7 +17,6 @@ from tpukit.devices.optimizers import (
     state_tensors,
 )
 from tpukit.devices.runtime import Runtime
-from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
 
@@ -48,14 +45,8 @@ class CUDARuntime(Runtime):
 
     def _open_device(self) -> torch.device:
         check_cuda()
+        torch.cuda.reset_peak_memory_stats()  # of what this process did before
         torch.backends.cudnn.benchmark = True  # shapes are fixed; runs may differ by rounding
-        capability, built_for = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
-        if not supports(capability, built_for):
-            raise TpukitError(
-                f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))},"
-                f" but torch {torch.__version__} was built for {', '.join(built_for)} only, and would"
-                " fail at its first kernel: choose another GPU, or a torch that was built for this one"
-            )
         return torch.device("cuda")
 
     def _best_precision(self) -> str:
@@ -71,17 +62,6 @@ class CUDARuntime(Runtime):
 
     def _put(self, value: Any) -> Tensor:
         return torch.as_tensor(value).pin_memory().to(self.device, non_blocking=True)
-
-    def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
-        pinned = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
-        copied = torch.cuda.Event()
-        copied.record()
-
-        def wait():
-            copied.synchronize()
-            return self.to_cpu(pinned)  # out of the pinned memory, which is scarce
-
-        return wait
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         if mutates is None or not self.trusts_graphs:
@@ -119,10 +99,6 @@ class CUDARuntime(Runtime):
 
     def sync(self) -> None:
         torch.cuda.synchronize()
-
-    def reset_statistics(self) -> None:
-        super().reset_statistics()
-        torch.cuda.reset_peak_memory_stats()
 
     def memory(self) -> list[tuple[int, int]]:
         total = torch.cuda.get_device_properties(self.device).total_memory

@@ -169,11 +169,6 @@ class Runtime:
         """Return the same pytree with every tensor copied to the CPU. Waits for the device."""
         return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
-    def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
-        """Start `to_cpu`. Return a function that waits for the copy, but on a GPU not for later work, and
-        returns it."""
-        return functools.partial(self.to_cpu, tree)
-
     def unalias(self, tensors: Iterable[Tensor]) -> None:
         """Give each tensor its own memory. Call it after loading state, before the first step."""
 
@@ -310,11 +305,6 @@ class Runtime:
         torch.manual_seed(int(mixed[0]))
 
     # What the device reports
-
-    def reset_statistics(self) -> None:
-        """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of
-        memory."""
-        self.compile_events = []
 
     def counters(self) -> dict[str, Any]:
         """Return the accelerator's own counters; empty if there are none. See `XLARuntime.counters`."""

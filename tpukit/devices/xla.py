@@ -1,9 +1,8 @@
 """The runtime of XLA devices: a TPU chip, the CPU XLA device, or by SPMD all devices of a host in one
 graph."""
 
-import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ class XLARuntime(Runtime):
     ):
         self.spmd_cores = spmd_cores
         super().__init__(accelerator, precision, world)
-        self.reset_statistics()
+        self._fallbacks_before = xla_counters.counters()["fallbacks"]
         self.cores = spmd_cores or self.world.size
         # CPU XLA devices of different processes share no link.
         self.reduces_on_the_host = self.world.size > 1 and accelerator != "tpu"
@@ -135,9 +134,6 @@ class XLARuntime(Runtime):
 
         return tree_map_only(Tensor, on_cpu, tree)
 
-    def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
-        return functools.partial(self.to_cpu, self._whole(tree))
-
     def _whole(self, tree: Any) -> Any:
         """Return the tree with each of its sharded tensors whole on every device, by one graph: to read a
         sharded one, torch_xla compiles a program of its own, every time."""
@@ -213,12 +209,8 @@ class XLARuntime(Runtime):
 
     # What the device reports
 
-    def reset_statistics(self) -> None:
-        super().reset_statistics()
-        self._fallbacks_before = xla_counters.counters()["fallbacks"]
-
     def counters(self) -> dict[str, Any]:
-        """See `xla_counters.counters`; but the fallbacks are those since `reset_statistics`."""
+        """See `xla_counters.counters`; but the fallbacks are those since this runtime was opened."""
         counted = xla_counters.counters()
         return counted | dict(fallbacks=dict(counted["fallbacks"] - self._fallbacks_before))
 

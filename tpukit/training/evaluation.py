@@ -131,7 +131,7 @@ class Evaluator:
 
         has_trained: whether this session has taken a step, which shows how much memory one takes."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
-        copied = self.runtime.to_cpu_async(model.state_dict() if is_rank_0 else {})
+        kept = self.runtime.to_cpu(model.state_dict() if is_rank_0 else {})
         # Decided once: later, the peak of memory is an evaluation's. Not if the host makes the batches, which
         # would hold several large ones.
         if self.batch_size is None and has_trained and self.loader.resident is not None:
@@ -145,7 +145,7 @@ class Evaluator:
                     stop.check()
         if is_rank_0:
             scores = self.executor.submit(scores_of, self.task, predicted)
-            self.pending = Scoring(step, epoch, loss, time.monotonic() - started, copied(), scores)
+            self.pending = Scoring(step, epoch, loss, time.monotonic() - started, kept, scores)
 
     def has_scores(self) -> bool:
         """Return True if there is an epoch to collect, and `collect` need not wait."""

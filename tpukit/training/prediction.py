@@ -46,11 +46,11 @@ def predict_batches(
     pending = collections.deque()
     for batch in batches:
         names = batch if keys is None else (*keys, "valid")
-        pending.append(runtime.to_cpu_async((predictor(batch), {name: batch[name] for name in names})))
+        pending.append((predictor(batch), {name: batch[name] for name in names}))
         runtime.world.heartbeat(runtime.world.step)
         if len(pending) > 1:
-            yield pending.popleft()()
-    yield from (copied() for copied in pending)
+            yield runtime.to_cpu(pending.popleft())
+    yield from map(runtime.to_cpu, pending)
 
 
 # A test set

@@ -73,7 +73,6 @@ class Trainer:
         self.first_step = self.state.step + 1  # the number of this session's first step
         self.step.sums = metrics.new_sums(runtime, sums)
         self.step.compile(self.loader.compose)
-        runtime.reset_statistics()  # without what was compiled in this process before
         self.total = self.state.step
         if not self.patience_exhausted():
             self.total = max(task.epochs * self.steps_per_epoch, self.state.step)

@@ -128,7 +128,8 @@ class Task:
     """Share of `lr` at which the cosine schedule ends."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but
-    its last layer, if the task has a `head`. Their batch norms use the running statistics; their dropout still drops."""
+    its last layer, if the task has a `head`. Their batch norms use the running statistics; their dropout
+    still drops."""
     micro_batches: int = setting(1, free=True)
     """Compute the gradients of a batch in this many parts and add them up, to save memory. The step is the
     same, except that batch norm takes its statistics from each part, and except for a loss that is not a mean
@@ -203,7 +204,7 @@ class Task:
         """Return the names of the parameters that freeze="backbone" leaves to train: those of the last
         layer."""
         kind = type(self).__name__
-        raise TpukitError(f"{kind} must implement head() for freeze='backbone'; else name the parts to freeze")
+        raise TpukitError(f"{kind} must implement head() for freeze='backbone'; or name the parts to freeze")
 
     def predictor(
         self, model: nn.Module, runtime: Runtime, epoch: int | None = None

@@ -77,7 +77,7 @@ def _take_steps(runtime: Runtime, *, trusts_graphs: bool) -> list[Tensor]:
     """Return the sum of the losses, then the tensors of the model and of the optimizer's state, on the CPU.
     The learning rate and the batches change from step to step."""
     runtime = copy.copy(runtime)
-    runtime.trusts_graphs = trusts_graphs
+    runtime.trusts_graphs, runtime.compile_events = trusts_graphs, []
     # torch's starts at 65536, with which some ranks' gradients overflow: a skipped step.
     is_scaled = runtime.scaler.is_enabled()
     runtime.scaler = GradScaler(runtime.device.type, init_scale=1024.0, enabled=is_scaled)
