@@ -268,8 +268,7 @@ def test_a_kernel_that_used_the_device_an_unknown_way_and_no_time_until_a_core_h
 
 @pytest.mark.slow
 def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(odd, tmp_path):
-    """Each core finds out. gloo and the CPU replace NCCL and the cards; the check of `open_for_group` is the
-    real one."""
+    """Each core finds out. gloo and the CPU replace NCCL and the cards; the error is torch's own."""
     if not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
     program = """
@@ -277,6 +276,7 @@ import torch.distributed as dist
 from tpukit.devices import cuda
 gpus, init = machine("cuda", 2), dist.init_process_group
 environment.detect = lambda: gpus
+set_device = torch.cuda.set_device
 cuda.check_cuda = torch.cuda.set_device = lambda *_: None
 dist.init_process_group = lambda backend, **how: init("gloo", **how)
 joining.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
@@ -285,10 +285,11 @@ run = Run.open(sys.argv[2], task)
 torch.ones(1, requires_grad=True).backward()  # on the CPU alone autograd starts no threads
 print("WELL", launch(noise, task, run, cores=2))
 torch.cuda.is_available()
+torch.cuda.set_device = set_device
 try:
     launch(noise, task, run, cores=2)
 except CoreFailed as error:
-    print("REFUSED", "Restart the session" in str(error))
+    print("REFUSED", "Restart the session and launch first" in str(error))
 """
     ran = python(program, odd, tmp_path, env=CPU)
     assert "WELL [[" in ran.stdout and "REFUSED True" in ran.stdout, ran.stdout + ran.stderr

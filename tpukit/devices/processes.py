@@ -106,14 +106,9 @@ def open_for_group(env: Environment, local_rank: int) -> str:
     if env.accelerator == "cuda":
         from tpukit.devices import cuda
 
-        if torch.cuda._is_in_bad_fork():
-            raise TpukitError(
-                "Cannot re-initialize CUDA in forked subprocess: the kernel that launched this core has"
-                " already used or queried CUDA (`torch.cuda.is_available()` is enough). Restart the session,"
-                " and launch before anything that uses a GPU; `tpukit.detect()` is safe."
-            )
-        cuda.check_cuda()
-        torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
+        if torch.backends.cuda.is_built():
+            torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
+        cuda.check_cuda()  # second: after a fork from a process that has used CUDA it finds no GPU
         return "cpu:gloo,cuda:nccl"
     if env.uses_torch_tpu:
         from tpukit.devices import torch_tpu
