@@ -19,8 +19,7 @@ STEPS = 5  # of an epoch
 
 def cosine_after_warm_up(optimizer, task):
     warm_up = round(task.warmup_epochs * STEPS)
-    least = task.final_lr * optimizer.param_groups[0]["lr"]
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, task.epochs * STEPS - warm_up, eta_min=least)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, task.epochs * STEPS - warm_up)
     if not warm_up:
         return cosine
     linear = lr_scheduler.LinearLR(optimizer, 1 / (warm_up + 1), total_iters=warm_up)
@@ -33,7 +32,7 @@ def warm_up_alone(optimizer, task):
 
 SCHEDULES = {
     "cosine": (dict(schedule="cosine"), cosine_after_warm_up),
-    "cosine to a tenth": (dict(schedule="cosine", warmup_epochs=1.4, final_lr=0.1), cosine_after_warm_up),
+    "after a warm-up": (dict(schedule="cosine", warmup_epochs=1.4), cosine_after_warm_up),
     "warm-up alone": (dict(warmup_epochs=2.0), warm_up_alone),
 }
 OPTIMIZERS = {
@@ -76,8 +75,8 @@ def test_steps_are_those_of_torchs_schedulers_with_every_optimizer(
 
 def test_without_a_schedule_a_step_gets_no_factor_and_beyond_the_last_one_that_of_the_end():
     assert all(lr_factor(task(), 7, 10) is None for task in (MNIST, MSHNet, CDEIT))
-    task = MNIST(epochs=2, schedule="cosine", warmup_epochs=3, final_lr=0.25)
-    assert lr_factor(task, 10**6, 10) == 0.25 and lr_factor(MNIST(epochs=0, schedule="cosine"), 5, 10) == 0
+    task = MNIST(epochs=2, schedule="cosine", warmup_epochs=3)
+    assert lr_factor(task, 10**6, 10) == lr_factor(MNIST(epochs=0, schedule="cosine"), 5, 10) == 0
 
 
 def plain_loop(task, digits, epochs, scheduler):

@@ -15,5 +15,5 @@ def lr_factor(task: Task, step: int, steps_per_epoch: int) -> float | None:
     warm_up = round(task.warmup_epochs * steps_per_epoch)
     if task.schedule == "cosine" and step >= warm_up:
         done = (step - warm_up) / max(task.epochs * steps_per_epoch - warm_up, 1)
-        return task.final_lr + (1 - task.final_lr) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+        return (1 + math.cos(math.pi * min(done, 1.0))) / 2
     return min(1.0, (step + 1) / (warm_up + 1))

@@ -121,11 +121,9 @@ class Task:
     clip_norm: float | None = None
     """Largest norm of the gradients; larger ones are scaled down to it. None: no clipping."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`."""
+    """The learning rate after the warm-up. cosine: down to 0 at the end of `epochs`."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
-    final_lr: float = 0.0
-    """Share of `lr` at which the cosine schedule ends."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but
     its last layer, if the task has a `head`. Their batch norms use the running statistics; their dropout
@@ -171,7 +169,7 @@ class Task:
         zeros = ("epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
         require_at_least(self, 1, *ones)
         require_at_least(self, 0, *zeros)
-        require_shares(self, "final_lr", "ema_decay")
+        require_shares(self, "ema_decay")
 
     # What it may override
 
