@@ -39,7 +39,7 @@ def predict_batches(
     runtime: Runtime,
     keys: Iterable[str] | None = None,
 ) -> Iterator[tuple[object, Batch]]:
-    """Yield (prediction, batch) of each batch, both on the CPU, while the device predicts the next one.
+    """Yield (prediction, batch) of each batch, both on the CPU, once the device has the next one to predict.
 
     batches: on the device, each with `valid`. keys: the arrays that are read back besides `valid`; None for
     all."""
