@@ -223,24 +223,6 @@ def test_the_notebook_on_conversations_answers_a_question_before_and_after_and_e
         assert "run/peft/adapter_model.safetensors" in archive.namelist()
 
 
-@pytest.mark.nightly
-def test_the_notebook_on_conversations_takes_the_tiny_model_where_a_large_one_cannot_be_had(
-    tmp_path, monkeypatch
-):
-    pytest.importorskip("peft")
-    monkeypatch.setenv("TPUKIT_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
-    chats = tmp_path / "mine.jsonl"
-    chats.write_text('{"prompt": "a", "completion": "b"}\n' * 200)
-    on_a_tpu = ('env.accelerator in ("tpu", "cuda")', "True")
-    small = dict(DATASET_DIR=str(chats), EPOCHS=1, BATCH_SIZE=1, RUN_NAME="run")
-    notebook = run_notebook("finetune_llm.ipynb", tmp_path, on_a_tpu, **small)
-    output = text(notebook)
-    assert "the tiny model, because Qwen/Qwen3-0.6B is not on this machine" in output
-    assert "epoch 1: loss" in output
-    assert (tmp_path / "outputs/run/transformers/model.safetensors").is_file()
-
-
 @pytest.mark.slow
 def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weights_without_a_warm_up(
     infrared, tmp_path

@@ -228,42 +228,6 @@ def test_ctrl_c_ends_with_130(infrared, monkeypatch):
 
 
 @pytest.mark.slow
-def test_cdeit_on_two_processes_equals_one(tank, tmp_path):
-    """The same timesteps and the same noise for every sample, the same scores: by the command line, each in a
-    process."""
-    options = "--network small --batch-size 8 --sampling-steps 2 --epochs 2 --eval-every 2 --log-every 1"
-    options = [*options.split(), "--lr", "1e-3", "--objective", "l2"]
-    program = "import json, sys; from tpukit import cli\nfor c in json.loads(sys.argv[1]): cli.main(c)"
-
-    losses, scores = {}, {}
-    for name, cores in dict(one="1", two="2").items():
-        where = [*f"cdeit --run {name} --cores {cores} --data-path".split(), str(tank)]
-        commands = json.dumps([["train", *where, *options], ["test", name, "--cores", cores[0]]])
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-c", program, commands]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
-        tested = done.stdout.partition(f"(tpukit show {name})")[2]
-        assert tested, done.stderr[-2000:]
-        run = Run.find(name)
-        losses[name] = [r["loss"] for r in run.records("train")]
-        scores[name] = run.records("evaluation")[-1]["scores"]
-        assert f"{scores[name]['rmse']:.4f}" in tested and scores[name]["images"] == 5
-        assert losses[name] == pytest.approx(losses["one"], rel=1e-4)
-        assert scores[name]["rmse"] == pytest.approx(scores["one"]["rmse"], rel=1e-3)
-    assert scores["one"]["cc"] != 0
-
-
-@pytest.mark.parametrize("words", [["--help"], ["doctor", "--error", "Unsupported nprocs (8)"]])
-def test_a_reader_that_goes_away_gives_no_traceback(words):
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "tpukit", *words]
-    ran = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert ran.returncode == 1 and ran.stderr == ""
-
-
-@pytest.mark.slow
 def test_a_training_whose_reader_goes_away_is_trained_to_its_end(digits, tmp_path):
     words = f"train mnist --dataset-dir {digits} --run {tmp_path / 'run'} --epochs 1 --batch-size 16".split()
     command = [sys.executable, "-u", "-m", "tpukit", *words]

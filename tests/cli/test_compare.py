@@ -1,24 +1,9 @@
 """`tpukit compare` on the command line, and its notebook."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.tools.test_measure import measured
-from tpukit import cli
 from tpukit.tools import measure
-
-
-@pytest.mark.slow
-def test_the_command_measures_here_and_compares_files(digits, capsys):
-    command = f"compare mnist --dataset-dir {digits} --channels 4 --batch-sizes 8 --steps 2 --epochs 7"
-    assert cli.main(command.split()) == 0
-    assert "7 epochs of 200 samples" in capsys.readouterr().out
-    [file] = Path("outputs/comparison").glob("*.json")
-    measure.write(Path("t4.json"), [measured()])
-    assert cli.main(["compare", str(file), "t4.json", "--epochs", "9"]) == 0
-    printed = capsys.readouterr().out
-    assert "mnist, image 1x28x28" in printed and "mshnet, image 1x256x256" in printed
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The progress bar in a notebook and in a shell."""
 
-import io
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -38,11 +36,3 @@ def test_in_a_notebook_a_bar_is_one_line_of_text_that_ends_with_where_it_stood(o
 def test_a_bar_that_is_not_to_stay_leaves_an_empty_line_and_one_that_is_off_shows_nothing(outputs, capsys):
     assert list(bars.tqdm(range(3), leave=False)) == list(bars.tqdm(range(3), disable=True)) == [0, 1, 2]
     assert [texts[-1] for texts in outputs] == [""] and capsys.readouterr() == ("", "")
-
-
-def test_in_a_shell_it_is_tqdms_own(monkeypatch):
-    monkeypatch.setitem(sys.modules, "IPython", None)
-    monkeypatch.delitem(sys.modules, "IPython")
-    out = io.StringIO()
-    assert list(bars.tqdm(range(3), file=out)) == [0, 1, 2]
-    assert "3/3" in out.getvalue() and "\r" in out.getvalue()

@@ -96,14 +96,6 @@ def test_requiring_what_is_not_here_names_the_menu_of_the_host(
         detect(environ, tmp_path).require(accelerator)
 
 
-def test_a_refusal_names_the_cpu_xla_device_once(tmp_path, versions, gpu):
-    versions(torch="2.9.0", torch_xla="2.9.0")
-    gpu()
-    with pytest.raises(TpukitError) as refused:
-        detect({"PJRT_DEVICE": "CPU"}, tmp_path).require("gpu")
-    assert str(refused.value).count("CPU XLA device") == 1
-
-
 @pytest.mark.parametrize("chips, cards", [(8, []), (0, ["Tesla T4", "Tesla T4"])])
 def test_cpu_means_the_processor_for_this_process_and_its_children_until_another_is_required(
     chips, cards, tmp_path, versions, gpu, monkeypatch

@@ -100,16 +100,6 @@ def test_a_file_and_a_folder_appear_whole_or_not_at_all(tmp_path):
     assert (above / "file").read_text() == "old" and sorted(os.listdir(above)) == ["file", "folder"]
 
 
-def test_two_processes_may_write_the_same_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    with files.atomic_file(path) as file:
-        file.write(b"one")
-        with monkeypatch.context() as other:
-            other.setattr(os, "getpid", lambda: 7)
-            files.write_atomic(path, "two")
-    assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
-
-
 def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processes_are_removed(tmp_path):
     rest = tmp_path / ".b.999999999.partial"
     rest.write_bytes(b"half")

@@ -17,11 +17,6 @@ def test_a_duration_is_given_in_the_largest_unit_of_which_it_has_two():
     assert {seconds: format_duration(seconds) for seconds in words} == words
 
 
-def test_a_title_longer_than_its_table_stays_on_one_line():
-    title = "Scores after epoch 7, whose weights are kept"
-    assert str(Table(title, ("a", "b"), [(1, 2)])).splitlines()[0] == title
-
-
 def test_a_long_line_is_wrapped_at_words_in_a_notebook_and_stays_one_in_a_shell(monkeypatch, capsys):
     line = f"{'found in ./data-sets, ' * 6}/a/{'b' * 120}"
     tables.say(line)

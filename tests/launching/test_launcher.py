@@ -15,7 +15,6 @@ from tpukit.devices import processes
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.launching import launcher
-from tpukit.launching.supervisor import Supervisor
 from tpukit.runs import weights
 from tpukit.training.launch_plan import launch_plan
 
@@ -212,21 +211,6 @@ def test_one_of_several_hosts_is_refused(accelerator, variables, digits, tmp_pat
 )
 def test_one_gpu_is_taken_if_a_share_of_the_batch_is_too_small_for_batch_norm(task, gpus, one):
     assert bool(launch_plan(task, Run("run")).why_one_gpu(gpus)) == one
-
-
-@pytest.mark.parametrize("cores, processes", [(None, 1), (2, 2)])
-def test_a_launch_says_why_it_leaves_a_gpu_idle_and_takes_it_if_told_to(
-    cores, processes, monkeypatch, tmp_path, capsys
-):
-    gpus = machine("cuda", 2)
-    monkeypatch.setattr(environment, "detect", lambda: gpus)
-    monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
-    monkeypatch.setattr(Supervisor, "wait", lambda supervisor: supervisor.job.processes)
-    monkeypatch.setattr(launcher, "is_open", lambda env: False)
-    task = MSHNet(dataset_dir=str(tmp_path), batch_size=4)
-    run = Run.open(tmp_path / "run", task)
-    assert launch(lambda task, run, runtime: runtime.cores, task, run, cores=cores) == processes
-    assert ("using 1 of 2 GPUs: on each, batch norm" in capsys.readouterr().out) == (cores is None)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,10 @@ outlives its parent."""
 
 import json
 import signal
-from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import checkpoint, refuses, wait_for
+from tests.conftest import checkpoint, wait_for
 from tests.launching.conftest import CPU, are_gone, launched, output_of, python, started, steps_logged
 from tests.launching.launched import children, machine
 from tpukit import Run
@@ -215,26 +214,6 @@ def supervisor_of(folder):
     return Supervisor(Job(print, plan, machine("cpu", 1), 60.0, processes=2, folder=folder / "cores"))
 
 
-def test_a_core_that_ends_while_it_is_checked_is_not_taken_for_dead(tmp_path):
-    supervisor = supervisor_of(tmp_path)
-
-    def ends_now():
-        supervisor.job.file(0, "end").write_text("{}")
-        return False
-
-    supervisor.processes = [SimpleNamespace(is_alive=ends_now), SimpleNamespace(is_alive=lambda: False)]
-    assert supervisor._find_dead() == [1]
-
-
-def test_a_last_line_that_does_not_end_is_shown_when_all_is_over(tmp_path, capsys):
-    supervisor = supervisor_of(tmp_path)
-    supervisor.printed.write_text("step 1\nstep 2")
-    supervisor._show()
-    assert capsys.readouterr().out == "step 1\n"
-    supervisor._show(is_over=True)
-    assert capsys.readouterr().out == "step 2\n"
-
-
 def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
     cores, foreign = tmp_path / "cores", ["thesis.tex", "rank-00.txt", "log", ".hidden"]
     cores.mkdir()
@@ -243,10 +222,3 @@ def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
     (cores / "folder").mkdir()
     supervisor_of(tmp_path)
     assert {path.name for path in cores.iterdir()} == {*foreign, "folder", PRINTED}
-
-
-def test_a_run_folder_that_was_moved_while_it_trains_is_named(tmp_path):
-    supervisor = supervisor_of(tmp_path / "run")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    with refuses(tmp_path / "run", "No such file"):
-        supervisor._show()

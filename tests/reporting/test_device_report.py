@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import tpukit
-from tpukit.host import language
 from tpukit.reporting import device_report
 
 # In a fresh process, without a run or a task.
@@ -113,46 +112,6 @@ def test_a_loop_without_the_end_of_a_step_is_told_so(xla, capsys):
         for number in range(5):
             float(torch.ones(13, 17).to(xla.device).sum() + number)
     assert report.counters["syncs"] == 0 and "torch_xla.sync()" in report.problems()[-1]
-
-
-def test_the_cause_is_told_from_the_last_transfers_and_graphs_or_it_is_too_long_ago(xla, monkeypatch):
-    from tpukit.devices import xla_counters
-
-    def causes(steps, compiled, sizes):
-        """sizes: of the data that is sent before each step; a step has 30 operations."""
-        times = range(1, steps + 1)
-        metrics = dict(
-            CompileTime=[(time + 0.4, 1e9) for time in compiled],
-            TensorsGraphSize=[(time + 0.5, 30.0) for time in times],
-            OutboundData=[(time, sizes(time)) for time in times],
-        )
-        metrics = {name: (len(samples), 0.0, samples[-1024:]) for name, samples in metrics.items()}
-        monkeypatch.setattr(xla_counters.met, "metric_data", metrics.get)
-        return xla_counters.causes()
-
-    assert causes(9, [1, 9], lambda time: 8 if time < 9 else 6) == [xla_counters.FIRST, xla_counters.NEW_SIZE]
-    ragged = causes(5000, [1, 5000], lambda time: 8 if time < 4990 else 6)  # sent ahead by a loader
-    assert ragged == [xla_counters.UNKNOWN, xla_counters.NEW_SIZE]
-    assert causes(5000, [1, 5000], lambda time: 8)[1] == xla_counters.SAME_SIZES
-
-
-def test_in_a_chinese_notebook_every_sentence_is_chinese(xla, monkeypatch):
-    from tpukit.devices import xla_counters
-
-    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
-    report = tpukit.metrics_report()
-    report.device, report.compilations = "CPU", 8
-    numbers = dict(executions=10, execute_s=1.0, compilations=8, compile_s=1.0, read=9, from_device_s=1.0)
-    report.counters = dict(numbers, syncs=0, sent=3, to_device_s=1.0)
-    report.fallbacks = {"aten::nonzero": 5}
-    names = ("FIRST", "OTHER_OPERATIONS", "NEW_SIZE", "SAME_SIZES", "UNKNOWN")
-    report.causes.update(getattr(xla_counters, name) for name in names)
-    texts = [*report.problems(), *report.facts()]
-    assert len(texts) == 5
-    for table in report.tables():
-        texts += [table.title, *table.columns, *(row[0] for row in table.rows if not row[0].isdecimal())]
-    english = [text for text in map(language.translate, texts) if not re.search(r"[\u4e00-\u9fff]", text)]
-    assert not english
 
 
 def test_a_gpu_tells_its_name_and_its_memory(monkeypatch, capsys):

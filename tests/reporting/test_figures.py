@@ -288,41 +288,6 @@ def test_every_english_text_has_a_chinese_one_with_its_gaps_and_is_not_taken_for
         assert not re.search("[a-z]{3} [a-z]{2}", without_code), translated
 
 
-def test_an_roc_marks_the_thresholds_on_both_curves_and_draws_a_rate_of_zero_on_its_logarithmic_axis():
-    count = 11
-    roc = dict(tpr=np.linspace(1, 0, count).tolist(), fpr=[1.0, *np.geomspace(0.1, 1e-5, count - 2), 0.0])
-    roc["precision"] = np.linspace(0, 1, count).tolist()
-    left, right = axes_of(evaluation_figures.roc_figure(roc)).values()
-    (x, y), (recall, precision) = lines(left)[0], lines(right)[0]
-    assert y == roc["tpr"] and x[:-1] == roc["fpr"][:-1] and 0 < x[-1] < 1e-5 and left.get_xscale() == "log"
-    # Where nothing is found the precision says nothing: no point at (0, 0).
-    assert (recall, precision) == (roc["tpr"][:-1], roc["precision"][:-1])
-    assert left.get_ylim() == right.get_ylim() == right.get_xlim() == evaluation_figures.SHARES
-    for axis, places in ((left, list(zip(x, y))), (right, list(zip(recall, precision)))):
-        marked = [(line.get_label(), *line.get_xydata()) for line in axis.get_lines()[1:]]
-        for (label, point), index in zip(marked, (1, 5, 9), strict=True):
-            assert label == f"threshold {index / 10:g}" and tuple(point) == places[index]
-    roc = dict.fromkeys(("tpr", "fpr", "precision"), [0.0, 0.0])
-    axes_of(evaluation_figures.roc_figure(roc))  # nothing was predicted at all
-
-
-def test_runs_have_a_look_and_a_place_in_the_legend_each_whatever_they_are_called():
-    names = ["_first", "$\\frac$", "\x1b[2J", "", "x" * 200, *map(str, range(7))]
-    figure = figures.runs_figure({name: ([1.0, 2.0], [0.5, 0.25]) for name in names}, "iou")
-    [axis] = axes_of(figure).values()
-    assert len({(line.get_color(), line.get_linestyle()) for line in axis.get_lines()}) == len(names) == 12
-    shown = [text.get_text().strip() for text in axis.get_legend().get_texts()]
-    assert shown[:3] == ["_first", r"\$\frac\$", r"\x1b[2J"] and len(shown) == 12 and len(shown[4]) == 60
-    assert words(*axes_of(figures.runs_figure({}, "iou")).values()) == ["no run has this score"]
-
-
-def test_a_confusion_has_no_tile_where_there_is_no_image_and_any_count_that_a_file_holds_is_drawn():
-    for counts in ([[3.0, 0.0], [1.0, 2.0]], [[0.0, 0.0], [1.0, -1.0]]):
-        figure = evaluation_figures.confusion_figure(dict(classes=["a", "b"], counts=counts))
-        [axis] = axes_of(figure).values()
-        assert (np.isnan(axis.images[0].get_array().filled(np.nan)) == (np.array(counts) == 0)).all()
-
-
 def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
     records = records_of([0.25, 0.5], device=EVIL)
     for record in records[3::2]:
@@ -333,8 +298,3 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
     axes |= axes_of(figures.runs_figure({EVIL: ([1.0], [0.5])}, EVIL))
     formula_or_control = r"(?<!\\)\$|[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800]"  # but for lines
     assert len(axes) >= 8 and not [title for title in axes if re.search(formula_or_control, title)]
-
-
-@pytest.mark.parametrize("value", [1e18, 5e-324])
-def test_no_score_is_too_large_or_too_small_to_be_drawn(value):
-    axes_of(figures.curves_figure(records_of([value, -value, 0.5]), LABELS))

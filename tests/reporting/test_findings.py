@@ -132,22 +132,6 @@ def test_the_paper_is_named_beside_its_own_dataset_alone(folder, is_published):
     assert labels.score == "iou" and list(labels.names) == ["iou", "pd", "fa"]
 
 
-def test_curves_over_epochs_count_the_steps_of_one():
-    rest = [trained_at(6), evaluated(12, 1, dict(iou=0.5, images=3)), trained_at(15)]
-    for records, per_epoch in (
-        ([started(steps_per_epoch=6), *rest], 6),
-        ([started(), *rest], 1),
-        ([started(steps_per_epoch=3), started(steps_per_epoch=6), *rest[::2]], 6),
-    ):
-        assert findings.steps_per_epoch(records) == per_epoch
-        curves = findings.curves(records)
-        assert curves["loss"] == ([6 / per_epoch, 15 / per_epoch], [0.5, 0.5])
-        assert "gradient norm" not in curves
-    curves = findings.curves([started(steps_per_epoch=6), *rest])
-    assert curves["iou"] == ([2.0], [0.5]) and "images" not in curves
-    assert findings.steps_per_epoch([]) == 1 and findings.curves([]) == {}
-
-
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), 1e308, "0.5", True, [], 10**400])
 def test_a_score_that_is_no_number_to_be_drawn_has_no_point(value):
     scored = [evaluated(6, 0, dict(iou=0.25, pd=value)), evaluated(12, 1, dict(iou=value))]

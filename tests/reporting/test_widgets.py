@@ -1,12 +1,10 @@
 """What moves in a notebook: the live chart, and the controls to look at a finished run."""
 
 import functools
-import itertools
 import os
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -60,17 +58,6 @@ def test_what_cannot_be_drawn_is_said_once_and_disturbs_no_training(file, run, p
             time.sleep(0.05)
         after.append("trained")
     assert after and not page.shown and capsys.readouterr().out.count("could not be drawn") == 1
-
-
-def test_drawing_takes_at_most_two_hundredths_of_the_time_and_no_more_often_than_asked(run, monkeypatch):
-    monkeypatch.setattr(live.LiveChart, "_written_at", itertools.count(1).__next__)
-    monkeypatch.setattr(live.LiveChart, "update", lambda _: None)
-    clock = iter([0.0, 0.01, 0.0, 0.4])  # before and after a quick and a slow picture
-    monkeypatch.setattr(live.time, "monotonic", lambda: next(clock))
-    waits = []
-    done = SimpleNamespace(wait=lambda wait_s: waits.append(wait_s) or len(waits) == 3)
-    live.LiveChart(run).follow(done, 5.0)
-    assert waits == [5.0, 5.0, pytest.approx(20.0)]
 
 
 TRAINING = """

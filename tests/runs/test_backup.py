@@ -279,14 +279,6 @@ def test_a_copy_that_arrives_damaged_replaces_nothing(name, copied, tmp_path, mo
     assert same(best_weights(Run(tmp_path / "drive")), best_weights(copied))
 
 
-def test_a_backup_whose_checkpoints_were_deleted_is_not_trained_over(copied, tmp_path):
-    shutil.rmtree(tmp_path / "drive/checkpoints")
-    before = content(tmp_path / "drive")
-    with refuses(tmp_path / "drive", "best.safetensors"):
-        reopened(copied, "again")
-    assert content(tmp_path / "drive") == before
-
-
 def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(trained, cpu, tmp_path):
     task, run = trained
     drive = tmp_path / "drive"

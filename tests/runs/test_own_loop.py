@@ -257,17 +257,6 @@ def test_another_loops_backup_and_a_run_are_not_replaced_and_a_later_state_is_ne
     assert value_of(again(saved, "new").restore()) == 9
 
 
-def test_the_files_of_a_loop_beside_its_checkpoints_stay(saved):
-    for folder in (saved.folder, saved.backup.path):
-        (folder / "log.txt").write_text("mine")
-    (saved.folder.parent / "again").mkdir()
-    (saved.folder.parent / "again/plot.png").write_text("mine")
-    assert value_of(again(saved).restore()) == 2
-    again(saved, "mine").save(filled(3), 3)
-    for name in ("mine/log.txt", "drive/mine/log.txt", "again/plot.png"):
-        assert (saved.folder.parent / name).read_text() == "mine"
-
-
 def test_it_loads_1500_lines_of_tpukit_at_most_and_nothing_of_training_or_tasks(tmp_path):
     program = """
 import tpukit, torch

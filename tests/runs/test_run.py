@@ -17,13 +17,6 @@ from tests.runs.store import content
 from tpukit import MNIST, MSHNet, Run, launch, train
 from tpukit.reporting import display
 
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with refuses("file/run"):
-        Run.open(tmp_path / "file/run", MNIST())
-
-
 WRONG = ["{", "[]", '{"id": "1", "task": "mnist", "settings": 3}', '{"task": "mnist", "settings": {}}']
 
 

@@ -119,12 +119,3 @@ def test_a_file_without_weights_is_named_with_what_it_has(name, tmp_path, model)
 def test_weights_at_an_address_are_no_file():
     with refuses("bucket/w.pth", "no such file"):
         weights.read("s3://bucket/w.pth")
-
-
-def test_an_epoch_that_is_no_number_is_none(tmp_path):
-    from safetensors.torch import save_file
-
-    for epoch in ("²", "٣", "9" * 5000):
-        save_file(dict(a=torch.ones(1)), tmp_path / "odd.safetensors", metadata=dict(epoch=epoch))
-        assert weights.epoch_of(tmp_path / "odd.safetensors") is None
-        assert weights.read(tmp_path / "odd.safetensors")

@@ -43,11 +43,3 @@ def test_show_own_shows_the_detections_in_the_images_of_the_demo(monkeypatch):
     tpukit.show_own("demo")
     titles = [axis.get_title() for axis in shown[0].axes]
     assert all(any(name in title for title in titles) for name in IMAGES)
-
-
-def test_the_folder_of_a_run_is_shown_as_that_run(trained, monkeypatch):
-    task, run = trained
-    shown = []
-    monkeypatch.setattr("tpukit.tools.own.show_with_controls", lambda draw, **controls: shown.append(draw))
-    tpukit.show_own(run.path)
-    assert shown, "the button for files of one's own, and the run's own test images"

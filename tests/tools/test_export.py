@@ -14,7 +14,6 @@ from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, ImageClassifier, cli, export, predict
 from tpukit.runs import weights
 from tpukit.tools import export as export_module
-from tpukit.tools.export import Exported
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -77,11 +76,6 @@ def test_a_file_that_differs_from_the_trained_model_is_reported_and_ends_with_1(
     monkeypatch.setattr(export_module, "_trace", of_other_weights)
     assert cli.main(["export", str(trained[1].path), "--to", "onnx"]) == 1
     assert "MORE" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("difference, is_equal", [(9e-5, True), (2e-4, False), (float("nan"), False)])
-def test_a_file_can_be_used_if_the_difference_is_small(difference, is_equal, tmp_path):
-    assert Exported(tmp_path, difference).is_equal() == is_equal
 
 
 def test_a_missing_package_a_file_in_the_way_an_unknown_format_and_a_sampler_are_errors(

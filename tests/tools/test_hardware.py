@@ -146,34 +146,6 @@ def test_a_training_on_all_cores_must_learn_as_on_one(runtime, is_right, found_o
     assert holds is is_right and re.match(r"losses differ by \d+\.\d+%, accuracy 0\.\d+", text)
 
 
-@pytest.mark.parametrize("why_not, holds", [(None, True), ("wrong", False)])
-def test_attention_kernels_that_do_not_work_are_told(why_not, holds, found_on, monkeypatch):
-    pytest.importorskip("torch_xla", reason="the kernels are called through torch_xla")
-    from tpukit.tasks.cdeit.tpu import attention
-
-    def choose(runtime):
-        attention._disabled_reason = why_not
-        return "chosen"
-
-    monkeypatch.setattr(attention, "_disabled_reason", None)
-    monkeypatch.setattr(attention, "choose", choose)
-    assert found_on("attention_kernels", accelerator="tpu") == (holds, "chosen")
-
-
-@pytest.mark.parametrize(
-    "raised, expected",
-    [("CUDA out of memory. Tried to allocate 4096.00 GiB", True), ("the device is gone", False)],
-)
-def test_running_out_of_memory_must_be_a_known_error(raised, expected, found_on):
-    class Full(Runtime):
-        def _put(self, value):
-            if value.shape == (2**20,):
-                raise RuntimeError(raised)
-            return super()._put(value)
-
-    assert found_on("out_of_memory", Full, "cuda")[0] is expected
-
-
 # The report
 
 
@@ -270,16 +242,6 @@ def test_a_check_is_skipped_where_it_does_not_apply(check):
 def test_without_an_accelerator_a_rehearsal_is_named(check):
     with refuses("--rehearse"):
         check(accelerator="cpu")
-
-
-@pytest.mark.slow
-def test_a_rehearsal_in_a_process_of_its_own_says_that_it_is_one(monkeypatch, tmp_path):
-    pytest.importorskip("torch_xla")
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr(hardware, "CHECKS", dict(opens=hardware.opens))
-    report = hardware.check_hardware(detect(), tmp_path / "report.json", rehearse=True)
-    assert report["rehearsal"] is True and report["accelerator"] == "xla"
-    assert [row["outcome"] for row in report["checks"]] == [PASS]
 
 
 def test_doctor_prints_the_outcomes_and_ends_with_1_where_one_failed(capsys, monkeypatch, machine):

@@ -74,30 +74,6 @@ def test_one_graph_is_compiled_on_xla(digits, xla, tmp_path):
     assert len(run.records("compile")) == 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Greedy(MNIST):
-    """A network that runs out of memory if a core's share of the batch is more than 8."""
-
-    def loss(self, model, batch, epoch):
-        if len(batch["label"]) > 8:
-            raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
-        return super().loss(model, batch, epoch)
-
-
-@pytest.mark.slow
-def test_sizes_double_on_all_cores_in_processes_of_their_own_until_a_step_does_not_fit(
-    digits, tmp_path, monkeypatch
-):
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    messages = []
-    task = Greedy(dataset_dir=digits, batch_size=15, channels=4)
-    [one] = measure.measure_here(task, steps=2, cores=2, folder=tmp_path, log=messages.append)
-    [file] = tmp_path.glob("*.json")
-    assert measure.read(file) == [one] and str(digits) not in file.read_text()
-    assert (one.batch_size, one.steps, one.cores) == (16, 5, 2)
-    assert "batch 32" in messages[-1] and "RESOURCE_EXHAUSTED" in messages[-1]
-
-
 @pytest.mark.parametrize("accelerator, tried", [("cpu", [10, 20]), ("cuda", [10 * 2**n for n in range(8)])])
 def test_sizes_double_from_one_that_the_cores_can_share(accelerator, tried, digits, tmp_path, monkeypatch):
     env = dataclasses.replace(detect({}), accelerator=accelerator, cores=2)

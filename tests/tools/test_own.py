@@ -131,13 +131,6 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_takes_
         assert {"run/own/upload-b.png", "run/own/predictions.csv"} <= set(packed.namelist())
 
 
-def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page, tmp_path, monkeypatch):
-    _, run = trained
-    monkeypatch.chdir(run.path)
-    own.save_zip(Run("."))
-    assert [link.path for link in page.shown] == ["run.zip"]
-
-
 # Of CDEIT
 
 

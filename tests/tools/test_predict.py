@@ -2,15 +2,12 @@
 refused."""
 
 import csv
-import dataclasses
 import json
 import shutil
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from scipy import ndimage
 
 from tests.conftest import refuses
 from tests.tasks.mshnet.small import Narrow
@@ -50,22 +47,6 @@ def test_images_of_any_size_get_a_mask_and_boxes_in_their_own_pixels(infrared_ru
         assert found[name]["mask"].shape == (height, width)
         with Image.open(tmp_path / "out/masks" / name) as mask:
             assert mask.size == (width, height)
-
-
-def test_boxes_are_the_connected_regions_with_the_mean_probability_of_their_pixels(infrared_run, bright):
-    task, run = infrared_run
-    image = np.random.default_rng(1).integers(125, 132, (60, 50)).astype(np.uint8)
-    [found] = predict(run, image, task=task, progress=False)
-    labels, count = ndimage.label(image > 128, np.ones((3, 3)))
-    np.testing.assert_array_equal(found["mask"], image > 128)
-    assert found["targets"] == count == len(found["boxes"])
-    for number, box in enumerate(found["boxes"], 1):
-        rows, columns = np.nonzero(labels == number)
-        assert (box["left"], box["top"], box["right"], box["bottom"], box["pixels"]) == (
-            columns.min(), rows.min(), columns.max() + 1, rows.max() + 1, len(rows)
-        )  # fmt: skip
-        expected = np.mean(1 / (1 + np.exp(128.0 - image[rows, columns])))
-        assert box["score"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_on_xla_images_of_many_sizes_share_one_compiled_graph_and_equal_the_cpu(
@@ -236,27 +217,6 @@ def test_weights_whose_settings_or_statistics_are_missing_or_damaged_are_named(t
         path.write_bytes(weights.serialize(state, about | {name: value}))
         with refuses(path, told):
             predict(path, np.ones((1, 208)), progress=False)
-
-
-def test_weights_of_others_need_the_tasks_name(tmp_path):
-    torch.manual_seed(0)
-    torch.save(MNIST().model().state_dict(), tmp_path / "published.pth")
-    image = np.zeros((28, 28), np.uint8)
-    with refuses("mnist"):
-        predict(tmp_path / "published.pth", image, progress=False)
-    assert "digit" in predict(tmp_path / "published.pth", image, task="mnist", progress=False)[0]
-
-
-def test_a_task_of_ones_own_predicts_without_further_methods(trained):
-    task, run = trained
-
-    class Plain(MNIST):
-        results = None
-
-    plain = Plain(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
-    image = task.test_set().batch([0])["image"][0, 0]
-    [own], [digit] = predict(run, image, task=plain, progress=False), predict(run, image, progress=False)
-    assert own["prediction"] == digit["digit"]
 
 
 def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, monkeypatch):

@@ -19,11 +19,9 @@ from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, ImageClassifier, Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.host.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.tools.child import to_request
 from tpukit.training.checkpoint import differences
-from tpukit.training.loop import Trainer
 
 SMALL_MSHNET = SMALL | dict(base_size=32, crop_size=32, warm_epoch=1, batch_size=4)
 FEW_STEPS = DIGITS | dict(batch_size=20)  # ten in an epoch
@@ -58,28 +56,6 @@ def test_a_run_trained_in_several_sessions_equals_one_of_a_single_session(
     assert bool(checkpoint(parted)["scaler"]) == (task.precision == "fp16")
     losses = [record["loss"] for record in straight.records("epoch")]
     assert losses[-1] < losses[0] or kind is not MNIST
-
-
-class WithMomentum(Narrow):
-    def optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-
-
-def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the_weights(
-    infrared, tmp_path, cpu, monkeypatch
-):
-    task = WithMomentum(dataset_dir=infrared, epochs=1, base_size=16, crop_size=16, **SMALL)
-    with monkeypatch.context() as other_device:
-        other_device.setattr(Runtime, "_computes_faster_channels_last", lambda *_: False)
-        train_in(tmp_path, task, cpu)
-    task = dataclasses.replace(task, epochs=2)
-    resumed = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
-    kernel = resumed.model.encoder_0[0].conv1.weight
-    buffer = resumed.optimizer.state[kernel]["momentum_buffer"]
-    assert kernel.is_contiguous(memory_format=torch.channels_last) and kernel.stride() == buffer.stride()
-    saved = checkpoint(Run.find(tmp_path))["optimizer"]["state"]
-    number = next(n for n, p in enumerate(resumed.model.parameters()) if p is kernel)
-    assert torch.equal(buffer, saved[number]["momentum_buffer"]) and buffer.any()
 
 
 def test_a_checkpoint_of_another_version_is_refused(trained, cpu):

@@ -115,16 +115,3 @@ def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_sco
     assert sizes == wanted
     monkeypatch.undo()
     assert train_in(tmp_path / "plain", task, cpu).records("evaluation")[0]["scores"] == large
-
-
-def test_a_session_that_has_not_trained_yet_predicts_as_many_as_it_trains_on(
-    noted, cpu, tmp_path, monkeypatch
-):
-    task = dataclasses.replace(noted, epochs=2, data_on="device")
-    monkeypatch.setattr(f"{__name__}.interrupted_at", 2)
-    with pytest.raises(KeyboardInterrupt):
-        train_in(tmp_path, task, cpu)
-    monkeypatch.setattr(f"{__name__}.interrupted_at", 0)
-    sizes.clear()
-    train_in(tmp_path, task, cpu)
-    assert sizes == [1, 1, 1, 1, 3, 3]

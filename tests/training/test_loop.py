@@ -3,16 +3,13 @@
 import contextlib
 import dataclasses
 import gc
-import signal
-import subprocess
-import sys
 import time
 import weakref
 
 import pytest
 import torch
 
-from tests.conftest import SMALL, best_weights, checkpoint, exact, same, wait_for
+from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tests.tasks.cdeit.small import Tiny
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
@@ -53,40 +50,6 @@ def test_every_task_moves_its_weights_scores_and_shows(name, device, tmp_path, r
     assert (run.path / "pictures/curves.png").stat().st_size > 5000
     assert (run.path / "pictures/predictions.png").stat().st_size > 3000
     assert f"It ran on {runtime}" in capsys.readouterr().out
-
-
-STOPPED = """
-import sys
-from pathlib import Path
-from tpukit import MNIST, Run, train
-from tpukit.devices.runtime import Runtime
-
-# No evaluation: the stop has to come between two steps.
-task = MNIST(dataset_dir=Path(sys.argv[2]), epochs=5000, batch_size=8, log_every=3, eval_every=5000)
-train(task, Run.open(sys.argv[1], task), runtime=Runtime("cpu"), progress=False)
-"""
-
-
-@pytest.mark.slow
-def test_sigterm_saves_before_the_process_leaves(digits, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED, str(tmp_path / "run"), str(digits)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        records = tmp_path / "run/records.jsonl"
-        wait_for(lambda: records.exists() and records.read_text().count("train") > 5, process)
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGTERM
-    run = Run.find(tmp_path / "run")
-    saved = checkpoint(run)["state"]["step"]
-    assert f"saved at step {saved}" in out and "SIGTERM" in out
-    assert saved >= run.records("train")[-1]["step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,10 @@
 """The learning rate over a training, against torch's own schedulers."""
 
-import functools
-
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from tests.conftest import best_weights
-from tests.training.conftest import DIGITS, train_in
 from tpukit import CDEIT, MNIST, MSHNet
-from tpukit.reporting import findings
-from tpukit.training import step as step_module
-from tpukit.training.data import training_index_batches
 from tpukit.training.schedule import lr_factor
 
 STEPS = 5  # of an epoch
@@ -77,54 +70,3 @@ def test_without_a_schedule_a_step_gets_no_factor_and_beyond_the_last_one_that_o
     assert all(lr_factor(task(), 7, 10) is None for task in (MNIST, MSHNet, CDEIT))
     task = MNIST(epochs=2, schedule="cosine", warmup_epochs=3)
     assert lr_factor(task, 10**6, 10) == lr_factor(MNIST(epochs=0, schedule="cosine"), 5, 10) == 0
-
-
-def plain_loop(task, digits, epochs, scheduler):
-    """The weights of a training by torch alone."""
-    torch.manual_seed(task.seed)
-    model = task.model()
-    optimizer = task.optimizer(model)
-    schedule = scheduler(optimizer)
-    data, _ = task.datasets()
-    for epoch in range(epochs):
-        for indices, _, _ in training_index_batches(len(data), task.batch_size, seed=task.seed, epoch=epoch):
-            batch = {name: torch.as_tensor(values) for name, values in data.batch(indices).items()}
-            optimizer.zero_grad()
-            task.loss(model, batch, epoch).backward()
-            optimizer.step()
-            schedule.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_does(
-    device, digits, tmp_path, request, monkeypatch
-):
-    traces, whole = [], step_module.train_step
-
-    @functools.wraps(whole)
-    def traced(*arguments):
-        traces.append(1)
-        return whole(*arguments)
-
-    monkeypatch.setattr(step_module, "train_step", traced)
-    settings = dict(DIGITS, log_every=1, eval_every=9)
-    task = MNIST(
-        dataset_dir=digits, epochs=2, schedule="cosine", warmup_epochs=0.5, **settings
-    )  # 2 x 25 steps
-    run = train_in(tmp_path, task, request.getfixturevalue(device))
-
-    def scheduler(optimizer):
-        linear = lr_scheduler.LinearLR(optimizer, 1 / 13, total_iters=12)
-        cosine = lr_scheduler.CosineAnnealingLR(optimizer, 38)
-        return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [12])
-
-    wanted = plain_loop(task, digits, 2, scheduler)
-    for name, value in best_weights(run).items():
-        torch.testing.assert_close(value, wanted[name], atol=1e-5, rtol=1e-4)
-    rates = [record["lr"] for record in run.records("train")]
-    assert len(set(rates)) > 40 and max(rates) == task.lr
-    assert findings.curves(run.records())["learning rate"][1] == rates
-    if device == "xla":
-        assert len(traces) == 2  # all other steps replay the one graph
-        assert [(r["step"], r["programs"]) for r in run.records("compile") if r["what"] == "step"] == [(1, 1)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError, explained
 from tpukit.runs import manifest
 
@@ -22,6 +23,11 @@ KEYS = ("state_dict", "model_state_dict", "model", "net")
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
 
 
+def local(path: str | Path) -> Path:
+    """Return the path of a weights file. Raises TpukitError for an address, which may hold a password."""
+    return files.local_path(path, "weights are read from a file: download it first")
+
+
 def read(path: str | Path) -> "dict[str, Tensor]":
     """Return name -> CPU tensor of a .safetensors, .pth, .pt, .pkl or .tar file.
 
@@ -30,7 +36,7 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     pickle that would run code: it is never run."""
     import torch
 
-    path = Path(path)
+    path = local(path)
     if not path.is_file():
         folder = "a folder; name the file in it, of a run best.safetensors"
         raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
@@ -128,7 +134,7 @@ def metadata(path: str | Path) -> dict[str, str]:
     """Return the strings kept with the weights in a .safetensors file; empty for any other file."""
     from safetensors import safe_open
 
-    path = Path(path)
+    path = local(path)
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
     with explain_damage(path), safe_open(path, "pt") as file:

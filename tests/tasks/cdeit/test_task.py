@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import best_weights, checkpoint, exact, same
 from tests.tasks.cdeit.small import task_of
 from tests.training.conftest import train_in
-from tpukit import CDEIT, Run, TpukitError, train
+from tpukit import Run, train
 from tpukit.devices.runtime import Runtime
 from tpukit.tasks.cdeit import simulator
 from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
@@ -36,29 +35,6 @@ def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(ta
     # Another test of this process may have compiled the same sampling before.
     assert compiled.count("initial_noise") <= 1 and compiled.count("sampling_step") <= 1
     assert (run.path / "log.txt").read_text().count("attention: in slices") == 1
-
-
-@pytest.mark.slow
-def test_training_lowers_the_loss_keeps_an_average_of_the_weights_and_resumes_exactly(tank, tmp_path, cpu):
-    task = task_of(tank, epochs=12, eval_every=4)  # 24 steps
-    straight = Run.open(tmp_path / "straight", task)
-    scores = train(task, straight, runtime=cpu, progress=False)
-    for epochs in (6, 12):
-        stopped = train_in(tmp_path / "stopped", task_of(tank, epochs=epochs, eval_every=4), cpu)
-    # The sixth epoch was the last of one, and was evaluated there.
-    one, other = (
-        [r for r in exact(run) if (r["kind"], r["step"]) != ("evaluation", 12)] for run in (straight, stopped)
-    )
-    assert one == other
-    saved = checkpoint(straight)
-    assert all(same(saved[name], checkpoint(stopped)[name]) for name in ("model", "averaged"))
-    losses = [r["loss"] for r in straight.records("train")]
-    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
-    moved = [name for name, values in saved["model"].items() if values.is_floating_point()]
-    averaged = [name for name in moved if not torch.equal(saved["averaged"][name], saved["model"][name])]
-    assert averaged and "pos_embed" not in averaged and best_weights(straight)["pos_embed"].any()
-    assert set(scores) == {"rmse", "psnr", "ssim", "cc", "images", "broken", "beside"}
-    assert scores["images"] == 5 and set(scores["beside"]) == {"Tikhonov", "Gauss-Newton", "all zero"}
 
 
 def test_weights_carry_the_statistics_that_they_were_trained_with(trained, tank, tmp_path):
@@ -100,18 +76,6 @@ def test_a_test_set_may_lack_the_classical_images(trained, tank, tmp_path, cpu):
     assert task.panels(batch, images)[0][1][1].shape == (128, 128, 3)  # Tikhonov's panel is grey
 
 
-def test_damaged_predictions_are_named(tmp_path):
-    path, task = tmp_path / "uef2017.npz", CDEIT(data="uef2017")
-    images = np.random.default_rng(0).random((4, 2, 8, 8), np.float32)
-    np.savez_compressed(path, **dict(zip(("xs", "TR", "xs_gn", "prediction"), images)))
-    whole = path.read_bytes()
-    assert task.load_predictions(tmp_path)[1].shape == (2, 1, 8, 8)
-    for place in (2, 100, len(whole) // 2, len(whole) - 10):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
-        with pytest.raises(TpukitError, match="uef2017.npz"):
-            task.load_predictions(tmp_path)
-
-
 def test_a_test_saves_its_predictions_in_the_unit_of_the_files_and_scores_them(
     trained, uef2017, tmp_path, cpu
 ):
@@ -146,19 +110,6 @@ def test_a_prediction_that_is_no_number_is_counted_and_loses_no_run(tank):
     scores = task_of(tank).evaluate([(images, dict(batch, valid=torch.ones(5, dtype=bool)))])
     of_empty = float(batch["image"][3, 0][simulator.disk()].square().mean().sqrt())
     assert scores["broken"] == 1 and scores["rmse"] == pytest.approx(of_empty / 5, rel=1e-4)
-
-
-def test_sampling_visits_every_timestep_of_its_schedule_and_a_score_is_of_its_set_and_sampling(tank, cpu):
-    task = task_of(tank, sampling_steps=40)
-    data, test_data = task.datasets()
-    assert task.data_signature(test_data) == dict(files=test_data.contents, sampling="40 steps")
-    assert task.data_signature(data) == dict(files=data.contents) and data.contents != test_data.contents
-    seen = []
-    model = task.model().eval()
-    model.register_forward_pre_hook(lambda module, inputs: seen.append(int(inputs[1][0])))
-    image = task.predictor(model, cpu)(cpu.put(test_data.batch(np.arange(1))))
-    assert seen == list(range(999, -1, -25))
-    assert not image.any()  # an untrained network predicts an empty image
 
 
 def test_every_sample_is_sampled_from_noise_of_its_own_whatever_batch_it_is_in(tank, cpu):

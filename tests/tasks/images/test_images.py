@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy, one_hot
 
-from tests.conftest import best_weights, checkpoint, exact, refuses, same
-from tests.launching.conftest import losses
+from tests.conftest import best_weights, refuses
 from tests.tasks.images.small import make
 from tests.training.conftest import train_in
 from tpukit import ImageClassifier, Run, predict, show, train
@@ -171,34 +170,7 @@ def test_a_setting_out_of_its_range_is_refused_by_its_name(name, value):
         ImageClassifier(**{name: value})
 
 
-def test_weight_decay_is_the_optimizers():
-    task = ImageClassifier(**TINY, weight_decay=0.3)
-    groups = task.optimizer(task.model()).param_groups
-    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}  # without for biases and norms
-
-
 # Training
-
-
-def test_a_resumed_training_equals_an_uninterrupted_one(finished, tmp_path, cpu):
-    task, whole, _ = finished
-    train_in(tmp_path / "parts", dataclasses.replace(task, epochs=1), cpu)
-    parts = train_in(tmp_path / "parts", task, cpu)
-    assert exact(whole) == exact(parts) and len(losses(whole)) == 12
-    assert same(checkpoint(whole)["model"], checkpoint(parts)["model"])
-
-
-@pytest.mark.slow
-def test_a_network_is_one_graph_on_xla_and_trains_as_on_the_cpu(finished, tmp_path, xla):
-    task, on_cpu, _ = finished
-    run = train_in(tmp_path / "xla", task, xla)
-    assert np.abs(np.subtract(losses(run), losses(on_cpu))).max() < 1e-3
-    compiled = {record["what"]: record for record in run.records("compile")}
-    # Another test of this process may have compiled the same prediction before.
-    assert "step" in compiled and all(record["programs"] == 1 for record in compiled.values())
-    assert len(run.records("compile")) == len(compiled)  # none again
-    fallbacks = [record["speed"]["counters"]["fallbacks"] for record in run.records("train")]
-    assert len(fallbacks) == 12 and not any(fallbacks)
 
 
 # What is said of the labels before training

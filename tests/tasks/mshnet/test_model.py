@@ -106,21 +106,6 @@ def test_no_convolution_of_more_than_three_channels_gets_maps_that_are_not_chann
     assert len(inputs) > 30 and all(channels <= 3 for _, channels, *_ in copied), copied
 
 
-def outputs_and_gradients(layout):
-    torch.manual_seed(0)
-    model = Narrow().model().double().train().to(memory_format=layout)
-    image = torch.randn(2, 3, 32, 32, dtype=torch.float64).to(memory_format=layout)
-    logits, masks = model(image)
-    sum(output.square().mean() for output in (logits, *masks)).backward()
-    return [logits, *masks, *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-def test_either_layout_gives_the_same_outputs_and_gradients():
-    last, first = map(outputs_and_gradients, (torch.channels_last, torch.contiguous_format))
-    assert len(last) > 50
-    torch.testing.assert_close(last, first, atol=1e-11, rtol=1e-9)
-
-
 class Additions(TorchDispatchMode):
     """Counts the additions of two maps, and those of which the maps lie in two layouts."""
 

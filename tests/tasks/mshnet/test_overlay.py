@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tpukit.tasks.mshnet.overlay import FALSE, FRAME, HIT, MISSED, RING, WINDOW, row
+from tpukit.tasks.mshnet.overlay import FALSE, HIT, MISSED, WINDOW, row
 from tpukit.tasks.mshnet.scores import count, match, regions, summary
 
 
@@ -23,21 +23,6 @@ def test_every_pixel_of_the_window_has_the_colour_of_what_it_is():
     np.testing.assert_array_equal(is_colour(pixels, FALSE), (predicted & ~label)[window])
     assert is_colour(pixels, (100, 100, 100)).sum() == WINDOW**2 - 12 and (plain == 100).all()
     assert legend == "blue hit, yellow missed, red false"
-
-
-def test_rings_tell_hit_missed_and_false_regions_apart_and_a_dotted_frame_shows_the_window():
-    label, predicted = np.zeros((2, 96, 96), bool)
-    label[20:24, 20:24] = predicted[21:24, 20:24] = True  # hit, and the largest: the window
-    label[70, 70] = predicted[70, 20] = True
-    (title, marked), *_ = row(np.zeros((3, 96, 96), np.uint8), label, predicted)
-    for colour, (y, x) in ((HIT, (21.5, 21.5)), (MISSED, (70, 70)), (FALSE, (70, 20))):
-        rows, columns = np.nonzero(is_colour(marked, colour))
-        np.testing.assert_allclose(np.hypot(rows - y, columns - x), RING, atol=0.7)
-        assert len(rows) > 25
-    rows, columns = np.nonzero(is_colour(marked, FRAME))
-    edges = 22 - WINDOW // 2, 22 + WINDOW // 2 - 1
-    assert (rows.min(), rows.max(), columns.min(), columns.max()) == (*edges, *edges)
-    assert title == f"IoU {12 / 18:.2f}: 1 of 2 hit, 1 false"
 
 
 def test_the_numbers_of_the_title_are_those_of_the_scores():
@@ -66,15 +51,6 @@ def test_the_window_is_a_square_within_an_image_of_any_size_and_holds_the_target
             shapes = [picture.shape for _, picture in row(image, *masks)]
             assert shapes == [(height, width, 3), (side, side, 3), (side, side, 3)]
         assert is_colour(row(image, target, target)[2][1], HIT).sum() == 1
-
-
-def test_a_large_target_gets_a_larger_window_and_an_empty_image_one_in_its_middle():
-    label = np.zeros((256, 256), bool)
-    label[100:120, 100:120] = True
-    assert row(np.zeros((1, 256, 256), np.uint8), label)[1][1].shape == (80, 80, 3)
-    ramp, none = np.arange(64, dtype=np.uint8)[None, :, None].repeat(64, 2), np.zeros((64, 64), bool)
-    (title, _), (_, zoomed), _ = row(ramp, none, none)
-    assert title == "IoU 1.00: 0 of 0 hit, 0 false" and zoomed[0, 0, 0] == 16 and zoomed[-1, 0, 0] == 47
 
 
 def test_labels_or_predictions_alone_are_counted_and_blue():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.conftest import best_weights, checkpoint, exact, refuses, same
+from tests.conftest import checkpoint, refuses
 from tests.tasks.text.small import (
     CHAT,
     END,
@@ -27,7 +27,7 @@ from tpukit import LanguageModel, Run, cli, export, predict, train
 from tpukit import test as score_run
 from tpukit.reporting import display
 from tpukit.runs import weights
-from tpukit.tasks.datasets import find_dataset, make_synthetic
+from tpukit.tasks.datasets import make_synthetic
 from tpukit.tasks.text import conversations, data, hub
 from tpukit.tools.trained import task_of as task_of_run
 from tpukit.training.prediction import predict_test_images
@@ -102,16 +102,6 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(chats, tmp_path, cp
         found.append({name: p.grad for name, p in step.model.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(chats, model, tmp_path, cpu):
-    task = task_of(model, chats, **LORA | dict(epochs=3, schedule="constant"))
-    straight = train_in(tmp_path / "straight", task, cpu)
-    train_in(tmp_path / "twice", dataclasses.replace(task, epochs=1), cpu)
-    twice = train_in(tmp_path / "twice", task, cpu)
-    assert exact(twice) == exact(straight) and same(best_weights(twice), best_weights(straight))
-    assert same(checkpoint(twice)["model"], checkpoint(straight)["model"])
-    assert all("lora" in name for name in best_weights(twice))
 
 
 def bigram_loss(train_set, test_set):
@@ -335,14 +325,3 @@ def test_a_prompt_that_leaves_no_room_is_refused(finished, tmp_path):
     (tmp_path / "long.txt").write_text("x" * 100)
     with refuses("long.txt", "from 1 to 58"):
         predict(run, [tmp_path / "long.txt"], progress=False)
-
-
-def test_the_demo_is_pythons_own_documentation(here, tmp_path):
-    folder = find_dataset("my-text", "demo", size=20, env=here)
-    import pydoc_data.topics
-
-    texts = {path.stem: path.read_text() for path in folder.glob("*/*.txt")}
-    assert len(texts) == 20 and all(pydoc_data.topics.topics[name] == text for name, text in texts.items())
-    task = LanguageModel(dataset_dir=folder)
-    train_set, test_set = task.datasets()
-    assert task.config.n_embd == 128 and task.length == 128 and len(train_set) > 5 * len(test_set) > 0
