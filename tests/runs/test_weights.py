@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import refuses
-from tpukit import TpukitError
+from tpukit import MNIST, Run, TpukitError
 from tpukit.runs import weights
 
 
@@ -116,6 +116,10 @@ def test_a_file_without_weights_is_named_with_what_it_has(name, tmp_path, model)
         weights.load(model, tmp_path / name)
 
 
-def test_weights_at_an_address_are_no_file():
-    with refuses("bucket/w.pth", "no such file"):
-        weights.read("s3://bucket/w.pth")
+@pytest.mark.parametrize("address", ["s3://bucket/w.pth", "https://me:secret@host/w.pth"])
+def test_weights_at_an_address_are_refused_before_a_run_is_made(address, tmp_path):
+    for use in (lambda: weights.read(address), lambda: Run.open(tmp_path / "run", MNIST(weights=address))):
+        with pytest.raises(TpukitError, match="download") as refused:
+            use()
+        assert "secret" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
