@@ -64,7 +64,8 @@ class Exported:
         size = sum(file.stat().st_size for file in [self.path, *self.path.glob("*")] if file.is_file())
         verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
         difference = f"largest difference to the trained model on random inputs: {self.difference:.2g}"
-        return f"{self.path}: {size / 1e6:.1f} MB\n{difference}{verdict}"
+        upload = f"\nto share it: hf upload USER/MODEL {self.path}" if self.path.is_dir() else ""
+        return f"{self.path}: {size / 1e6:.1f} MB\n{difference}{verdict}{upload}"
 
 
 def export(

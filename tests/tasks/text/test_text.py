@@ -217,7 +217,7 @@ def test_an_adapter_and_the_merged_model_load_without_tpukit(finished, model, tm
     assert tokenizer.eos_token_id in merged.generation_config.eos_token_id
     written = json.loads((tmp_path / "peft/tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast", "which transformers 4 has, too"
-    assert "peft" in str(exported[0])
+    assert "hf upload" in str(exported[0]) and "peft" in str(exported[0])
 
 
 def test_special_tokens_are_written_under_the_name_that_transformers_4_and_5_read(tmp_path):
