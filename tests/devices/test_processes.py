@@ -59,18 +59,6 @@ def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(le
     )
 
 
-def test_a_core_whose_chip_is_one_of_several_hosts_says_that_one_is_supported(xla, monkeypatch):
-    import torch_xla.runtime as xr
-
-    monkeypatch.setattr(xr, "local_process_count", lambda: 4)
-    monkeypatch.setattr(xr, "global_ordinal", lambda: 3)
-    monkeypatch.setattr(xr, "world_size", lambda: 4)
-    assert processes.rank_of_opened_chip() == (3, 4)
-    monkeypatch.setattr(xr, "world_size", lambda: 16)
-    with refuses("16 cores", "this host has 4", "one host"):
-        processes.rank_of_opened_chip()
-
-
 def open_first_of_one(_):
     return processes.open_chip(0, 1)
 

@@ -106,21 +106,6 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
 
 
 @pytest.mark.parametrize(
-    "kind, precision, is_last",
-    [(Runtime, "fp32", True), (CUDARuntime, "fp16", True), (CUDARuntime, "fp32", False)],
-)
-def test_convolutional_networks_lie_channels_last_where_that_is_faster(kind, precision, is_last, monkeypatch):
-    gpu(monkeypatch)
-    runtime = kind(precision=precision)
-    runtime.device = torch.device("cpu")
-    linear = torch.nn.Linear(2, 500)  # so that most weights are of no convolution
-    for more, expected in (([], is_last), ([linear], False)):
-        layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(36, 2), *more]
-        model = runtime.to_device(torch.nn.Sequential(*layers))
-        assert model[0].weight.is_contiguous(memory_format=torch.channels_last) == expected
-
-
-@pytest.mark.parametrize(
     ("version", "chips", "given", "wanted"),
     [
         ("0.0.21", 1, None, "--a=1 --b=2"),

@@ -2,7 +2,6 @@
 forms that can be filled in."""
 
 import re
-import tomllib
 
 import pytest
 import yaml
@@ -70,21 +69,6 @@ def test_the_nightly_twins_are_those_of_images_toml():
         if "image" in job["strategy"]["matrix"]
     ]  # fmt: skip
     assert sorted(matrix["image"]) == sorted(map(twins.slug, twins.IMAGES))
-
-
-def test_each_supported_python_is_checked_with_each_torch_xla_of_the_images_and_the_pinned_one():
-    matrix = jobs(ROOT / ".github/workflows/ci.yml")["check"]["strategy"]["matrix"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert all(
-        f"Programming Language :: Python :: {one}" in project["classifiers"] for one in matrix["python"]
-    )
-    torches = {entry["name"]: entry["torch"].split() for entry in matrix["include"]}
-    for about in twins.IMAGES.values():
-        pins = [package.replace("_", "-") for package in about["packages"] if re.match("torch", package)]
-        if "torch-xla" not in about["lacks"]:
-            assert pins in [torches[name] for name in matrix["name"]]
-    pinned = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "torch" in line][1:4]
-    assert [line.partition(";")[0] for line in pinned] == torches["torch_xla 2.9"]
 
 
 def test_the_form_for_a_broken_notebook_lists_every_notebook():

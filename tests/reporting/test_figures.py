@@ -264,15 +264,6 @@ def test_words_of_a_chinese_page_are_chinese_and_those_of_a_chart_if_a_font_has_
     assert language.translate("loss") == "loss"
 
 
-def test_a_chinese_chart_lacks_no_sign_where_a_font_has_them(monkeypatch, recwarn):
-    if not presenting.chinese_fonts():
-        pytest.skip("no font with Chinese signs here; on Debian and Ubuntu: apt install fonts-wqy-microhei")
-    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
-    figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)
-    assert "损失" in axes_titles(figure) and presenting.as_png(figure)
-    assert not [warning for warning in recwarn if "missing from font" in str(warning.message)]
-
-
 def axes_titles(figure):
     return {axis.get_title("left") for axis in figure.axes}
 

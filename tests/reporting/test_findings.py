@@ -4,21 +4,9 @@ import re
 
 import pytest
 
-from tests.reporting.hostile import SPEED, evaluated, strange_run
+from tests.reporting.hostile import SPEED, evaluated
 from tpukit.host import language
-from tpukit.reporting import evaluation_figures, figures, findings, run_report
-
-
-def test_a_record_that_lacks_a_value_of_its_kind_is_left_out_and_changes_no_chart(tmp_path):
-    records = strange_run(tmp_path / "run", "word").records()
-    first, second = [r for r in records if r["kind"] == "train"]
-    del second["speed"]
-    rest = [r for r in records if r is not second]
-    assert [i["to"] for i in run_report.intervals(records)] == [4]
-    assert run_report.describe(records) == run_report.describe(rest)
-    assert findings.headline(records) == findings.headline(rest)
-    assert findings.curves(records) == findings.curves(rest)
-    figures.live_figure(records, findings.NO_LABELS).draw_without_rendering()
+from tpukit.reporting import evaluation_figures, findings, run_report
 
 
 def started(**more):

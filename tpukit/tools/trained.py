@@ -52,7 +52,7 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
         run = source if isinstance(source, Run) else Run.find(source)
         path = run.best()
     else:
-        run, path = None, Path(source)
+        run, path = None, weights.local(source)
     if not path.is_file():
         raise TpukitError(f"{path} does not exist: name the folder of a run, or a weights file")
     if task is None or isinstance(task, str):

@@ -1,9 +1,7 @@
 """The simulated tank: its physics against pyEIT and against a real tank, its scenes, and the sets that are
 made of them."""
 
-import json
 import math
-import subprocess
 import sys
 
 import numpy as np
@@ -105,13 +103,3 @@ def test_without_pyeit_the_simulator_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyeit.mesh", None)
     with pytest.raises(TpukitError, match="pyeit>=1.2.4"):
         simulator.Tank()
-
-
-def test_without_shapely_the_tank_is_the_same_and_shapely_stays_missing(model_tank):
-    program = (
-        "import sys, json; sys.modules['shapely'] = None\n"
-        "from tpukit.tasks.cdeit.simulator import Tank\n"
-        "print(json.dumps([Tank().empty.tolist(), 'shapely.geometry' in sys.modules]))"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert json.loads(ran.stdout) == [model_tank.empty.tolist(), False]

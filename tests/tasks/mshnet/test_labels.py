@@ -1,8 +1,6 @@
 """What is said about masks before training: each mistake by its number and names, and the images to look
 at."""
 
-import re
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -10,7 +8,6 @@ from PIL import Image
 from tests.conftest import refuses
 from tests.tasks.mshnet.test_data import write_set
 from tpukit import MSHNet, show_labels
-from tpukit.host.language import translate
 from tpukit.tasks.mshnet.data import read_mask
 
 
@@ -43,18 +40,6 @@ def test_a_wrong_mask_is_named_and_shown_and_a_right_one_is_not(name, tmp_path):
     about = [notice for notice in data.notices if "1 of 3 training masks" in notice]
     _, indices = task.check_labels(data)
     assert len(about) == 1 and name in about[0] and "right" not in about[0] and indices[0] == 2
-
-
-def test_each_problem_of_images_and_masks_has_words_for_a_chinese_notebook(tmp_path, monkeypatch):
-    monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
-    copy = dict(square=square(2), copy=square(3))  # the same image
-    train, _ = write(tmp_path, WRONG | copy).datasets()
-    sentences = [translate(notice) for notice in train.notices]
-    assert len(sentences) == len(WRONG) + 3  # names in two lists, copies, test images
-    names = "|".join(WRONG | copy) + r"|, |\.\.\."
-    for sentence in sentences:
-        words = re.sub(f"（({names})*）", "", sentence).replace("base_size", "")  # without the images' names
-        assert not re.search("[a-z]{3}", words), sentence
 
 
 def test_right_masks_are_counted_with_their_targets_and_sizes(tmp_path, capsys):
