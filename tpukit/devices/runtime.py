@@ -100,6 +100,7 @@ class Runtime:
         self.accelerator = accelerator
         self.world = world or World()
         self.compile_events: list[dict] = []
+        self._last_inputs: dict[type, tuple[float, Tensor]] = {}  # see `as_graph_input`
         self.device = self._open_device()
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
@@ -158,7 +159,11 @@ class Runtime:
         0-d tensor, so that every value runs the same one."""
         if number is None or not self.has_graphs:
             return number
-        return self.put(torch.tensor(number))
+        last, tensor = self._last_inputs.get(type(number), (None, None))
+        if last != number:  # else the same one, as every step of an epoch asks for it
+            tensor = self.put(torch.tensor(number))
+            self._last_inputs[type(number)] = number, tensor
+        return tensor
 
     def to_cpu(self, tree: Any) -> Any:
         """Return the same pytree with every tensor copied to the CPU. Waits for the device."""
