@@ -162,23 +162,6 @@ def test_the_gpus_are_those_that_cuda_shows_to_the_process(visible, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "capability, built_for, runs",
-    [
-        ((6, 0), "sm_70 sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # P100
-        ((7, 5), "sm_70 sm_80", True),  # T4
-        ((8, 0), "sm_86", False),
-        ((9, 0), "sm_80 compute_80", True),
-        ((9, 0), "sm_90a", True),
-        ((12, 1), "sm_120f", True),
-        ((12, 0), "sm_100f", False),
-        ((9, 0), "gfx90a", True),  # not NVIDIA's: nothing is known
-    ],
-)
-def test_which_cards_a_torch_was_built_for(capability, built_for, runs):
-    assert module.supports(capability, built_for.split()) == runs
-
-
-@pytest.mark.parametrize(
     "files, cores",
     [(["vfio/vfio", "vfio/0", "vfio/1"], 2), (["accel0", "accel1", "accel/accel0"], 2), ([], 0)],
 )

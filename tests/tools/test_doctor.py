@@ -266,3 +266,20 @@ def test_doctor_answers_where_the_parser_of_the_command_line_is_missing(monkeypa
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert cli.main(["doctor"]) in (0, 1)
     assert "Checks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "capability, built_for, runs",
+    [
+        ((6, 0), "sm_70 sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # P100
+        ((7, 5), "sm_70 sm_80", True),  # T4
+        ((8, 0), "sm_86", False),
+        ((9, 0), "sm_80 compute_80", True),
+        ((9, 0), "sm_90a", True),
+        ((12, 1), "sm_120f", True),
+        ((12, 0), "sm_100f", False),
+        ((9, 0), "gfx90a", True),  # not NVIDIA's: nothing is known
+    ],
+)
+def test_which_cards_a_torch_was_built_for(capability, built_for, runs):
+    assert doctor.supports(capability, built_for.split()) == runs

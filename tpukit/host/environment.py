@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError
@@ -288,19 +288,6 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
     if "-1" in parts:
         parts = parts[: parts.index("-1")]
     return names[: len([part for part in parts if part])]
-
-
-def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
-    """Return True if a GPU can run a torch that was built for these architectures (NVIDIA, CUDA C++
-    Programming Guide, 6.1).
-
-    capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code
-    for 8.0 and newer 8.x; "compute_90" the driver compiles for 9.0 and newer."""
-    architectures = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
-    return not architectures or any(
-        capability >= (int(major), int(minor)) and (kind == "compute" or capability[0] == int(major))
-        for kind, major, minor in architectures
-    )
 
 
 def is_interactive_notebook() -> bool:

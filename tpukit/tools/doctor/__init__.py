@@ -151,7 +151,7 @@ def _gpu(machine: Machine) -> Rows:
     install = machine.repair("install a CUDA build of torch (pytorch.org/get-started/locally)")
     update = "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
     built_for = cuda["arch_list"]
-    cards = [card for card in cuda["cards"] if not environment.supports(tuple(card[1]), built_for)]
+    cards = [card for card in cuda["cards"] if not supports(tuple(card[1]), built_for)]
     strange = ", ".join(f"{name} has compute capability {major}.{minor}" for name, (major, minor) in cards)
     other = environment.GPU_MENU[env.host] if env.host in IMAGES else "install a torch that was built for it"
     return [
@@ -159,6 +159,19 @@ def _gpu(machine: Machine) -> Rows:
         (not cuda["usable"], BLOCKS, cannot, machine.repair(fix_for(cuda["reason"]) or update)),
         (cards, BLOCKS, f"{strange}; {torch} was built for {', '.join(built_for)}", other),
     ]
+
+
+def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
+    """Return True if a GPU can run a torch that was built for these architectures (NVIDIA, CUDA C++
+    Programming Guide, 6.1).
+
+    capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code
+    for 8.0 and newer 8.x; "compute_90" the driver compiles for 9.0 and newer."""
+    architectures = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
+    return not architectures or any(
+        capability >= (int(major), int(minor)) and (kind == "compute" or capability[0] == int(major))
+        for kind, major, minor in architectures
+    )
 
 
 def _torch_xla(machine: Machine) -> Rows:
