@@ -17,6 +17,7 @@ from tpukit import MNIST, Run
 from tpukit.devices import xla_private
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla import XLARuntime
+from tpukit.host.errors import TpukitError
 from tpukit.reporting import findings, run_report
 from tpukit.training.data import BatchLoader, BatchSpec
 
@@ -101,6 +102,14 @@ def test_priming_an_optimizer_changes_no_step_of_it(make, xla):
 def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu):
     optimizer = make(torch.nn.Linear(2, 2).parameters())
     assert XLARuntime.init_optimizer_state(cpu, optimizer) is False and not optimizer.state
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_learning_rate_of_0_by_which_adam_would_divide_on_xla_is_refused(kind, xla):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([dict(params=[weight], lr=0.0)])
+    with pytest.raises(TpukitError, match="lr=0"):
+        xla.init_optimizer_state(optimizer)
 
 
 def test_equal_counts_of_loaded_batch_norms_have_a_buffer_each(xla):

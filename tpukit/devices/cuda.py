@@ -69,7 +69,6 @@ class CUDARuntime(Runtime):
         return cuda_graph.CapturedStep(function, name or function.__name__, mutates, self)
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
-        count_steps_on_device(optimizer)
         # Not SGD, whose fused step fails if a gradient comes later.
         if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
             for group in optimizer.param_groups:
@@ -77,6 +76,7 @@ class CUDARuntime(Runtime):
                     group["fused"] = True
             if all(group["fused"] for group in optimizer.param_groups):  # as torch's constructors do then
                 vars(optimizer)["_step_supports_amp_scaling"] = True
+        count_steps_on_device(optimizer)
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
         return True
 

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
+
+from tpukit.host.errors import TpukitError
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -41,8 +43,14 @@ def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Opti
 
 def count_steps_on_device(optimizer: Optimizer) -> None:
     """Let an optimizer keep its step counters on the device if torch can (`capturable`). On the host they
-    would be constants of a graph."""
+    would be constants of a graph. Raises TpukitError for a rate of 0 by which torch's Adam would then
+    divide."""
     for group in optimizer.param_groups:
+        if isinstance(optimizer, Adam) and group["lr"] == 0 and not group["fused"]:
+            raise TpukitError(
+                "lr=0: on this device torch's Adam divides by the learning rate, so that the weights would be"
+                " no numbers: use a small one, or name what is not to train as freeze="
+            )
         if "capturable" in group:
             group["capturable"] = True
 
