@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from tests.training.conftest import DIGITS, train_in
 from tpukit import CDEIT, MNIST, MSHNet
 from tpukit.training.schedule import lr_factor
 
@@ -70,3 +71,15 @@ def test_without_a_schedule_a_step_gets_no_factor_and_beyond_the_last_one_that_o
     assert all(lr_factor(task(), 7, 10) is None for task in (MNIST, MSHNet, CDEIT))
     task = MNIST(epochs=2, schedule="cosine", warmup_epochs=3)
     assert lr_factor(task, 10**6, 10) == lr_factor(MNIST(epochs=0, schedule="cosine"), 5, 10) == 0
+
+
+def test_a_resumed_run_says_that_more_epochs_bend_the_cosine(digits, tmp_path, cpu):
+    def said(epochs, **settings):
+        run = train_in(tmp_path, MNIST(**DIGITS, dataset_dir=digits, epochs=epochs, **settings), cpu)
+        lines = (run.path / "log.txt").read_text().splitlines()
+        return [line for line in lines if "planned for" in line]
+
+    assert not said(2, schedule="cosine") and not said(2, schedule="cosine")
+    [line] = said(4, schedule="cosine")
+    assert "planned for 2 epochs and is now for 4" in line and "50.0% of lr instead of 0.0%" in line
+    assert said(4, schedule="cosine") == said(3, schedule="cosine") == [line]  # nothing left to do

@@ -220,6 +220,10 @@ class Trainer:
         run.print(
             f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {stands}"
         )
+        starts = run.records("start")
+        planned = starts[-1].get("epochs", task.epochs) if starts and 0 < step < self.total else task.epochs
+        if note := schedule.change(task, step, self.steps_per_epoch, planned):
+            run.print(note)
         log_notes(run, self.data, self.test_data, runtime)
         if self.trial:
             run.print(self.trial)
@@ -243,6 +247,7 @@ class Trainer:
             compile=task.compile,
             batch_size=task.batch_size,
             steps_per_epoch=self.steps_per_epoch,
+            epochs=task.epochs,
         )
         runtime.world.heartbeat(step)
 
