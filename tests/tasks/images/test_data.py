@@ -204,6 +204,12 @@ def test_folders_of_images_and_of_what_belongs_to_them_are_told_from_classes(pla
     assert len(found) == (told is not None) and all(told in notice for notice in found)
 
 
+def test_classes_that_differ_only_in_case_are_told(tmp_path):
+    told = find_samples(make(tmp_path, "Cat", "cat", "dog", "Straße", "STRASSE")).notices
+    assert told == ["different classes whose names differ only in case: Cat, cat; STRASSE, Straße"]
+    assert not find_samples(make(tmp_path / "other", "cat", "cats")).notices
+
+
 def test_linked_folders_are_searched_and_one_that_leads_back_is_not(tmp_path):
     make(tmp_path / "elsewhere", "more")
     make(tmp_path / "set", "a", "b", start=1)

@@ -46,6 +46,7 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
         by_split[sample.split or "train"].append(sample)
     names = {sample.label for sample in samples}
     classes = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
+    notices += _find_alike(classes)
     notices += _find_missing(place, names, by_split, is_held_out=bool(held_out))
     return Found(classes, dict(by_split), notices, held_out)
 
@@ -120,6 +121,15 @@ def _find_unused(place, samples):
             f" {splits.some(counts)}"
         )
     return notices + pictures.left_out(below)
+
+
+def _find_alike(classes):
+    """Return sentences about classes whose names differ in nothing but case."""
+    by_name = collections.defaultdict(list)
+    for name in classes:
+        by_name[name.casefold()].append(name)
+    alike = [", ".join(names) for names in by_name.values() if len(names) > 1]
+    return [f"different classes whose names differ only in case: {'; '.join(alike)}"] if alike else []
 
 
 def _find_missing(place, names, by_split, *, is_held_out):
