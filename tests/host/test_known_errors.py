@@ -55,6 +55,13 @@ def test_what_is_no_text_is_named_as_such(content, tmp_path, capsys):
         assert "text file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be"])
+def test_a_log_that_windows_wrote_is_read(encoding, tmp_path, capsys):
+    (tmp_path / "log.txt").write_bytes("\ufeffa\r\nUnsupported nprocs (8)\r\n".encode(encoding))
+    assert cli.main(["doctor", "--error", str(tmp_path / "log.txt")]) == 0
+    assert "nprocs" in capsys.readouterr().out
+
+
 def test_an_error_of_the_runtime_is_raised_with_its_first_lines_and_its_fix():
     error = RuntimeError("CUDA out of memory.\n\nTried to allocate 2.00 GiB\nat a\nat b")
     with pytest.raises(TpukitError) as raised, known_errors.explain_known_errors():

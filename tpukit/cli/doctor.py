@@ -1,5 +1,6 @@
 """`tpukit doctor`. Imports no tyro, so that it runs without it."""
 
+import codecs
 import os
 from pathlib import Path
 
@@ -22,7 +23,11 @@ def doctor(error: str | None = None, hardware: bool = False, rehearse: bool = Fa
     from tpukit.tools.doctor import blocked, examine, find_known_error, table
 
     if error is not None:
-        text = Path(error).read_text(errors="replace") if os.path.isfile(error) else error
+        text = error
+        if os.path.isfile(error):
+            with open(error, "rb") as file:
+                is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # of PowerShell's `>`
+            text = Path(error).read_text("utf-16" if is_utf16 else "utf-8", errors="replace")
         known = find_known_error(text)
         print(known.fix if known else UNKNOWN)
         return 0 if known else 1
