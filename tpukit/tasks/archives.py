@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
@@ -18,13 +18,16 @@ NAME_IS_UTF8 = 0x800  # a bit of an entry's flags
 def unpack(archive: Path, target: Path, *, parts: Collection[str] = ()) -> Path:
     """Unpack a .zip so that `target` appears complete or not at all. Returns `target`.
 
-    A single top folder is stripped, unless it is one of `parts`. zipfile makes no links, and writes an entry
-    whose name leads outside (`../a`, `/a`) inside. Raises TpukitError for a damaged archive, for another
-    format, and for a folder that cannot be written, as on a full disk."""
+    A single top folder is stripped, unless it is one of `parts`. zipfile makes no links. Raises TpukitError
+    for a damaged archive, for another format, for a name that leads outside (`../a`, `/a`), and for a folder
+    that cannot be written, as on a full disk."""
     with files.atomic_folder(target) as work:
         packed = Path(tempfile.mkdtemp(dir=work))  # a random name, which no entry of the archive has
         try:
             with zipfile.ZipFile(archive, metadata_encoding=_encoding_of_names(archive)) as opened:
+                paths = {name: PureWindowsPath(name) for name in opened.namelist()}  # knows / and \ alike
+                if outside := [name for name, path in paths.items() if path.root or ".." in path.parts]:
+                    raise ValueError(f"{len(outside)} of its names lead outside, as {outside[0]!r}")
                 opened.extractall(packed)
         except Exception as error:  # zipfile and zlib raise many types
             if getattr(error, "errno", None) in files.DISK_FULL:
