@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,14 @@ def test_the_name_of_a_run_cannot_lead_out_of_the_outputs_folder(name, tmp_path)
         env.run_folder(name)
     assert env.run_folder("mine") == env.outputs / "mine"
     assert env.run_folder("mine", "elsewhere") == Path("elsewhere/mine")
+    number: Any = 7  # as papermill gives it
+    assert env.run_folder(number, number) == Path("7/7")
+
+
+@pytest.mark.parametrize("cores", ["two", "2", 1.5])
+def test_a_number_of_cores_that_is_none_is_refused(cores, tmp_path):
+    with refuses("CORES in a notebook", repr(cores)):
+        detect({}, tmp_path).require("any", cores=cores)
 
 
 def test_any_takes_what_is_here_and_names_the_menus_where_a_hosted_session_has_no_accelerator(

@@ -92,6 +92,12 @@ def test_one_show_for_a_run_a_folder_of_runs_and_a_task_and_nothing_else(shown, 
             display.show(other)
 
 
+@pytest.mark.parametrize("show", [display.show_samples, display.show_labels])
+def test_a_task_without_a_dataset_shows_no_samples_and_names_how_to_find_one(show):
+    with refuses("needs a dataset_dir", "find_dataset('mnist')"):
+        show(MNIST())
+
+
 def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set(trained):
     import torch
 

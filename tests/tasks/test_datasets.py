@@ -3,6 +3,7 @@
 import dataclasses
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,10 @@ def test_a_given_path_is_taken_and_a_missing_one_is_an_error(here, tmp_path, cap
     mine, missing = touch(tmp_path / "mine"), tmp_path / "mispelt"
     touch(tmp_path / "datasets/IRSTD-1k")
     assert find_dataset("IRSTD-1k", mine, env=here) == mine and str(mine) in capsys.readouterr().out
-    with refuses(missing):
-        find_dataset("IRSTD-1k", missing, env=here)
+    number: Any = 7  # as papermill gives it
+    for path in (missing, number):
+        with refuses(path, "does not exist"):
+            find_dataset("IRSTD-1k", path, env=here)
     there = touch(tmp_path / "datasets/cifar10")  # of a name of the user's own
     assert find_dataset("cifar10", env=here).resolve() == there
 

@@ -80,7 +80,7 @@ class Environment:
     def run_folder(self, name: str, outputs: str | Path = "") -> Path:
         """Return the folder of a run in `outputs`, by default this machine's. Raises TpukitError for a name
         that leads elsewhere."""
-        parent = Path(outputs or self.outputs)
+        parent, name = Path(str(outputs or self.outputs)), str(name)  # papermill makes 7 a number
         if Path(name).name != name or not name.strip("."):
             raise TpukitError(f"RUN_NAME={name!r}: give the name of a folder, to be made in {parent}")
         return parent / name
@@ -114,6 +114,8 @@ class Environment:
         so that a notebook can be tried without a TPU) or "gpu" (or "cuda") must be here. "cpu" is the
         processor even if an accelerator is here, for this process and those that it starts, until it requires
         another. On a CPU a core is a process, so any number will do."""
+        if not isinstance(cores, int):
+            raise TpukitError(f"cores={cores!r} (CORES in a notebook): it must be a whole number")
         accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "any": NAMES, "cpu": NAMES}
         requested, accelerator = accelerator, str(accelerator).lower()
         if accelerator == "gpu":

@@ -16,7 +16,7 @@ from tpukit.runs.run import Run
 from tpukit.runs.settings import settings_dict
 from tpukit.tasks import part_of
 from tpukit.tasks.datasets import is_synthetic
-from tpukit.training.task import Task
+from tpukit.training.task import Task, check_dataset_dir
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -161,6 +161,7 @@ def _show_task(task: Task) -> None:
 
 def show_samples(task: Task, *, count: int = 4) -> None:
     """Show samples of the training set as the model gets them, augmented, with their labels."""
+    check_dataset_dir(task)
     data, _ = task.datasets()
     indices = _evenly_spaced(len(data), count)
     uniforms = None
@@ -174,6 +175,7 @@ def show_samples(task: Task, *, count: int = 4) -> None:
 def show_labels(task: Task, *, count: int = 4) -> None:
     """Show the facts and problems of the training set's labels before training on them, with the samples
     concerned."""
+    check_dataset_dir(task)
     data, _ = task.datasets()
     notices: list[str] = [*getattr(data, "notices", ())]
     if task.dataset_dir and is_synthetic(task.dataset_dir):

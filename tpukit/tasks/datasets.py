@@ -81,7 +81,7 @@ def find_dataset(
         return _synthetic(env, name, size, "as the path `demo` says")
     places = _places(env, name, fallback)
     if path:
-        given = Path(path).expanduser()
+        given = Path(str(path)).expanduser()
         if env.drive and env.drive.parent in given.parents:
             drive.ask_for_drive(env)
         places = [(given, "the given path")]
