@@ -118,6 +118,16 @@ def test_a_list_without_the_usual_columns_is_named_with_those_it_has(tmp_path):
         find_samples(tmp_path)
 
 
+def test_which_of_several_columns_has_the_classes_is_told(tmp_path):
+    for number in range(4):
+        grey(tmp_path / f"{number}.png", number)
+    rows = [f"{number}.png,{number},{'ab'[number % 2]},{number % 2}" for number in range(4)]
+    (tmp_path / "list.csv").write_text("\n".join(["image,id,class, label", *rows]))
+    found = find_samples(tmp_path)
+    assert found.classes == ["0", "1"]
+    assert found.notices == ["list.csv: its column label has the classes, not class"]
+
+
 @pytest.mark.parametrize("told", ["1 images are not used, because", "1 .heic"])
 def test_what_a_list_leaves_out_is_told(told, tmp_path):
     for number in range(4):

@@ -32,8 +32,8 @@ def find_lists(place: Path) -> list[Path]:
     return [path for path in files if path.suffix.lower() == ".csv"]
 
 
-def read_list(path: Path, images_dir: Path | None) -> list[Sample]:
-    """Return the samples of a CSV file. Its paths are relative to images_dir, or else to the folder that has
+def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[str]]:
+    """Return (the samples of a CSV file, sentences about its columns). Its paths are relative to images_dir, or else to the folder that has
     its images, and may not leave it. Decodes no image.
 
     Raises TpukitError for a file that is no CSV or lacks a column, and for a row that does not give one
@@ -48,6 +48,8 @@ def read_list(path: Path, images_dir: Path | None) -> list[Sample]:
             f"{path} has the columns {', '.join(names[:8])}: call that of paths image and that of classes"
             " label (one column, with one class in each row), and separate columns by commas"
         )
+    others = [name for name in names if name.strip().lower() in LABEL_COLUMNS and name != label]
+    notices = [f"{path.name}: its column {label.strip()} has the classes, not {', '.join(others)}"] if others else []
     base = Path(images_dir or _folder_of_images(path, [row[image].strip() for row in rows[:20]])).resolve()
     samples = []
     for number, row in enumerate(rows, 2):
@@ -61,7 +63,7 @@ def read_list(path: Path, images_dir: Path | None) -> list[Sample]:
                 f"{where}: its {split} is {row[split]!r} and must be train, val or test; or rename the column"
             )
         samples.append(Sample(name, class_name, of_row, _inside(base, name, where)))
-    return samples
+    return samples, notices
 
 
 def _column(names, usual):

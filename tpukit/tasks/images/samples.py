@@ -61,7 +61,7 @@ def _find_labelled(place, images_dir):
         if len(lists) > 1:
             raise TpukitError(f"{place} has {len(lists)} CSV files ({listed}): give one as dataset_dir")
         if lists:
-            samples, notices = read_list(lists[0], images_dir), []
+            samples, notices = read_list(lists[0], images_dir)
     elif lists:
         notices.append(
             f"{listed}: not read, because folders name the classes (give one as dataset_dir to use it)"
