@@ -201,6 +201,10 @@ def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_
     for planned, end in ((20, 20.4), (1, 2.04)):
         axes = axes_of(figures.live_figure(records_of([0.25, 0.75]), LABELS._replace(epochs=planned)))
         assert {axis.get_xlim() for axis in axes.values()} == {(0, end)}
+    still = [record | {"loss": 1 - 1e-7 * n} for n, record in enumerate(records_of([0.25, 0.75]))]
+    flat = figures.live_figure(still, LABELS)
+    flat.draw_without_rendering()  # a loss that hardly moves: its numbers, not what to add to them
+    assert axes_of(flat)["loss"].yaxis.get_offset_text().get_text() == ""
 
 
 def test_an_axis_of_scores_tells_97_from_99_percent_and_leaves_room_above_the_best():

@@ -59,6 +59,7 @@ def plot_curve(axis, name, epochs, values, labels, end):
         axis.axhline(paper, color=GREY, ls="--", lw=1.2, label=label(f"the paper: {paper:.3g}"))
     if is_score:
         fit_scores(axis, values, paper)
+    axis.ticklabel_format(axis="y", useOffset=False)  # 0.9995 and not 2 with 1e-7+9.995e-1 above
     finish(axis, title, "epoch", end=end)
 
 
