@@ -29,7 +29,7 @@ class Trainer:
     state: the `checkpoint.TrainState`. total: the step at which it ends. No attribute refers back to the
     Trainer (no reference cycle), so the model is freed when the run ends."""
 
-    shown_loss = ""
+    shown_loss = "?"  # none yet
     ranks_stop = False  # whether all ranks know of a signal
 
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
