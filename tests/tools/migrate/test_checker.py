@@ -118,3 +118,8 @@ def test_a_file_that_runs_no_model_needs_no_device():
     module = "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x.to(x)\n"
     assert Checker(module).findings == []
     assert Checker("from sklearn.svm import SVC\nSVC().fit(x, y)\n").findings == []
+
+
+def test_an_argument_is_shown_with_its_name():
+    [finding] = Checker("import torch_xla\nsettings = dict(fp16=True)\n").findings
+    assert finding[3] == "`fp16=True`"

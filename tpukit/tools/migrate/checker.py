@@ -208,7 +208,8 @@ class Checker:
             start = self.source.end(node.func) - len(f".{node.func.attr}")
             self.covered.add((node, rule))
         else:
-            found = found or f"`{_short(node)}`"
+            named = outers[0] if isinstance(outers[0], ast.keyword) else node  # fp16=True, not True
+            found = found or f"`{_short(named)}`"
             self.covered.add((node, "" if use or isinstance(node, ast.IfExp) else rule))
         if any(isinstance(outer, ast.JoinedStr) for outer in outers):
             # Older Pythons know no place in it, and a fix does not know its quotes.
