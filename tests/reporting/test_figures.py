@@ -263,6 +263,8 @@ def test_words_of_a_chinese_page_are_chinese_and_those_of_a_chart_if_a_font_has_
         figure = figures.curves_figure(records_of([0.25, 0.5]), LABELS)
         assert {loss, best} <= axes_titles(figure)
     assert language.translate("cpu · 2 compilations, 9 s") == "cpu · 编译 2 次，9 s"
+    ran = language.translate("It ran on cpu (host processor), fp32.")
+    assert ran == "它在 cpu（主机处理器），fp32 上运行。"
     assert ("主机", "local") in environment.detect({}, "/no").table().rows
     monkeypatch.delenv("TPUKIT_LANGUAGE")
     assert language.translate("loss") == "loss"

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.language import translate
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
 from tpukit.reporting.presenting import as_image, present_figure
@@ -66,7 +67,7 @@ def show_with_controls(draw: Callable, path: Path | None = None, **controls: tup
 
     widgets = {}
     for name, (kind, options) in controls.items():
-        widgets[name] = getattr(ipywidgets, kind)(description=name, **options)
+        widgets[name] = getattr(ipywidgets, kind)(description=translate(name), **options)
     display(HTML(NO_CONTROL))
     display(ipywidgets.HBox(list(widgets.values())))
     # What is displayed later, when a control calls, belongs to no cell in JupyterLab.
