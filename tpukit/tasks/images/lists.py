@@ -33,11 +33,11 @@ def find_lists(place: Path) -> list[Path]:
 
 
 def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[str]]:
-    """Return (the samples of a CSV file, sentences about its columns). Its paths are relative to images_dir, or else to the folder that has
-    its images, and may not leave it. Decodes no image.
+    """Return (the samples of a CSV file, sentences about its columns). Its paths are relative to images_dir,
+    or else to its own folder, and may not leave it. Decodes no image.
 
-    Raises TpukitError for a file that is no CSV or lacks a column, and for a row that does not give one
-    image, one class and, if there is a column for it, one split."""
+    Raises TpukitError for a file that is no CSV or lacks a column, for a row that does not give one image,
+    one class and, if there is a column for it, one split, and if none of its images is there."""
     wrong = f"{path} is not a CSV file in UTF-8, so save a list as one, or give a folder or an archive (.zip)"
     with open(path, newline="", encoding="utf-8-sig") as file, explained(wrong):
         reader = csv.DictReader(file, restval="")
@@ -49,8 +49,12 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
             " label (one column, with one class in each row), and separate columns by commas"
         )
     others = [name for name in names if name.strip().lower() in LABEL_COLUMNS and name != label]
-    notices = [f"{path.name}: its column {label.strip()} has the classes, not {', '.join(others)}"] if others else []
-    base = Path(images_dir or _folder_of_images(path, [row[image].strip() for row in rows[:20]])).resolve()
+    notices = (
+        [f"{path.name}: its column {label.strip()} has the classes, not {', '.join(others)}"]
+        if others
+        else []
+    )
+    base = Path(images_dir or path.parent).resolve()
     samples = []
     for number, row in enumerate(rows, 2):
         where = f"{path}, row {number}"
@@ -63,6 +67,11 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
                 f"{where}: its {split} is {row[split]!r} and must be train, val or test; or rename the column"
             )
         samples.append(Sample(name, class_name, of_row, _inside(base, name, where)))
+    if samples and not any(sample.path.is_file() for sample in samples):
+        raise TpukitError(
+            f"{path}: {samples[0].name} and all others are not in {base}: name the folder that they are in as"
+            " images_dir (--images-dir)"
+        )
     return samples, notices
 
 
@@ -70,18 +79,6 @@ def _column(names, usual):
     """Return the first column with a usual name, or None."""
     plain = {name.strip().lower(): name for name in reversed(names)}
     return next((plain[name] for name in usual if name in plain), None)
-
-
-def _folder_of_images(path, names):
-    """Return the folder that a list's paths are relative to: its own, or the only one in it that has images
-    of such names."""
-    own = path.parent
-    folders = [own, *sorted(own.glob("*/"))]
-    found = [each for each in folders if any(_with_ending(each / name).is_file() for name in names)]
-    if own not in found and len(found) > 1:
-        listed = ", ".join(folder.name for folder in found)
-        raise TpukitError(f"{path}: its images are in {listed}: name the folder as images_dir (--images-dir)")
-    return found[0] if found and own not in found else own
 
 
 def _inside(base, name, where):
