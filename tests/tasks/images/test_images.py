@@ -164,7 +164,7 @@ def test_a_file_that_claims_to_be_of_a_run_but_names_no_classes_is_refused(tmp_p
             ImageClassifier(weights=path).model()
 
 
-@pytest.mark.parametrize("name, value", dict(crop=0.0, test_share=0.0, image_size=0).items())
+@pytest.mark.parametrize("name, value", dict(crop=0.0, image_size=0).items())
 def test_a_setting_out_of_its_range_is_refused_by_its_name(name, value):
     with refuses(f"{name}={value:g}"):
         ImageClassifier(**{name: value})

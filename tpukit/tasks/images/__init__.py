@@ -77,9 +77,6 @@ class ImageClassifier(Task):
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
     kept. None: as in the run that `weights` come from, else the network's own."""
-    test_share: float = 0.2
-    """Share of every class to hold out for testing, chosen by a hash of the file names, if the set has no
-    test split."""
     images_dir: Path | None = setting(None, free=True)
     """Folder that the paths in a CSV are relative to, and may not leave; None: the folder of the CSV."""
     skip_bad: bool = False
@@ -97,9 +94,9 @@ class ImageClassifier(Task):
         super().__post_init__()
         require_at_least(self, 1, "image_size")
         require_at_least(self, 0, "weight_decay")
-        require_shares(self, "flip", "crop", "colour", "label_smoothing", "test_share")
-        if zero := [name for name in ("crop", "test_share") if getattr(self, name) == 0]:
-            raise TpukitError(f"{zero[0]}=0: it must be more than 0")
+        require_shares(self, "flip", "crop", "colour", "label_smoothing")
+        if self.crop == 0:
+            raise TpukitError("crop=0: it must be more than 0")
         self._choose_batch_and_epochs()
 
     def _choose_batch_and_epochs(self):
@@ -110,7 +107,7 @@ class ImageClassifier(Task):
             return
         place, count = self.dataset_dir, BATCH_SIZE * STEPS
         if place and place.exists() and not archive_stem(place):
-            count = len(find_samples(place, self.images_dir, self.test_share).samples["train"])
+            count = len(find_samples(place, self.images_dir).samples["train"])
         if batch_size is None:
             sixteenth = 2 ** round(math.log2(count / 16))
             batch_size = Chosen(min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
@@ -141,7 +138,7 @@ class ImageClassifier(Task):
         found = self._find_samples()
         levels, _ = self._levels(found)
         test = self._open(found, levels, "test", "val")
-        test.notices += [*filter(None, [found.held_out]), *found.notices]
+        test.notices += found.notices
         return test
 
     def _open(self, found, levels, *splits, **options):
@@ -158,7 +155,7 @@ class ImageClassifier(Task):
 
     def _find_samples(self):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        found = find_samples(self.dataset_dir, self.images_dir, self.test_share)
+        found = find_samples(self.dataset_dir, self.images_dir)
         if (kept := self._classes_of_weights()) and kept != found.classes:
             raise TpukitError(
                 f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"

@@ -49,11 +49,9 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
             " label (one column, with one class in each row), and separate columns by commas"
         )
     others = [name for name in names if name.strip().lower() in LABEL_COLUMNS and name != label]
-    notices = (
-        [f"{path.name}: its column {label.strip()} has the classes, not {', '.join(others)}"]
-        if others
-        else []
-    )
+    notices = []
+    if others:
+        notices.append(f"{path.name}: its column {label.strip()} has the classes, not {', '.join(others)}")
     base = Path(images_dir or path.parent).resolve()
     samples = []
     for number, row in enumerate(rows, 2):

@@ -1,7 +1,6 @@
 """The samples of a dataset of images: found in class folders or by lists, and split. No image is decoded."""
 
 import collections
-import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -11,21 +10,22 @@ from tpukit.tasks import pictures, splits
 from tpukit.tasks.images.folders import find_in_class_folders
 from tpukit.tasks.images.lists import Sample, find_lists, read_list
 
+# Of every class, chosen by a hash of the file names, in a set without a test split.
+TEST_SHARE = 0.2
+
 
 class Found(NamedTuple):
     """The samples of a dataset; nothing is decoded."""
 
     classes: list[str]
-    """sorted, as numbers if all are such"""
+    """sorted as texts, as torchvision's ImageFolder has them"""
     samples: dict[str, list[Sample]]
     """those of train, and of val or test or both"""
     notices: list[str]
     """what was left out, or what else is to be known"""
-    held_out: str = ""
-    """of a set without splits: how many of its images are its test set"""
 
 
-def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_share: float = 0.2) -> Found:
+def find_samples(dataset_dir: Path | str, images_dir: Path | None = None) -> Found:
     """Find the samples of a folder or a CSV file. Raises TpukitError for what cannot be trained on."""
     place = Path(dataset_dir)
     if not place.exists():
@@ -33,11 +33,10 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
     samples, notices = _find_labelled(place, images_dir)
     samples = _without_unlabelled(samples)
     notices += _find_unused(place.resolve(), samples)
-    held_out = ""
     if not any(sample.split in ("val", "test") for sample in samples):
-        samples = _hold_out(samples, test_share)
+        samples = _hold_out(samples)
         count = sum(sample.split == "test" for sample in samples)
-        held_out = (
+        notices.append(
             f"{place} names no splits, so {count} of its {len(samples)} images are the test set: to test all,"
             " name them test and the training images train, as folders or in a list"
         )
@@ -45,10 +44,10 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None, test_s
     for sample in samples:
         by_split[sample.split or "train"].append(sample)
     names = {sample.label for sample in samples}
-    classes = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
+    classes = sorted(names)
     notices += _find_alike(classes)
-    notices += _find_missing(place, names, by_split, is_held_out=bool(held_out))
-    return Found(classes, dict(by_split), notices, held_out)
+    notices += _find_missing(place, names, by_split)
+    return Found(classes, dict(by_split), notices)
 
 
 def _find_labelled(place, images_dir):
@@ -90,12 +89,12 @@ def _without_unlabelled(samples):
     return [sample for sample in samples if sample.split not in unlabelled]
 
 
-def _hold_out(samples, test_share):
+def _hold_out(samples):
     """Return the samples with a split: a share of every class is for tests."""
     by_class = collections.defaultdict(set)  # a file that a list names twice is one
     for sample in samples:
         by_class[sample.label].add(sample.name)
-    tests = {label: splits.hold_out(names, test_share) for label, names in by_class.items()}
+    tests = {label: splits.hold_out(names, TEST_SHARE) for label, names in by_class.items()}
     return [
         sample._replace(split="test" if sample.name in tests[sample.label] else "train") for sample in samples
     ]
@@ -132,9 +131,9 @@ def _find_alike(classes):
     return [f"different classes whose names differ only in case: {'; '.join(alike)}"] if alike else []
 
 
-def _find_missing(place, names, by_split, *, is_held_out):
+def _find_missing(place, names, by_split):
     """Return sentences about test splits that lack some of the classes. Raises TpukitError if training does,
-    or a test set that was held out."""
+    or if there is no test image."""
     notices = []
     for split in ("train", *(by_split.keys() - {"train"} or {"test"})):
         missing = sorted(names - {sample.label for sample in by_split[split]})
@@ -142,7 +141,7 @@ def _find_missing(place, names, by_split, *, is_held_out):
             continue
         count = f"{len(missing)} of {len(names)} classes"
         lacks = f"the {split} split has no image of {count} ({splits.some(missing)})"
-        if split == "train" or is_held_out:
+        if split == "train" or not by_split[split]:
             raise TpukitError(
                 f"{place}: {lacks}: add some, in a set without splits two images or more of each class"
             )
