@@ -215,4 +215,4 @@ def test_a_test_on_a_folder_without_splits_says_how_many_of_its_images_it_scores
     make(tmp_path / "split", "train/a", "train/b", "test/a", "test/b")
     data = task(tmp_path / "whole").test_set()
     assert len(data) == 4 and any("4 of its 20 images" in notice for notice in data.notices)
-    assert not any("names no splits" in notice for notice in task(tmp_path / "split").test_set().notices)
+    assert not any("held out" in notice for notice in task(tmp_path / "split").test_set().notices)

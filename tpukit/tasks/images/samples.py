@@ -37,8 +37,8 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None) -> Fou
         samples = _hold_out(samples)
         count = sum(sample.split == "test" for sample in samples)
         notices.append(
-            f"{place} names no splits, so {count} of its {len(samples)} images are the test set: to test all,"
-            " name them test and the training images train, as folders or in a list"
+            f"{place} has no test images of its own, so {count} of its {len(samples)} images are held out: to"
+            " choose them, name the two parts train and test, as folders or in a list"
         )
     by_split = collections.defaultdict(list)
     for sample in samples:
