@@ -47,18 +47,15 @@ def curves_figure(records: list, labels: findings.Labels = findings.NO_LABELS) -
 
 
 def plot_curve(axis, name, epochs, values, labels, end):
-    """Plot one series of a run over the epochs up to `end`, with its unit, best value and the paper's."""
+    """Plot one series of a run over the epochs up to `end`, with its unit and best value."""
     is_score, title = name not in findings.NO_SCORES, labels.names.get(name, name.replace("_", " "))
     plot(axis, epochs, values, RED if is_score else BLUE)
     if name == labels.score and values:
         best, epoch = max(zip(values, epochs), key=lambda point: point[0])
         axis.plot(epoch, best, marker="*", ms=12, color=RED, mec="white", clip_on=False)
         title += f" (best {best:.3g})"
-    paper = labels.published.get(name) if values else None
-    if paper:
-        axis.axhline(paper, color=GREY, ls="--", lw=1.2, label=label(f"the paper: {paper:.3g}"))
     if is_score:
-        fit_scores(axis, values, paper)
+        fit_scores(axis, values)
     axis.ticklabel_format(axis="y", useOffset=False)  # 0.9995 and not 2 with 1e-7+9.995e-1 above
     finish(axis, title, "epoch", end=end)
 
@@ -153,13 +150,13 @@ def plot(axis, x, y, colour):
         write_in_empty(axis, "nothing yet")
 
 
-def fit_scores(axis, scores, paper=None):
+def fit_scores(axis, scores):
     """Set the range of an axis of scores so that the later half of them fills a quarter or more of it: a rise
-    from 0.97 to 0.99 is seen, and a bad start may leave the axis below. paper: the score of the paper."""
+    from 0.97 to 0.99 is seen, and a bad start may leave the axis below."""
     late = scores[len(scores) // 2 :] if len(scores) > 5 else scores
     if not late or not all(map(math.isfinite, scores)):
         return
-    high = max([*scores, paper or max(scores)])
+    high = max(scores)
     low = max(min(scores), high - 4 * (high - min(late)))
     low = min(low, high - 0.1 * abs(high))
     if high == low:  # all of them are 0

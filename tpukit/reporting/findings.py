@@ -1,6 +1,5 @@
 """Turn the records of a run into sentences and tables. Pure functions: no files, no device, no drawing."""
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpukit.devices import LONG_COMPILE_S
@@ -151,16 +150,14 @@ class Labels(NamedTuple):
     """A task's names of its scores. Empty for a task that tpukit does not know.
 
     score: the one that decides which weights are best. names: the scores worth a curve, with unit; all if
-    there are none. published: the paper's scores, if the run's dataset is the paper's. epochs: those that
-    the run is to train; 0 if its settings do not say."""
+    there are none. epochs: those that the run is to train; 0 if its settings do not say."""
 
     score: str | None
     names: dict[str, str]
-    published: dict[str, float]
     epochs: int = 0
 
 
-NO_LABELS = Labels(None, {}, {})
+NO_LABELS = Labels(None, {})
 
 
 def labels_of(config: dict) -> Labels:
@@ -169,9 +166,7 @@ def labels_of(config: dict) -> Labels:
     if config["task"] not in TASKS:
         return NO_LABELS._replace(epochs=epochs)
     kind = find(config["task"])
-    folders = Path(str(config["settings"].get("dataset_dir")).lower()).parts
-    published = kind.published if kind.dataset.lower() in folders else {}
-    return Labels(kind.score, kind.score_names, published, epochs)
+    return Labels(kind.score, kind.score_names, epochs)
 
 
 def of_kept_weights(records: list, name: str) -> Any:

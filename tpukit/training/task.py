@@ -95,8 +95,6 @@ class Task:
     `dataset_dir`."""
     score_names: ClassVar[dict[str, str]] = {}
     """The scores that get a curve, with the name and the unit that it shows; if empty, all scores do."""
-    published: ClassVar[dict[str, float]] = {}
-    """The paper's scores on its own dataset, drawn as a line in the curves."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; only these are read back
     from the device. None: all."""
