@@ -61,8 +61,8 @@ def plot_curve(axis, name, epochs, values, labels, end):
 
 
 def live_figure(records: list, labels: findings.Labels) -> "Figure":
-    """Draw a training run as it stands, over all planned epochs: loss, the score that decides, and speed with
-    the compilations of the step. The progress bar, which is redrawn more often, says how far it is."""
+    """Draw a training run as it stands, over all planned epochs: loss, the score that decides, and speed.
+    The progress bar, which is redrawn more often, says how far it is."""
     figure, ((loss, score, speed),) = subplots(1, 3, 2.9)
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
     intervals = findings.of_kind(findings.last_session(records), "train")
@@ -73,9 +73,6 @@ def live_figure(records: list, labels: findings.Labels) -> "Figure":
         plot_curve(axis, name, *series.get(name, ((), ())), labels, end)
     rates = [record["speed"]["images_per_s"] for record in intervals]
     plot(speed, done, rates, GREEN)
-    for number, step in enumerate(findings.compiled_steps(records)):
-        name = None if number else label("step compiled")
-        speed.axvline(step / steps_per_epoch, color=RED, ls=":", lw=1.4, label=name)
     speed.set_ylim(0, 1.1 * max(rates, default=0) or 1)
     finish(speed, "samples per second", "epoch", end=end)
     write_above(figure, findings.headline(records))

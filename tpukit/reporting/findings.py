@@ -180,12 +180,6 @@ def of_kept_weights(records: list, name: str) -> Any:
 # A run that is still training
 
 
-def compiled_steps(records: list) -> list[int]:
-    """Return the steps of the last session at which the training step was compiled."""
-    expected, unexpected = step_compilations(last_session(records))
-    return [record["step"] for record in expected + unexpected]
-
-
 def headline(records: list) -> str:
     """Describe a training run in one line: its device and its compilations."""
     sessions = sessions_of(records)
