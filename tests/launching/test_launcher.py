@@ -31,7 +31,6 @@ def launches(odd, tmp_path_factory):
         recipe=dict(RECIPE, cores=4),
         mapped=dict(function="mapped_memory", cores=4),
         noise=dict(function="noise", cores=2),
-        synced=dict(batch_norm="synced", cores=2),
         per_core=dict(epochs=1, cores=2),
         straight=dict(dropout, epochs=2),
         parted=dict(dropout, epochs=1),
@@ -150,12 +149,6 @@ def test_one_graph_over_eight_devices_gives_the_losses_and_weights_of_one(odd, t
     ours, theirs = best_weights(eight), best_weights(one)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)  # running statistics too
     assert [r["programs"] for r in eight.records("compile") if r["what"] == "step"] == [1]
-
-
-@pytest.mark.slow
-def test_synced_batch_norm_off_gpus_is_refused(launches):
-    done = launches["synced"][1]
-    assert done["error"] == "CoreFailed" and "parallel='spmd'" in done["message"]
 
 
 # What is refused before anything starts

@@ -1,4 +1,4 @@
-"""Variants of batch norm for several cores, and for training with frozen statistics."""
+"""Batch norm on several cores, and with frozen statistics."""
 
 from collections.abc import Callable
 
@@ -9,24 +9,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.tensors import is_on_xla
-from tpukit.host.errors import TpukitError
-
-
-def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:
-    """Return the model with its batch norms made "per-core", "synced" or "frozen", see `Task.batch_norm`."""
-    if variant == "frozen":
-        freeze(model)
-    elif variant == "synced" and runtime.device.type == "cuda":
-        if any(isinstance(norm, _BatchNorm) and list(norm.children()) for norm in model.modules()):
-            raise TpukitError("batch_norm='synced' drops timm's activations: choose 'per-core' or 'frozen'")
-        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    elif variant == "synced" and runtime.world.size > 1:
-        raise TpukitError(
-            "batch_norm='synced' runs on GPUs. On TPU cores parallel='spmd' uses the statistics of the whole"
-            " batch; otherwise choose 'per-core' or 'frozen'"
-        )
-    return model  # with one process, one graph sees the whole batch as it is
-
 
 MIN_SHARE = 16
 """Samples below which its error rises (Wu and He, Group Normalization, 2018, figure 1)."""
@@ -51,10 +33,10 @@ def note(model: nn.Module, batch_size: int, micro_batches: int, runtime: Runtime
     if runtime.world.size == 1 or not _has_statistics_of_the_batch(model):
         return ""
     share = batch_size // runtime.cores // micro_batches
-    of_whole_batch = dict(cuda="batch_norm='synced' or cores=1", tpu="parallel='spmd' or cores=1")
+    spmd = "parallel='spmd' or " if runtime.accelerator == "tpu" else ""
     return (
-        f"batch norm takes its statistics from each core's {share} of {batch_size} samples; "
-        f"{of_whole_batch.get(runtime.accelerator, 'cores=1')} takes them from the whole batch"
+        f"batch norm takes its statistics from each core's {share} of {batch_size} samples; {spmd}cores=1"
+        " takes them from the whole batch"
     )
 
 

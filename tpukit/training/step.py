@@ -97,7 +97,8 @@ class TrainingStep:
 
     def __init__(self, task: Task, runtime: Runtime, model: nn.Module) -> None:
         self.task, self.runtime = task, runtime
-        model = batch_norm.apply(model, task.batch_norm, runtime)
+        if task.batch_norm == "frozen":
+            batch_norm.freeze(model)
         layers.freeze(model, task.freeze, task.head)
         self.model = runtime.to_device(model)
         self.ema = WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None

@@ -140,10 +140,10 @@ class Task:
     """Epochs between two evaluations; the last epoch is always evaluated."""
     save_every_s: float = setting(60.0, free=True)
     """Seconds between two checkpoints."""
-    batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
+    batch_norm: Literal["per-core", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: of each core's share of the batch; rank 0's
-    running statistics are kept. synced: of the whole global batch (on GPUs; on TPUs parallel="spmd"
-    always does so). frozen: the running statistics, which no longer change; scale and offset still train."""
+    running statistics are kept (parallel="spmd" uses the whole batch). frozen: the running statistics, which
+    no longer change; scale and offset still train."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
     compile: Literal["auto", "yes", "no"] = setting("auto", free=True)
