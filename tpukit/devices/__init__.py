@@ -33,10 +33,8 @@ def open_runtime(
 
     world: this process among others; by default it is alone. spmd_cores: run one graph over that many XLA
     devices. libtpu_args: of the task, for torch_xla on a TPU."""
-    from tpukit.devices.runtime import PRECISIONS, Runtime
+    from tpukit.devices.runtime import Runtime
 
-    if precision not in PRECISIONS:
-        raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
     if env.accelerator == "tpu":
         os.environ.update(failed_lookups(os.environ))
     elif "torch_tpu" in env.versions:

@@ -31,7 +31,6 @@ from tpukit.devices.optimizers import (
 from tpukit.host.errors import TpukitError
 
 Batch = dict[str, Tensor]
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
