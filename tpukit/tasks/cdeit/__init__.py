@@ -230,14 +230,10 @@ class CDEIT(Task):
             columns |= {name: batch[key] for name, key in CLASSICAL.items()}
         if prediction is not None:
             columns["CDEIT"] = prediction[:, 0]
-        rows = [
+        return [
             [(title, colour(np.asarray(image))) for title, image in zip(columns, images)]
             for images in zip(*columns.values())
         ]
-        if "t" in batch:
-            for row, t, image in zip(rows, batch["t"], _noisy(batch)):
-                row.append((f"noisy at step {int(t)}", colour(image.numpy())))
-        return rows
 
     def results(self, batch, predictions):
         """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
@@ -269,15 +265,6 @@ def _carried_statistics(file: Path) -> sets.Statistics | None:
     with explained(f"{file}: the statistics of the voltages in its metadata are damaged"):
         mean, deviation = np.array(json.loads(carried), np.float32).reshape(2, *sets.PATTERN)
         return mean, deviation
-
-
-def _noisy(batch):
-    """(B, S, S): the images that the network is trained on, each with the noise of its timestep."""
-    import torch
-
-    image, keys, t = (torch.as_tensor(batch[name]) for name in ("image", "key", "t"))
-    alphas = torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32)
-    return diffusion.add_noise(image, t, diffusion.normal(keys, image.shape[1:]), alphas)[:, 0]
 
 
 def _noise_keys(keys, t):
