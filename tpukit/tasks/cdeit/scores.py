@@ -18,7 +18,7 @@ def image_scores(image: np.ndarray, truth: np.ndarray, inside: np.ndarray) -> di
         rmse=float(np.sqrt(error)),
         psnr=float(10 * np.log10(RANGE**2 / max(error, 1e-12))),
         ssim=float(_similarity(image, truth)[inside].mean()),
-        cc=float(np.mean((a - a.mean()) * (b - b.mean())) / spread) if spread > 1e-12 else 0.0,
+        cc=0.0 if spread <= 1e-12 else float(np.mean((a - a.mean()) * (b - b.mean())) / spread),
     )
 
 
