@@ -23,11 +23,10 @@ from tests.tasks.text.small import (
     write_model,
 )
 from tests.training.conftest import train_in
-from tpukit import LanguageModel, Run, cli, export, predict, train
+from tpukit import LanguageModel, cli, export, predict
 from tpukit import test as score_run
 from tpukit.reporting import display
 from tpukit.runs import weights
-from tpukit.tasks.datasets import make_synthetic
 from tpukit.tasks.text import conversations, data, hub
 from tpukit.tools.trained import task_of as task_of_run
 from tpukit.training.prediction import predict_test_images
@@ -102,33 +101,6 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(chats, tmp_path, cp
         found.append({name: p.grad for name, p in step.model.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def bigram_loss(train_set, test_set):
-    """The cross entropy of a test token, in nats, by how often it follows the one before in the training set;
-    each pair counted 0.01 times more."""
-
-    def pairs(rows):
-        batch = everything(rows)
-        is_learned = batch["labels"] >= 0
-        return batch["tokens"][is_learned], batch["labels"][is_learned]
-
-    seen, tests = pairs(train_set), pairs(test_set)
-    size = 1 + max(int(tokens.max()) for tokens in (*seen, *tests))
-    counts = np.full((size, size), 0.01)
-    np.add.at(counts, seen, 1)
-    shares = counts / counts.sum(1, keepdims=True)
-    return float(-np.log(shares[tests]).mean())
-
-
-@pytest.mark.nightly
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_a_small_gpt_learns_more_of_pythons_documentation_than_a_bigram_knows(tmp_path, cpu):
-    settings = dict(epochs=4, batch_size=8, lr=2e-3, samples=1, gradient_checkpointing=False)
-    task = LanguageModel(dataset_dir=make_synthetic("my-text", tmp_path / "topics", size=60), **settings)
-    scores = train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)
-    assert scores["test_loss"] < bigram_loss(*task.datasets()) - 0.03
 
 
 def test_a_run_is_not_resumed_on_other_texts_or_tokens(chats, tmp_path, cpu):
