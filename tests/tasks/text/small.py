@@ -3,6 +3,7 @@
 import collections
 import json
 import pydoc_data.topics
+import shutil
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ CONFIGS = {
     | dict(num_key_value_heads=1, query_pre_attn_scalar=8, sliding_window=5, pad_token_id=0)
     | dict(layer_types=["sliding_attention", "full_attention"]),
 }
-TINY = dict(pretrained="no", tokenizer="bytes", batch_size=4, log_every=2, num_workers=0, new_tokens=6)
+TINY = dict(pretrained="no", batch_size=4, log_every=2, num_workers=0, new_tokens=6)
 TINY |= dict(sequence_length=24, samples=2)
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -49,8 +50,10 @@ TEMPLATES = {
 
 
 def write_config(folder, family="gpt2", **changes):
-    """A folder with the config of a small model alone."""
+    """A folder with the config of a small model, and the tokenizer of bytes."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(hub.SHAPES / "tiny" / name, folder)
     settings = dict(CONFIGS[family], model_type=family) | changes
     (folder / "config.json").write_text(json.dumps(settings))
     return folder

@@ -48,7 +48,7 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "gpt", chat=CHAT)
 
 
-LORA = dict(pretrained="auto", tokenizer="auto", lora_rank=2, lr=1e-2, sequence_length=64)
+LORA = dict(pretrained="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 
 
 @pytest.fixture(scope="module")
@@ -235,9 +235,10 @@ def test_the_template_of_a_base_model_is_exported_with_it(tmp_path):
 SENTENCE = "The capital of France is Paris. It is a city of two million people with the Louvre. "
 
 
-def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path):
+def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path, monkeypatch):
     folder = write_config(tmp_path / "m", n_positions=1024)
-    options: Any = dict(model_name=str(folder), pretrained="no", tokenizer="bytes")
+    monkeypatch.setattr(hub, "TINY", str(folder))  # a model whose tokens are bytes
+    options: Any = dict(model_name=str(folder), pretrained="no")
     sizes = {}
     for count in (20, 1000, 20_000):
         rows = [dict(prompt=f"Question {n}: what is it?", completion=SENTENCE) for n in range(count)]
@@ -288,7 +289,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_takes_is_refused(model, cha
     with refuses("at most 64"):
         task_of(model, chats, **LORA | dict(sequence_length=65)).datasets()
     (tmp_path / "small/tokenizer.json").unlink()
-    with refuses("tokenizer.json", "bytes"):
+    with refuses("tokenizer.json"):
         task_of(small, chats, **LORA).datasets()
 
 

@@ -117,7 +117,7 @@ def test_loss_and_gradients_packed_and_accumulated_are_those_of_trl_unpacked(fam
     for split in ("train", "test"):
         (folder.parent / f"{split}.jsonl").write_text(lines)
     for parts in (1, 2):
-        options = dict(pretrained="yes", tokenizer="auto", adapter="none", sequence_length=length)
+        options = dict(pretrained="yes", adapter="none", sequence_length=length)
         task = task_of(folder, folder.parent, **options, micro_batches=parts, batch_size=2)
         train_set, _ = task.datasets()
         batch = {name: torch.from_numpy(values) for name, values in train_set.batch(np.arange(2)).items()}
@@ -169,7 +169,7 @@ def test_the_text_of_greedy_predictions_is_that_of_generate(family, folder, cpu)
 
     path = folder.parent / "prompts.jsonl"
     path.write_text("".join(json.dumps(dict(messages=row["prompt"])) + "\n" for row in CHATS))
-    options = dict(pretrained="yes", tokenizer="auto", adapter="none", sequence_length=128, new_tokens=NEW)
+    options = dict(pretrained="yes", adapter="none", sequence_length=128, new_tokens=NEW)
     task = task_of(folder, weights=str(folder), **options)
     batch, _ = task.read_files([path], folder)
     found = task.predictor(task.model().eval(), cpu)(cpu.put(batch))

@@ -66,11 +66,9 @@ class LanguageModel(Task):
     """Weight decay of AdamW; not for biases and norms."""
     model_name: str = hub.TINY
     """The name of a model on the Hugging Face hub (gpt2, Qwen/Qwen3-0.6B), a folder that save_pretrained of
-    transformers wrote, or tiny, a GPT of four layers with random weights."""
+    transformers wrote, or tiny, a GPT of four layers with random weights, whose tokens are bytes."""
     pretrained: Literal["auto", "yes", "no"] = "auto"
     """Start from the model's weights (yes, and auto for all but tiny), or from random ones of its shape."""
-    tokenizer: Literal["auto", "bytes"] = "auto"
-    """auto: the model's, or bytes for tiny. bytes: each byte is a token."""
     adapter: Literal["auto", "lora", "none"] = "auto"
     """lora: train small matrices next to those of the layers; all else is frozen, in bf16. none: train all
     weights. auto: lora for pretrained weights."""
@@ -102,8 +100,7 @@ class LanguageModel(Task):
     @functools.cached_property
     def _fitting_sizes(self) -> tuple[int, int]:
         """(rows of a batch, tokens of a row) that suit the data."""
-        is_bytes = self.tokenizer == "bytes" or self.model_name == hub.TINY
-        return data.fitting_sizes(self.dataset_dir, 1 if is_bytes else 4)
+        return data.fitting_sizes(self.dataset_dir, 1 if self.model_name == hub.TINY else 4)
 
     # Model and tokenizer
 
@@ -128,7 +125,7 @@ class LanguageModel(Task):
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        return hub.load_tokenizer(self.model_name if self.tokenizer == "auto" else hub.TINY)
+        return hub.load_tokenizer(self.model_name)
 
     @functools.cached_property
     def _ends(self) -> list[int]:
@@ -151,7 +148,7 @@ class LanguageModel(Task):
         if count > config.vocab_size:
             raise TpukitError(
                 f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do"
-                " not fit; leave tokenizer at auto, or start from random weights (pretrained='no')"
+                " not fit; take the model's own tokenizer, or start from random weights (pretrained='no')"
             )
         return config
 

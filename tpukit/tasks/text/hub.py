@@ -59,7 +59,7 @@ def read_config(folder: Path) -> Any:
 def load_tokenizer(name: str) -> Any:
     """Load the tokenizer of a model, by its folder or its name. Raises TpukitError if that has none."""
     kind, folder = imported("transformers").PreTrainedTokenizerFast, find_folder(name, "tokenizer")
-    with explained(f"{name} has no tokenizer.json that can be read (tokenizer='bytes' needs none)"):
+    with explained(f"{name} has no tokenizer.json that can be read"):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise TpukitError(f"the tokenizer of {name} has no token for the end of a text (eos_token)")
