@@ -1,7 +1,6 @@
 """Archives: unpacked whole or refused, and no links."""
 
 import errno
-import os
 import zipfile
 
 import pytest
@@ -101,31 +100,7 @@ def test_an_archive_that_the_disk_cannot_hold_leaves_nothing(tmp_path, monkeypat
     assert list(folder.iterdir()) == []
 
 
-def patched(archive, local, central):
-    """A .zip with one entry in which some bytes of its two headers are others. local, central: offset ->
-    byte."""
-    data = bytearray(archive.read_bytes())
-    for start, changes in ((data.index(b"PK\3\4"), local), (data.index(b"PK\1\2"), central)):
-        for offset, value in changes.items():
-            data[start + offset] = value
-    archive.write_bytes(data)
-
-
-def test_a_file_that_is_larger_than_its_archive_says_is_an_error_and_not_read_on(tmp_path):
-    archive = make_archive(tmp_path / "lies.zip", {"a.txt": bytes(3_000_000)})
-    size = (1000).to_bytes(4, "little")
-    patched(archive, dict(enumerate(size, 22)), dict(enumerate(size, 24)))
-    refuse(archive, "a.txt")
-
-
-DAMAGE = {
-    "password": lambda path: patched(path, {6: 1}, {8: 1}),
-    "not a zip file": lambda path: path.write_bytes(b"no archive"),
-}
-
-
-@pytest.mark.parametrize("cause", DAMAGE)
-def test_an_archive_that_cannot_be_read_is_explained(tmp_path, cause):
-    archive = make_archive(tmp_path / "bad.zip", {"a.txt": os.urandom(500).hex()})
-    DAMAGE[cause](archive)
-    refuse(archive, cause, "unpack it yourself")
+def test_an_archive_that_cannot_be_read_is_explained(tmp_path):
+    archive = tmp_path / "bad.zip"
+    archive.write_bytes(b"no archive")
+    refuse(archive, "not a zip file", "unpack it yourself")
