@@ -1,5 +1,5 @@
 """`tpukit doctor`: checks for what would prevent a training run on this machine, each with its fix. Opens
-no device."""
+no TPU; on a GPU it computes one number."""
 
 import contextlib
 import dataclasses
@@ -63,7 +63,7 @@ class Machine:
 def examine(
     env: Environment | None = None, *, environ: Mapping[str, str] | None = None, root: str | Path = "/"
 ) -> list[Check]:
-    """Check everything that can be seen without opening a device.
+    """Check everything that can be seen without opening a TPU.
 
     env, environ, root: as for `environment.detect`, for tests.
     """
@@ -142,36 +142,18 @@ def _torch(machine: Machine) -> Rows:
 
 
 def _gpu(machine: Machine) -> Rows:
-    """Check that torch can use the GPUs; if not, say why."""
+    """Check that torch computes on the GPUs; if not, say why."""
     env, cuda, torch = machine.env, machine.cuda, f"torch {machine.version('torch')}"
     if env.accelerator != "cuda" or cuda is None:
         return []
     without = f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}"
-    cannot = f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}"
+    cannot = f"{torch} cannot use {env.device_name}: {cuda['error']}"
     install = machine.repair("install a CUDA build of torch (pytorch.org/get-started/locally)")
-    update = "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
-    built_for = cuda["arch_list"]
-    cards = [card for card in cuda["cards"] if not supports(tuple(card[1]), built_for)]
-    strange = ", ".join(f"{name} has compute capability {major}.{minor}" for name, (major, minor) in cards)
-    other = environment.GPU_MENU[env.host] if env.host in IMAGES else "install a torch that was built for it"
+    update = machine.repair("update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA")
     return [
         (cuda["built"] is None, BLOCKS, without, install),
-        (not cuda["usable"], BLOCKS, cannot, machine.repair(fix_for(cuda["reason"]) or update)),
-        (cards, BLOCKS, f"{strange}; {torch} was built for {', '.join(built_for)}", other),
+        (cuda["error"], BLOCKS, cannot, fix_for(cuda["error"]) or update),
     ]
-
-
-def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
-    """Return True if a GPU can run a torch that was built for these architectures (NVIDIA, CUDA C++
-    Programming Guide, 6.1).
-
-    capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code
-    for 8.0 and newer 8.x; "compute_90" the driver compiles for 9.0 and newer."""
-    architectures = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
-    return not architectures or any(
-        capability >= (int(major), int(minor)) and (kind == "compute" or capability[0] == int(major))
-        for kind, major, minor in architectures
-    )
 
 
 def _torch_xla(machine: Machine) -> Rows:

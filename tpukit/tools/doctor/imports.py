@@ -7,19 +7,15 @@ import sys
 
 
 def describe_cuda(torch):
-    """Return built (the CUDA that torch was built with, or None), usable, reason (why not), arch_list (what
-    torch was built for), cards ([name, (major, minor)] of every GPU)."""
-    usable, reason, cards = torch.cuda.is_available(), "", []
-    if usable:
-        numbers = range(torch.cuda.device_count())
-        cards = [(torch.cuda.get_device_name(n), torch.cuda.get_device_capability(n)) for n in numbers]
-    elif torch.version.cuda:
-        try:
-            torch.cuda.init()
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-    arch_list = torch.cuda.get_arch_list()
-    return dict(built=torch.version.cuda, usable=usable, reason=reason, arch_list=arch_list, cards=cards)
+    """Return built (the CUDA that torch was built with, or None) and error (why one of the GPUs does not
+    compute; "" if all do)."""
+    error = ""
+    try:
+        for number in range(max(1, torch.cuda.device_count())):
+            torch.ones(1, device=f"cuda:{number}")
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+    return dict(built=torch.version.cuda, error=error)
 
 
 if __name__ == "__main__":
