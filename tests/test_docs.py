@@ -44,7 +44,7 @@ TINY = {
     "cdeit": pairs("--network small --batch-size 4"),
 }
 SMALL = {option: value for options in TINY.values() for option, value in options.items()}
-SMALL |= pairs("--epochs 1 --warm-epoch 0 --steps 2 --trace 2 --cores 1 --sampling-steps 1")
+SMALL |= pairs("--epochs 1 --warm-epoch 0 --steps 2 --cores 1 --sampling-steps 1")
 SMALL |= pairs("--batch-size 4 --global-batch-size 4 --samples 6 --test-samples 3")
 # A small language model takes the place of the pages'.
 PUBLISHED = {"Qwen/Qwen3-0.6B": "model", "gpt2": "model"}

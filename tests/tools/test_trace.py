@@ -1,12 +1,10 @@
-"""`tpukit report --trace`: the lines that interrupt a step, and a few steps of a run under XLA's profiler."""
+"""`tpukit report --trace`: the lines that interrupt a step."""
 
 import dataclasses
 
-import pytest
 import torch
 
-from tests.conftest import exact
-from tpukit import MNIST, TpukitError
+from tpukit import MNIST, cli
 from tpukit.tools.trace import Interruptions, trace
 
 
@@ -23,33 +21,27 @@ def line_of(comment):
     return next(n for n, text in enumerate(open(__file__), 1) if text.endswith(f"# {comment}\n"))
 
 
-def test_off_xla_there_is_no_trace_and_what_makes_one_is_named(trained, monkeypatch):
+def files(run):
+    return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def test_a_cpu_has_nothing_to_wait_for_and_the_run_stays_as_it_is(trained, monkeypatch, capsys):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    task, run = trained
-    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    refused, interruptions = trace(task, run, steps=2)
-    assert "torch.profiler.profile()" in refused and interruptions.startswith("On a CPU")
-    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
-    with pytest.raises(TpukitError, match="--trace -1"):
-        trace(task, run, steps=-1)
+    _, run = trained
+    before = files(run)
+    assert cli.main(["report", str(run.path), "--trace"]) == 0
+    assert "On a CPU nothing waits" in capsys.readouterr().out
+    assert files(run) == before
 
 
-def test_on_xla_the_trace_is_kept_and_no_line_of_mnist_interrupts_a_step(trained, xla, monkeypatch):
+def test_the_lines_that_interrupt_a_step_are_named_on_xla_and_mnist_has_none(trained, xla, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    task, run = trained
-    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    traced, interruptions = trace(task, run, steps=1)
-    assert str(run.path / "trace") in traced and interruptions.startswith("No operation")
-    assert next((run.path / "trace").rglob("*.xplane.pb")).stat().st_size > 1000
-    assert {path: path.read_bytes() for path in before} == before and exact(run)
-
-
-def test_of_a_step_that_is_not_one_graph_the_line_is_named_though_it_has_no_trace(trained, xla, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    task, run = trained
-    failed, *lines = trace(Peeking(**vars(task)), run, steps=2)
-    assert failed.startswith("No trace") and ".item()" in failed
-    assert f"aten::_local_scalar_dense, 1 times per step, at {__file__}:{line_of('this line')}." in lines
+    task, _ = trained
+    (sentence,) = trace(task)
+    assert sentence.startswith("No operation")
+    (sentence,) = trace(Peeking(**vars(task)))
+    line = line_of("this line")
+    assert sentence == f"aten::_local_scalar_dense, 1 times per step, at {__file__}:{line}."
 
 
 def test_what_falls_back_to_the_cpu_or_waits_for_the_device_is_named_with_its_line(xla):

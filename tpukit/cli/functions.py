@@ -95,12 +95,12 @@ def show(run: RunFolder) -> None:
     tpukit.show(run)
 
 
-def report(run: RunFolder, trace: int = 0, tensorboard: Path | None = None) -> None:
+def report(run: RunFolder, trace: bool = False, tensorboard: Path | None = None) -> None:
     """Show what the accelerator did in a run: compilations and their causes, the time of a step, memory.
 
     Args:
         trace: also name the lines whose operations fall back to the CPU or wait for the device, in a step
-            that is run again, here; on an XLA device, save a profiler trace of this number of steps.
+            that is run again, here.
         tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
     """
     folder = tpukit.Run.find(run)
@@ -114,7 +114,7 @@ def report(run: RunFolder, trace: int = 0, tensorboard: Path | None = None) -> N
         from tpukit.tools.trained import task_of
 
         task = with_dataset(task_of(folder.config, folder.path), tpukit.detect())
-        print(f"\n{Sentences(run_trace(task, folder, steps=trace))}")
+        print(f"\n{Sentences(run_trace(task))}")
 
 
 def measure(task: Task, cores: Cores = None, batch_sizes: tuple[int, ...] = (), steps: int = 20) -> None:

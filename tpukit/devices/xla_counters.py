@@ -6,7 +6,6 @@ from typing import Any
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-import torch_xla.debug.profiler as xp
 
 from tpukit.devices import xla_private
 
@@ -19,7 +18,6 @@ PREFETCHED = 16  # graphs: a loader may have sent a batch that long before its s
 
 is_open = xla_private.is_open
 wait = xm.wait_device_ops  # until the device has run what it was given
-start_trace, stop_trace = xp.start_trace, xp.stop_trace  # for TensorBoard, in the folder that the first gets
 
 
 def counters() -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _describe_graphs(session, speeds):
         sentences.append("The training step was not compiled: this session had already compiled this graph.")
     if speeds:
         fallbacks = speeds[-1]["counters"].get("fallbacks") or {}
-        hint = " `tpukit report RUN --trace 5` names their lines." if fallbacks else ""
+        hint = " `tpukit report RUN --trace` names their lines." if fallbacks else ""
         sentences.append(words.describe_fallbacks(fallbacks) + hint)
     return sentences
 

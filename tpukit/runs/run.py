@@ -7,7 +7,6 @@ log.txt                  what was printed, as plain lines
 checkpoints/             step-N.pt, the newest two, and checkpoints.json, the SHA-256 of the weights files
 best.safetensors         the weights of the best evaluation
 pictures/, predictions/  what `show` drew, and what a test keeps of its predictions
-trace/                   written by `tpukit report --trace`
 progress.json            the step that the training run is at, for a progress bar
 own/                     a user's own files, and what was predicted for them
 cores/                   what each core of the last launch printed, and its error or stacks if it failed
