@@ -1,4 +1,4 @@
-"""`python -m benchmarks [PART...]`: measure, print a table for each part, and write outputs/bench.json.
+"""`python -m benchmarks [PART...]`: measure, and print a table for each part.
 
 All figures are of one machine in one run. Without a part: steps and loops.
 
@@ -6,12 +6,10 @@ steps     MSHNet's training step, plain, with each way that PyTorch has to make 
 loops     the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
 text      GPT-2 and LoRA on a GPU, or small models on a CPU, next to a loop by hand and TRL"""
 
-import json
 import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
@@ -25,20 +23,17 @@ if torch.cuda.is_available():
     CASES["steps"] += ["cuda 256 4", "cuda 256 16", "cuda 256 64"]
 PACKAGES = ("torch", "torch_xla", "lightning", "accelerate", "trl")
 ROUNDS = "5"
-OUT = Path("outputs/bench.json")
 
 
 def main():
     parts = sys.argv[1:] or ["steps", "loops"]
     if not CASES.keys() >= set(parts):
         sys.exit(__doc__)
-    measured = dict(processor=platform.machine(), cores=os.cpu_count(), python=platform.python_version())
-    measured |= {name: environment.version_of(name) for name in PACKAGES}
+    versions = [f"{name} {environment.version_of(name)}" for name in PACKAGES]
+    print(f"{os.cpu_count()} x {platform.machine()}, python {platform.python_version()}", *versions, sep=", ")
     for part in parts:
-        measured[part] = [row for case in CASES[part] for row in measure(part, case)]
-        print(Table(part, measured[part][0], map(dict.values, measured[part])), flush=True)
-        OUT.parent.mkdir(exist_ok=True)
-        OUT.write_text(json.dumps(measured, indent=1))
+        rows = [row for case in CASES[part] for row in measure(part, case)]
+        print(Table(part, rows[0], map(dict.values, rows)), flush=True)
 
 
 def measure(part, case):
