@@ -4,7 +4,6 @@ no TPU; on a GPU it computes one number."""
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -28,7 +27,15 @@ NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOC
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"
-IMPORT_TIMEOUT_S = 120
+TRY_TIMEOUT_S = 120
+ON_EACH_GPU = """
+import torch
+try:
+    for number in range(max(1, torch.cuda.device_count())):
+        torch.ones(1, device=f"cuda:{number}")
+except Exception as error:
+    raise SystemExit(str(error).partition("\\n")[0])
+"""
 OLD_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # of old guides, and still read
 
 
@@ -44,13 +51,12 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The inputs of the checks. errors and cuda: what `import_packages` returns."""
+    """The inputs of the checks. errors: of torch, torch_xla and gpu, if they were tried; "" is none."""
 
     env: Environment
     environ: Mapping[str, str]
     root: Path
     errors: dict[str, str]
-    cuda: dict | None
 
     def version(self, package: str) -> str | None:
         return self.env.versions.get(package)
@@ -69,9 +75,14 @@ def examine(
     """
     environ = os.environ if environ is None else environ
     env = env or environment.detect(environ, root)
-    packages = [name for name in ("torch", "torch_xla") if name in env.versions]
-    errors, cuda = import_packages(packages if "torch" in packages else [])
-    machine = Machine(env, environ, Path(root), errors, cuda)
+    errors = {}
+    if "torch" in env.versions:
+        errors["torch"] = error_of("import torch")
+    if errors.get("torch") == "" and "torch_xla" in env.versions:
+        errors["torch_xla"] = error_of("import torch_xla")
+    if errors.get("torch") == "" and env.accelerator == "cuda":
+        errors["gpu"] = error_of(ON_EACH_GPU)
+    machine = Machine(env, environ, Path(root), errors)
     found = []
     for what, check in CHECKS.items():
         found += [Check(what, *row) for applies, *row in check(machine) if applies][:1]
@@ -89,24 +100,15 @@ def blocked(checks: Iterable[Check]) -> bool:
     return any(check.level == BLOCKS for check in checks)
 
 
-def import_packages(packages: list[str]) -> tuple[dict[str, str], dict | None]:
-    """Import packages one after the other in one process, with the variables that a training run would have.
-
-    Returns (errors, cuda). errors: package -> the last line of its error, of those that cannot be imported;
-    how the process ended is the error of the package that ended it and of those after it. cuda: what
-    `imports.describe_cuda` returns, or None."""
+def error_of(code: str) -> str:
+    """Run code in a process of its own, with the variables that a training run would have. Return the last
+    line of its error; "" without one."""
     try:
-        ran = run_python(Path(__file__).with_name("imports.py"), *packages, timeout_s=IMPORT_TIMEOUT_S)
-        output, end = ran.stdout, f"Python ended with code {ran.returncode}: {last_line(ran)}"
-    except subprocess.TimeoutExpired as error:
-        output = (error.stdout or b"").decode(errors="replace")
-        end = f"the import did not end within {IMPORT_TIMEOUT_S} s"
-    reports = {}
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError, TypeError):  # packages may print, too
-            reports |= json.loads(line)
-    errors = {name: reports.get(name, end) for name in packages}
-    return {name: error for name, error in errors.items() if error}, reports.get("cuda")
+        # Libraries may crash when they are closed.
+        ran = run_python("-c", f"{code}\nimport os\nos._exit(0)", timeout_s=TRY_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {TRY_TIMEOUT_S} s"
+    return last_line(ran) if ran.returncode else ""
 
 
 # The checks return rows: whether the row applies, its level, what was found, and the fix. The first row that
@@ -143,16 +145,13 @@ def _torch(machine: Machine) -> Rows:
 
 def _gpu(machine: Machine) -> Rows:
     """Check that torch computes on the GPUs; if not, say why."""
-    env, cuda, torch = machine.env, machine.cuda, f"torch {machine.version('torch')}"
-    if env.accelerator != "cuda" or cuda is None:
-        return []
-    without = f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}"
-    cannot = f"{torch} cannot use {env.device_name}: {cuda['error']}"
+    error = machine.errors.get("gpu", "")
+    cannot = f"torch {machine.version('torch')} cannot use {machine.env.device_name}: {error}"
     install = machine.repair("install a CUDA build of torch (pytorch.org/get-started/locally)")
     update = machine.repair("update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA")
     return [
-        (cuda["built"] is None, BLOCKS, without, install),
-        (cuda["error"], BLOCKS, cannot, fix_for(cuda["error"]) or update),
+        ("not compiled with CUDA" in error, BLOCKS, cannot, install),
+        (error, BLOCKS, cannot, fix_for(error) or update),
     ]
 
 
