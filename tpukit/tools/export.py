@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller
 FOLDERS = ("peft", "transformers")  # by a task's own `export_folder`
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # that ONNX needs
 COMPARED = 16  # samples, which the graph is traced with, too; any number works later
 
 
@@ -94,8 +92,6 @@ def export(
     choices = FOLDERS if export_folder else ("onnx",)
     if to not in choices:
         raise TpukitError(f"to={to!r} is not for the task {task.name}: choose one of {', '.join(choices)}")
-    if to == "onnx" and (missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]):
-        raise TpukitError(f"export to ONNX needs {', '.join(missing)}: pip install {' '.join(PACKAGES)}")
     path = Path(out) if out else best.with_name("best.onnx" if to == "onnx" else to)
     if path.exists() and (out or to in FOLDERS):
         raise TpukitError(f"{path} exists: choose another name")
@@ -109,7 +105,9 @@ def export(
 
 
 def _export_onnx(task, model, path, metadata):
-    import onnxruntime
+    with explained("export to ONNX needs packages: pip install onnx onnxscript onnxruntime"):
+        import onnxruntime
+        import onnxscript  # noqa: F401  torch.onnx needs it
     import torch
 
     given = part_of(task, Exportable, "export_inputs")(task.example(COMPARED))
