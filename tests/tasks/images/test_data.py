@@ -196,8 +196,8 @@ def test_folders_of_images_and_of_what_belongs_to_them_are_told_from_classes(pla
 
 def test_classes_that_differ_only_in_case_are_told(tmp_path):
     told = find_samples(make(tmp_path, "Cat", "cat", "dog", "Straße", "STRASSE")).notices
-    assert told == ["different classes whose names differ only in case: Cat, cat; STRASSE, Straße"]
-    assert not find_samples(make(tmp_path / "other", "cat", "cats")).notices
+    assert "different classes whose names differ only in case: Cat, cat; STRASSE, Straße" in told
+    assert "case" not in str(find_samples(make(tmp_path / "other", "cat", "cats")).notices)
 
 
 def test_linked_folders_are_searched_and_one_that_leads_back_is_not(tmp_path):

@@ -105,7 +105,7 @@ def test_which_of_several_columns_has_the_classes_is_told(tmp_path):
     (tmp_path / "list.csv").write_text("\n".join(["image,id,class, label", *rows]))
     found = find_samples(tmp_path)
     assert found.classes == ["0", "1"]
-    assert found.notices == ["list.csv: its column label has the classes, not class"]
+    assert found.notices[0] == "list.csv: its column label has the classes, not class"
 
 
 @pytest.mark.parametrize("told", ["1 images are not used, because", "1 .heic"])
