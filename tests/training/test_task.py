@@ -79,6 +79,7 @@ WRONG = [
 ]
 CHOICES = "precision schedule batch_norm compile data_on".split()
 OF_ONE_TASK = [
+    (MSHNet, dict(clip_norm=0.0)),
     (MSHNet, dict(ema_decay=2.0)),
     (MSHNet, dict(network="tiny")),
     (MNIST, dict(channels=0)),

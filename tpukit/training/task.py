@@ -167,6 +167,8 @@ class Task:
         zeros = ("epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
         require_at_least(self, 1, *ones)
         require_at_least(self, 0, *zeros)
+        if self.clip_norm == 0:
+            raise TpukitError(f"clip_norm={self.clip_norm!r}: it must be more than 0; None is no clipping")
         require_shares(self, "ema_decay")
 
     # What it may override
