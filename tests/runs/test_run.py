@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import socket
@@ -173,6 +174,11 @@ def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(train
     Run.open(run.path, dataclasses.replace(task, epochs=9, num_workers=0))
     with refuses(run.path.parent, run.path):
         Run.find(run.path.parent)
+    config = json.loads((run.path / "config.json").read_text())
+    config["settings"]["dropout"] = 0.5  # of a class from which the user has removed it since
+    (run.path / "config.json").write_text(json.dumps(config))
+    with refuses("dropout", 0.5, "no such setting"):
+        Run.open(run.path, task)
 
 
 @pytest.mark.parametrize("gone", ["records.jsonl", "best.safetensors"])

@@ -113,11 +113,12 @@ def check_settings(folder: Path, config: Mapping[str, Any], task: Described) -> 
         raise TpukitError(f"{folder} holds a run of {config['task']}, not {task.name}: choose another")
     trained, new = config["settings"], settings_dict(task)
     fixed = [field.name for field in dataclasses.fields(task) if not field.metadata.get("free")]
-    old = {name: trained.get(name, "no such setting") for name in fixed}
-    changed = [name for name in fixed if old[name] != new[name]]
+    names = [*fixed, *sorted(trained.keys() - new.keys())]
+    old, now = ({name: values.get(name, "no such setting") for name in names} for values in (trained, new))
+    changed = [name for name in names if old[name] != now[name]]
     if not changed:
         return
-    lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
+    lines = [f"  {name}: the run has {old[name]!r}, the task {now[name]!r}" for name in changed]
     advice = "Set them back to resume it, or choose another run folder (--run outputs/NAME)."
     raise TpukitError("\n".join([f"{folder} holds a run with other settings:", *lines, advice]))
 
