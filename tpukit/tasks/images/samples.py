@@ -1,6 +1,7 @@
 """The samples of a dataset of images: found in class folders or by lists, and split. No image is decoded."""
 
 import collections
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ class Found(NamedTuple):
     """The samples of a dataset; nothing is decoded."""
 
     classes: list[str]
-    """sorted as texts, as torchvision's ImageFolder has them"""
+    """sorted, as numbers if all are such"""
     samples: dict[str, list[Sample]]
     """those of train, and of val or test or both"""
     notices: list[str]
@@ -44,7 +45,7 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None) -> Fou
     for sample in samples:
         by_split[sample.split or "train"].append(sample)
     names = {sample.label for sample in samples}
-    classes = sorted(names)
+    classes = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
     notices += _find_alike(classes)
     notices += _find_missing(place, names, by_split)
     return Found(classes, dict(by_split), notices)
