@@ -46,7 +46,7 @@ class Findable(Protocol):
     def download(self, folder: Path) -> None:
         """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError if that
         fails."""
-        raise TpukitError("tpukit does not download it")
+        raise TpukitError("tpukit knows none")
 
 
 def is_demo(place: object) -> bool:
