@@ -31,11 +31,12 @@ def test_the_folder_of_a_csvs_images_can_be_named(tmp_path):
         task(tmp_path / "lists").datasets()
 
 
-def test_an_image_that_a_list_has_twice_is_in_one_split(tmp_path):
+def test_classes_that_are_numbers_are_sorted_as_numbers_and_an_image_listed_twice_is_in_one_split(tmp_path):
     rows = [f"{n}-{k}.png,{n}\n" for n in (10, 9, 2) for k in (0, 1, 1)]
     (tmp_path / "list.csv").write_text("img,y\n" + "".join(rows))
     grey(tmp_path / "9-0.png", 9)
     found = find_samples(tmp_path / "list.csv")
+    assert found.classes == ["2", "9", "10"]
     names = {split: {sample.name for sample in samples} for split, samples in found.samples.items()}
     assert not names["train"] & names["test"]
 
