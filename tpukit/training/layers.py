@@ -31,9 +31,7 @@ def freeze(model: nn.Module, parts: Sequence[str], head: Callable[[nn.Module], l
         else:
             near = difflib.get_close_matches(part, sorted(known), 5)
             near = near or dict.fromkeys(name.split(".")[0] for name in names)
-            raise TpukitError(
-                f"freeze={part!r}: the model has no such part; it has {', '.join(near)}; or use {BACKBONE!r}"
-            )
+            raise TpukitError(f"freeze={part!r}: the model has no such part; it has {', '.join(near)}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in frozen)
     if not any(parameter.requires_grad for parameter in model.parameters()):
