@@ -112,17 +112,6 @@ def test_a_clone_without_an_installation_imports_its_own_tpukit_where_papermill_
     assert taken == ROOT.resolve() / "tpukit" and host in ("local", "colab", "kaggle", "tpu-vm")
 
 
-def test_the_cell_that_fails_where_there_is_no_tpukit_shows_what_to_do(tmp_path):
-    from jupyter_client.manager import start_new_kernel
-
-    hide = "import sys; sys.modules['tpukit'] = None"  # as where it is not installed
-    manager, client = start_new_kernel(cwd=str(tmp_path))
-    try:
-        client.execute_interactive(hide, timeout=60)
-        reply = client.execute_interactive(IMPORT, timeout=60, output_hook=lambda message: None)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel()
-    shown = "\n".join(reply["content"]["traceback"])
-    assert reply["content"]["ename"] == "ModuleNotFoundError"
-    assert "dist/" in shown and "make notebooks" in shown and "pip install git+" in shown
+def test_the_lines_around_the_import_which_a_traceback_shows_say_what_to_do_without_tpukit():
+    before, _, _ = IMPORT.partition("import tpukit")
+    assert "dist/" in before and "make notebooks" in before and "pip install git+" in before
