@@ -96,9 +96,8 @@ def _printed(value):
 
 
 def _cell(tag, text):
-    longest = (
-        8 if tag == "th" else 16
-    )  # a heading has lines in a narrow page; a date or a chip's name has not
+    # A heading may have several lines in a narrow page; a date or a chip's name may not.
+    longest = 8 if tag == "th" else 16
     whole = ";white-space:nowrap" if len(text) <= longest else ""
     wrap = "break-word" if tag == "th" else "anywhere"  # a path may break anywhere, a heading at its words
     return f"<{tag} style='text-align:left;overflow-wrap:{wrap}{whole}'>{html.escape(text)}</{tag}>"
