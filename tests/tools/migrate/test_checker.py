@@ -91,10 +91,15 @@ def test_every_rule_has_an_example_and_every_entry_a_rule_and_a_condition_that_e
     assert conditions and all(hasattr(Surroundings, name) for name in conditions)
 
 
-def test_what_a_rule_advises_has_words_for_a_chinese_notebook(monkeypatch):
+def test_what_a_rule_advises_has_words_for_a_chinese_notebook_and_none_left_in_english(monkeypatch):
     monkeypatch.setenv("TPUKIT_LANGUAGE", "zh")
-    for _, message in migrate.RULES.values():
-        assert re.search(r"[\u4e00-\u9fff]", translate(message)), message
+    patterns = [entry for table in TABLES["patterns"].values() for entry in table]
+    entries = [TABLES["chooses_cpu"], *TABLES["names"].values(), *patterns]
+    advices = [entry["advice"] for entry in entries if "advice" in entry]
+    advices += [f"use {entry['use']}" for entry in entries if "use" in entry]
+    for text in [*(message for _, message in migrate.RULES.values()), *advices]:
+        chinese = translate(text)
+        assert re.search(r"[\u4e00-\u9fff]", chinese) and not re.search("[a-z]{3} [a-z]{2}", chinese), text
 
 
 SILENT = {
