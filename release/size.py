@@ -16,7 +16,7 @@ ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, word
     "release": 755,
     "benchmarks": 1_136,
     "tests": 18_024,
-    "English pages": 24_636,
+    "English pages": 24_646,
     "the imports of the MNIST notebook": 6_921,
 }
 MNIST_IMPORTS = """
