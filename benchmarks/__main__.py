@@ -7,7 +7,6 @@ loops     the cost of tpukit's loop next to a bare loop, Lightning and accelerat
 text      GPT-2 and LoRA on a GPU, or small models on a CPU, next to a loop by hand and TRL"""
 
 import os
-import platform
 import subprocess
 import sys
 
@@ -21,7 +20,7 @@ from tpukit.host.tables import Table
 CASES = dict(steps=["cpu 256 4", "xla 128 4"], loops=["cpu mnist", "xla mnist", "xla mshnet"], text=[""])
 if torch.cuda.is_available():
     CASES["steps"] += ["cuda 256 4", "cuda 256 16", "cuda 256 64"]
-PACKAGES = ("torch", "torch_xla", "lightning", "accelerate", "trl")
+PEERS = ("lightning", "accelerate", "trl")
 ROUNDS = "5"
 
 
@@ -29,8 +28,7 @@ def main():
     parts = sys.argv[1:] or ["steps", "loops"]
     if not CASES.keys() >= set(parts):
         sys.exit(__doc__)
-    versions = [f"{name} {environment.version_of(name)}" for name in PACKAGES]
-    print(f"{os.cpu_count()} x {platform.machine()}, python {platform.python_version()}", *versions, sep=", ")
+    print(environment.detect(), *(f"{name} {environment.version_of(name)}" for name in PEERS), sep="\n")
     for part in parts:
         rows = [row for case in CASES[part] for row in measure(part, case)]
         print(Table(part, rows[0], map(dict.values, rows)), flush=True)

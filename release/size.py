@@ -14,7 +14,7 @@ ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, word
     "tpukit/cli": 449,
     "tpukit": 19_145,
     "release": 755,
-    "benchmarks": 1_136,
+    "benchmarks": 1_134,
     "tests": 18_024,
     "English pages": 24_646,
     "the imports of the MNIST notebook": 6_921,
