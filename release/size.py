@@ -15,7 +15,7 @@ ENDS = {  # lines of Python files, blank ones and docstrings too; of pages, word
     "tpukit": 19_145,
     "release": 755,
     "benchmarks": 1_134,
-    "tests": 18_024,
+    "tests": 18_067,
     "English pages": 24_646,
     "the imports of the MNIST notebook": 6_921,
 }

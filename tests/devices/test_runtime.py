@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.conftest import refuses
+from tpukit import detect
 from tpukit.devices import open_runtime
 from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
-from tpukit.host.environment import detect
 from tpukit.tools.child import run_python
 
 
@@ -52,7 +52,6 @@ def opened(monkeypatch):
 COUNT_FAULTS = """
 import os, resource, torch
 from tpukit.devices.runtime import Runtime
-from tpukit.host.environment import detect
 
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
 

@@ -1,6 +1,7 @@
 """`launch`: the same training on one core and on several; what is refused before anything starts."""
 
 import contextlib
+import os
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tests.conftest import best_weights, exact, refuses, same, scores_of
 from tests.launching.conftest import CPU, difference, launched, losses, needs_torch_xla, on_one_core, python
 from tests.launching.launched import RECIPE, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
+from tpukit.devices import processes
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.launching import launcher
@@ -202,6 +204,27 @@ def test_one_of_several_hosts_is_refused(accelerator, variables, digits, tmp_pat
 )
 def test_one_gpu_is_taken_if_a_share_of_the_batch_is_too_small_for_batch_norm(task, gpus, one):
     assert bool(launch_plan(task, Run("run")).why_one_gpu(gpus)) == one
+
+
+@pytest.mark.parametrize(
+    "accelerator, is_open, waits", [("tpu", False, 1), ("tpu", True, 0), ("cpu", False, 0)]
+)
+def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
+    accelerator, is_open, waits, digits, tmp_path, monkeypatch
+):
+    needs_torch_xla()
+    waited = []
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine them, please set env var")
+    here = machine(accelerator, 1)
+    monkeypatch.setattr(environment, "detect", lambda: here)
+    monkeypatch.setattr("tpukit.devices.xla_private.is_open", lambda: is_open)
+    monkeypatch.setattr(
+        processes, "wait_until_free", lambda say: waited.append(os.environ["TPU_WORKER_HOSTNAMES"])
+    )
+    monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
+    task = Watched(dataset_dir=digits)
+    assert launcher.launch(lambda task, run, runtime: "done", task, Run.open(tmp_path, task)) == "done"
+    assert waited == ["localhost"] * waits
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """The twins of Colab's and Kaggle's images: their lists, and how a run ends. No environment is built."""
 
+import os
+import subprocess
 import tomllib
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -58,3 +61,21 @@ def test_a_notebook_ends_well_by_its_own_copy_of_tpukit_or_where_the_image_lacks
     offline = ImportError("peft is missing: switch the internet on")
     assert ended(offline, "finetune_llm") == "asks for the internet: the image has no peft"
     assert ended(offline).startswith("FAILED") and ended(OSError("internet"), "finetune_llm")[0] == "F"
+
+
+def test_a_run_has_the_images_folder_and_no_network_and_writes_to_no_folder_of_this_machine(tmp_path):
+    if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, timeout=60).returncode:
+        pytest.skip("this user may make no namespace here, in which a twin has no network")
+    root, work = tmp_path / "root", tmp_path / "work"
+    root.mkdir()
+    work.mkdir()
+    shell = "pwd; echo out > here; tail -n +3 /proc/net/dev"  # after two lines of headings
+    command = ["unshare", "--net", "--mount", "bash", "-c", twins.SANDBOX, "bash"]
+    command += [root, "/no/such/folder", work, "sh", "-c", shell]
+    environ = dict(os.environ, PATH="/usr/bin:/bin")  # of a user who is not root
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    folder, *interfaces = ran.stdout.splitlines()
+    assert folder == "/no/such/folder" and [line.split(":")[0].strip() for line in interfaces] == ["lo"]
+    assert (work / "here").read_text() == "out\n" and not list(root.iterdir())
+    assert not Path("/no").exists()

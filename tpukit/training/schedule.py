@@ -21,7 +21,7 @@ def lr_factor(task: Task, step: int, steps_per_epoch: int, epochs: int | None = 
     return min(1.0, (step + 1) / (warm_up + 1))
 
 
-def change(task: Task, step: int, steps_per_epoch: int, planned: int) -> str:
+def note(task: Task, step: int, steps_per_epoch: int, planned: int) -> str:
     """Return a sentence if a resumed run has other learning rates than it was `planned` with, in epochs; else
     an empty one."""
     if task.schedule == "constant" or planned == task.epochs:

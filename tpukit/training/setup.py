@@ -222,7 +222,7 @@ class Trainer:
         )
         starts = run.records("start")
         planned = starts[-1].get("epochs", task.epochs) if starts and 0 < step < self.total else task.epochs
-        if note := schedule.change(task, step, self.steps_per_epoch, planned):
+        if note := schedule.note(task, step, self.steps_per_epoch, planned):
             run.print(note)
         log_notes(run, self.data, self.test_data, runtime)
         if self.trial:
