@@ -1,7 +1,10 @@
 """Errors meant for the user."""
 
 import contextlib
+import errno
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from tpukit.host.tables import printable
 
@@ -19,7 +22,16 @@ class TpukitError(ValueError):
 
 
 class Damaged(TpukitError):
-    """A file whose content is not what was written."""
+    """A file that is missing, or whose content is not what was written."""
+
+
+class Unreadable(TpukitError):
+    """A file that cannot be read now, which says nothing about its content."""
+
+
+REMOUNT = "mount its disk again"
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_USED_UP = {errno.EMFILE: "open files", errno.ENFILE: "open files", errno.ENOMEM: "memory"}
 
 
 def first_line(error: BaseException) -> str:
@@ -37,3 +49,41 @@ def explained(what: str, kind: type[TpukitError] = TpukitError) -> Iterator[None
         raise
     except Exception as error:
         raise kind(f"{what}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path, wrong: str, kind: type[TpukitError] = Damaged) -> Iterator[None]:
+    """Context manager: raise what is wrong with a file's content, or that it is missing, as an error of this
+    kind that begins with `wrong`. An error of the disk, or a lack of memory, is no damage: it is raised as
+    Unreadable. A TpukitError stays as it is."""
+    try:
+        yield
+    except TpukitError:
+        raise
+    except Exception as error:
+        if of_disk := as_unreadable(error, path):
+            raise of_disk from error
+        raise kind(f"{wrong}: {first_line(error)}") from error
+
+
+def as_unreadable(error: Exception, path: Path) -> Unreadable | None:
+    """Return an error as Unreadable if it says nothing about the content of the file that was being read;
+    None if it does, or if the file is missing."""
+    if isinstance(error, Unreadable):
+        return error
+    # Pillow, zipfile and others raise an OSError without a number for content that they do not understand.
+    number = error.errno if isinstance(error, OSError) and not isinstance(error, _MISSING) else None
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's
+        number = errno.ENOMEM
+    if number is None:
+        return None
+    advice = f"end what uses up this machine's {_USED_UP[number]}" if number in _USED_UP else REMOUNT
+    return unreadable(path, f"{os.strerror(number)}, errno {number}", advice)
+
+
+def unreadable(path: Path, reason: str, advice: str = REMOUNT) -> Unreadable:
+    """Return the error for a file that cannot be read now."""
+    return Unreadable(
+        f"{path} cannot be read now ({reason}). It may be whole, so nothing is deleted: {advice}, and start"
+        " again"
+    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fnmatch
 import hashlib
 import os
 import re
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, reading, unreadable
 from tpukit.host.tables import printable
 
 if sys.platform != "win32":  # where commands that need no lock work
@@ -137,9 +138,7 @@ def local_path(path: str | Path, advice: str) -> Path:
 
 def check_empty(folder: Path) -> None:
     """Raise TpukitError if a folder holds files but no run: they could be mistaken for parts of one."""
-    with explain_unwritable(folder):
-        names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    if visible := [name for name in names if not name.startswith(".")]:
+    if visible := names_in(folder, "[!.]*"):
         has = printable(", ".join(visible[:3]))
         raise TpukitError(f"{folder} is not empty and holds no run (it has {has}): choose an empty folder")
 
@@ -153,10 +152,20 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True) -> None
 
 
 def copy_atomic(source: Path, target: Path, check: Callable[[Path], None] | None = None) -> None:
-    """Copy one file, whole or not at all. check: see `atomic_file`."""
+    """Copy one file, whole or not at all. check: see `atomic_file`. Raises OSError for a copy that is
+    shorter than what was read, and for less than the file has."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as from_file, atomic_file(target, check=check) as to_file:
+
+    def check_copy(copy):
+        if copy.stat().st_size != copied or copied < size:
+            raise OSError(errno.EIO, f"{copy.stat().st_size} of {size} bytes arrived", str(target))
+        if check is not None:
+            check(copy)
+
+    with open(source, "rb") as from_file, atomic_file(target, check=check_copy) as to_file:
+        size = os.fstat(from_file.fileno()).st_size  # a log may grow meanwhile
         shutil.copyfileobj(from_file, to_file, 1 << 20)
+        copied = to_file.tell()
 
 
 def sync(path: Path) -> None:
@@ -170,6 +179,34 @@ def sha256(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file. Raises Damaged if it is missing, Unreadable for an error of the disk and
+    for less than the file has."""
+    with reading(path, f"{path} is damaged"), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read()
+        if len(data) < size:
+            raise unreadable(path, f"{len(data)} of its {size} bytes came")
+        return data
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a file or a folder. Raises Unreadable if the disk does not tell."""
+    with reading(path, f"{path} is not there"):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+
+def names_in(folder: Path, pattern: str) -> list[str]:
+    """Return the names in a folder that match a pattern, sorted; [] if there is no folder. Raises Unreadable
+    if the disk does not tell, where `Path.glob` would find nothing."""
+    with reading(folder, f"{folder} is not a folder", TpukitError):
+        return sorted(fnmatch.filter(os.listdir(folder), pattern)) if exists(folder) else []
 
 
 # Locks
@@ -193,14 +230,16 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path) -> Iterator[Callable[[], None]]:
     """Context manager: lock the file `path` for this process alone, and write its pid and host into it.
 
     Raises TpukitError with pid and host of a process that holds the lock. A lock ends with its process,
-    killed or not. Some shared disks (Drive) have no locks, or do not show them to other hosts: there two
-    hosts do not keep each other out."""
+    killed or not. Some shared disks (Drive) have no locks, or do not show them to other hosts: there the last
+    process that came is the one that the file names. Yields a function, to be called before something is
+    written, that raises TpukitError if this is no longer that process."""
     with explain_unwritable(path.parent):  # neither emptied nor opened through a link
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    me = f"process {os.getpid()} on {socket.gethostname()}"
     with os.fdopen(number, "r+b", buffering=0) as file:
         holder = file.read().decode(errors="replace")
         try:
@@ -212,13 +251,31 @@ def exclusive_lock(path: Path) -> Iterator[None]:
             ) from None
         except OSError:  # a disk without locks
             pass
+
+        def other_holder() -> str:
+            try:
+                named = path.read_bytes().decode(
+                    errors="replace"
+                )  # by its name: the disk may have another file
+            except OSError:  # which says nothing about who trains
+                return ""
+            return "" if named == me else named
+
+        def check() -> None:
+            if other := other_holder():
+                raise TpukitError(
+                    f"{other} has started to train in {path.parent}, too: let one of the two go on, and"
+                    " choose another folder for the other"
+                )
+
         try:
             with explain_unwritable(path, only=DISK_FULL):
-                _overwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
-            yield
+                _overwrite(file, me.encode())
+            yield check
         finally:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
-                _overwrite(file, b"")
+                if not other_holder():
+                    _overwrite(file, b"")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
 
 

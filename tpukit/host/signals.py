@@ -7,14 +7,16 @@ import signal
 import threading
 
 PR_SET_PDEATHSIG = 1
+# A closed terminal or connection sends SIGHUP, which Windows has not.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 AFTER_THIS_STEP = "stopping after this step, with a checkpoint; a second signal stops at once, without saving"
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a stop between two steps; a second one stops at once.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a stop between two steps; a second one stops at once.
 
     says: what to print at the first one. Only the main thread can receive signals; elsewhere this does
-    nothing.
+    nothing. A signal that is ignored stays so: `nohup` ignores SIGHUP.
     """
 
     def __init__(self, says: str = AFTER_THIS_STEP):
@@ -24,7 +26,7 @@ class StopSignal:
 
     def __enter__(self):
         is_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        numbers = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN] if is_main else []
         self._previous = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
@@ -36,7 +38,8 @@ class StopSignal:
         if self.signal is not None:
             _raise(number)
         self.signal = number
-        print(self.says)
+        with contextlib.suppress(OSError):  # the terminal may be gone, which is what SIGHUP says
+            print(self.says)
 
     def check(self):
         """Raise KeyboardInterrupt or SystemExit if a signal came. Call it only when the state is complete."""
@@ -47,6 +50,12 @@ class StopSignal:
 
 def _raise(number):
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def is_stop(error: BaseException) -> bool:
+    """Return whether an error is what `StopSignal.check` raises."""
+    codes = [128 + number for number in SIGNALS]
+    return isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in codes
 
 
 def end_with_parent(parent: int) -> None:

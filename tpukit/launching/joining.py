@@ -32,7 +32,7 @@ from tpukit.devices.watchdog import Watchdog
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.known_errors import fix_for
-from tpukit.host.signals import end_with_parent
+from tpukit.host.signals import end_with_parent, is_stop
 from tpukit.host.tables import GIB
 from tpukit.launching.core import Core, running
 from tpukit.launching.job import PRINTED, Job
@@ -77,7 +77,7 @@ def run_core(job: Job, index: int) -> None:
 
 def _ending(error: BaseException, where: str) -> dict[str, Any]:
     """Return how a core ended, if by this error: stopped by a signal, or failed."""
-    if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM:
+    if is_stop(error):
         return dict(outcome="stopped")
     description = str(error)
     if not isinstance(error, TpukitError):

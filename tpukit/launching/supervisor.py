@@ -113,7 +113,7 @@ class Supervisor:
             raise CoreFailed(self._describe([f"{first['where']} failed:", first["description"]]))
         if self._is_hung():
             raise CoreFailed(self._describe(self._hang()))
-        if stop.signal == signal.SIGTERM:
+        if stop.signal and stop.signal != signal.SIGINT:
             raise SystemExit(128 + stop.signal)
         if stop.signal or self._ends("stopped"):
             raise KeyboardInterrupt
@@ -130,7 +130,7 @@ class Supervisor:
             text = text[: text.rfind(b"\n") + 1]
         self.bytes_shown += len(text)
         for line in printable(text.decode(errors="replace")).splitlines():
-            with contextlib.suppress(BrokenPipeError):  # the reader may be gone (`| head`)
+            with contextlib.suppress(OSError):  # the reader may be gone (`| head`), or the terminal
                 tqdm.write(line)
         now = self.plan.progress()
         if not now:

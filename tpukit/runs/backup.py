@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tpukit.host import environment, files
 from tpukit.host.environment import Environment
-from tpukit.host.errors import Damaged, TpukitError, explained
+from tpukit.host.errors import Damaged, TpukitError, reading
 from tpukit.runs import manifest
 
 OTHER_FOLDER = "choose another backup, or, to resume the run in it, a folder that does not exist yet"
@@ -50,10 +50,10 @@ class Backup:
         """Return the id of what is in a folder, None if it has none. Raises Damaged."""
         path = folder / self.names[0]
         advice = "copy it there from another copy of this folder, or choose another one"
-        with explained(f"{path} is damaged ({advice})", Damaged):
-            if not path.exists():
+        with reading(path, f"{path} is damaged ({advice})"):
+            if not files.exists(path):
                 return None
-            return json.loads(path.read_bytes())["id"]
+            return json.loads(files.read_bytes(path))["id"]
 
     def check_owner(self, folder: Path, owner: str | None) -> None:
         """Raise TpukitError if what has this id, in `folder`, cannot be backed up here: the disk is gone, or
@@ -61,12 +61,25 @@ class Backup:
         if self.path == folder.resolve():  # a copy would take the place of what is written meanwhile
             raise TpukitError(f"{folder} cannot be its own backup: choose another backup, or none")
         self._check_mounted()
-        backed_up = self.owner(self.path)
+        try:
+            backed_up = self.owner(self.path)
+        except Damaged:
+            if not self._shares_weights(folder):
+                raise
+            self.copied.pop(self.names[0], None)  # so that it is written again
+            return
         if backed_up is None:
             files.check_empty((self.path / self.names[0]).parent)
         elif backed_up != owner:
             other = f"belongs to another run than {folder} (id {backed_up}, not {owner})"
             raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
+
+    def _shares_weights(self, folder: Path) -> bool:
+        """Return whether a weights file of `folder` is in the backup: then it is this folder's backup,
+        whatever a disk has made of its id."""
+        here, there = (manifest.read(place) or {} for place in (folder, self.path))
+        digests = {digest for each in there.values() for digest in each}
+        return any(digest in digests for each in here.values() for digest in each)
 
     def check(self, folder: Path, owner: str | None) -> None:
         """Raise TpukitError as `check_owner` does, and if another session has left a later state here."""
@@ -106,7 +119,7 @@ class Backup:
             self._check_mounted()
             manifest.write(self.path, both)
         for name in self.names:
-            if (folder / name).exists():
+            if files.exists(folder / name):
                 self._copy_file(folder, name)
         whole = {}
         for name, digests in listed.items():
@@ -114,15 +127,17 @@ class Backup:
                 whole[name] = digests
             elif manifest.is_whole(self.path / name, both.get(name, [])):
                 whole[name] = both[name]
+        only_here = {name: digests for name, digests in both.items() if name not in listed}
+        whole |= only_here
         if manifest.steps(listed) and not manifest.steps(whole):
             raise Damaged(f"no checkpoint in {folder} is intact")
         self._check_mounted()
-        manifest.write(self.path, whole)
+        manifest.write_newest(self.path, whole)
 
     def _copy_file(self, folder: Path, name: str, check: Callable[[Path], None] | None = None) -> None:
         stat = (folder / name).stat()
         version = stat.st_ino, stat.st_mtime_ns, stat.st_size
-        if self.copied.get(name) != version or not (self.path / name).exists():
+        if self.copied.get(name) != version or not files.exists(self.path / name):
             self._check_mounted()  # copying takes long on Drive, which may go meanwhile
             files.copy_atomic(folder / name, self.path / name, check)
             self.copied[name] = version
@@ -143,7 +158,7 @@ class Backup:
         listed = manifest.read(self.path) or {}
         manifest.write(folder, {})  # until the end: files without a manifest would mean that it was deleted
         for name in self.names:
-            if (self.path / name).exists():
+            if files.exists(self.path / name):
                 files.copy_atomic(self.path / name, folder / name)
         whole = {}
         for name, digests in listed.items():
@@ -177,4 +192,4 @@ def find_in_inputs(env: Environment, name: str) -> Path | None:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds a run of tpukit."""
-    return (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()
+    return files.exists(folder / "config.json") and files.exists(folder / "checkpoints")

@@ -1,17 +1,23 @@
 """`Checkpoints` of any training loop, in a folder and its backup. A `Run` keeps its own by them."""
 
+import contextlib
 import io
 import json
+import operator
+import os
 import pickle
 import secrets
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import say
 from tpukit.runs import manifest, weights
 from tpukit.runs.backup import MOUNT, Backup, Say
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ID = "checkpoints/id.json"  # of a loop that has a backup, so that no other loop replaces that
 
@@ -34,6 +40,7 @@ class Checkpoints:
 
         Raises TpukitError for a backup in which nothing can be written."""
         self.folder, self.say = files.local_path(folder, MOUNT), say
+        self._knows_newest = False  # has restored or written a checkpoint
         self.backup = Backup(backup, [ID]) if backup else None
         if self.backup:
             self.backup.check_writable()
@@ -48,30 +55,42 @@ class Checkpoints:
             state: pytree of tensors on any device, numbers and strings, as of `state_dict()`.
             step: 0 or more. A later checkpoint of the same step takes the place of this one.
 
-        Raises TpukitError for a full disk, which leaves the checkpoints before as they were, and for a state
-        with anything else in it. A backup that fails is reported, and tried again by the next save."""
+        Raises TpukitError for a full disk, which leaves the checkpoints before as they were, for a state with
+        anything else in it, and for a step below the newest checkpoint of a folder that was not restored. A
+        backup that fails is reported, and tried again by the next save."""
         import torch
         from torch.utils._pytree import tree_map_only
 
-        if step < 0:
-            raise TpukitError(f"step={step}: a checkpoint has a step of 0 or more")
-        state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
+        if not hasattr(step, "__index__") or (step := operator.index(step)) < 0:
+            raise TpukitError(f"step={step!r}: a checkpoint has a whole number of 0 or more as its step")
+        state = tree_map_only(torch.Tensor, _on_cpu, state)
         _check_readable(tree_map_only(torch.Tensor, lambda tensor: None, state))
         with files.file_lock(self.folder):  # a loop may forget that only one of its ranks saves
-            self._read_manifest()  # refuses a folder whose manifest was deleted
+            self._check_is_newest(step)
             manifest.put(self.folder, f"checkpoints/step-{step:08d}.pt", lambda file: _write(state, file))
+            self._knows_newest = True
             if self.backup:
-                if not (self.folder / ID).exists():
+                if not files.exists(self.folder / ID):
                     files.write_atomic(self.folder / ID, json.dumps(dict(id=secrets.token_hex(8))))
                 self.backup.update(self.folder, self.say)
 
+    def _check_is_newest(self, step: int) -> None:
+        """Raise TpukitError if a checkpoint of this step would take the place of later ones that nobody has
+        read, as when a notebook's cell starts its loop again."""
+        newest = max(manifest.steps(self._read_manifest()).values(), default=0)
+        if step < newest and not self._knows_newest:
+            raise TpukitError(
+                f"step {step} is before step {newest}, the newest checkpoint in {self.folder}, which was not"
+                " restored: call restore() first and go on from there, or choose another folder"
+            )
+
     def restore(self) -> Any:
         """Return the newest whole state, with its tensors on the CPU; None if there is none yet. No code is
-        run from it. A damaged checkpoint is named, skipped, and taken out of the manifest, so that it does
-        not count as one of those that are kept.
+        run from it. A damaged checkpoint is named, skipped, and renamed to NAME.damaged, so that it does not
+        count as one of those that are kept.
 
         Raises TpukitError if all are damaged, if the backup belongs to another loop, or if it has a later
-        state than this folder has."""
+        state than this folder has. An error of the disk raises Unreadable, and changes nothing."""
         if self.backup:
             with files.file_lock(self.folder):  # ranks share it
                 if not manifest.steps(self._read_manifest()):
@@ -80,32 +99,35 @@ class Checkpoints:
         if self.backup:
             with files.file_lock(self.folder):  # no rank saves meanwhile
                 self.backup.check(self.folder, self.backup.owner(self.folder))
+        self._knows_newest = True
         return state
 
     def _read_newest(self) -> Any:
         """Return the newest whole state of this folder. See `restore`."""
-        listed, damaged = self._read_manifest(), []
-        for name in manifest.steps(listed):
-            path = self.folder / name
-            try:
-                manifest.check(path, listed[name])
-                with weights.explain_damage(path):
-                    state = weights.load_tensors(path)
-            except Damaged as error:
-                self.say(f"{error}; trying the previous checkpoint")
-                damaged.append(name)
-                continue
-            if damaged:
-                whole = {name: digests for name, digests in listed.items() if name not in damaged}
-                manifest.write(self.folder, whole)
-            return state
-        if damaged:
+        names = list(manifest.steps(self._read_manifest()))
+        for name in names:
+            with contextlib.suppress(Damaged):
+                return self._read(name)
+            with files.file_lock(self.folder):
+                try:  # another rank may have saved one of this name since
+                    return self._read(name)
+                except Damaged as error:
+                    self.say(f"{error}; trying the previous checkpoint")
+                    _set_aside(self.folder / name)
+        if names:
             raise TpukitError(
-                f"none of the {len(damaged)} checkpoints in {self.folder}/checkpoints can be read. Restore"
-                f" them from a copy, or delete the folder {self.folder} to start again, from its backup if it"
-                " has one."
+                f"none of the {len(names)} checkpoints in {self.folder}/checkpoints is whole. Restore them"
+                f" from a copy, or choose another folder to start again, with the backup of {self.folder} if"
+                " it has one"
             )
         return None
+
+    def _read(self, name: str) -> Any:
+        """Return the state of one checkpoint. Raises Damaged."""
+        path = self.folder / name
+        data = manifest.read_whole(path, self._read_manifest().get(name, []))
+        with weights.explain_damage(path):
+            return weights.load_tensors(io.BytesIO(data))
 
     def _fetch(self, backup: Backup) -> None:
         """Copy what is whole in the backup to this folder, which has no checkpoints."""
@@ -117,13 +139,28 @@ class Checkpoints:
 
     def _read_manifest(self) -> manifest.Manifest:
         """Return the folder's manifest. Raises Damaged if it is gone, and the checkpoints are not."""
-        listed = manifest.read(self.folder)
-        if listed is None and any((self.folder / "checkpoints").glob("step-*.pt")):
-            path = self.folder / manifest.FILE
+        listed, path = manifest.read(self.folder), self.folder / manifest.FILE
+        if listed is None and files.names_in(path.parent, "step-*.pt"):
             raise Damaged(
                 f"{path} is missing, but its checkpoints are there: put it back, or choose another folder"
             )
         return listed or {}
+
+
+def _on_cpu(tensor: "Tensor") -> "Tensor":
+    """Return a tensor on the CPU; a view without the rest of what it is a view of, which would be saved."""
+    import torch
+
+    tensor = tensor.detach().cpu()
+    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.clone()
+
+
+def _set_aside(damaged: Path) -> None:
+    """Rename a damaged checkpoint, where the disk lets us: a Kaggle input is only read."""
+    with contextlib.suppress(OSError):
+        os.replace(damaged, f"{damaged}.damaged")
 
 
 def _check_readable(values: Any) -> None:

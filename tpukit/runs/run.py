@@ -21,12 +21,12 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
-from tpukit.host.errors import Damaged, TpukitError, explained
+from tpukit.host.errors import Damaged, TpukitError, reading
 from tpukit.host.tables import fit_page, printable, say
 from tpukit.runs import manifest, weights
 from tpukit.runs.backup import MOUNT, Backup, find_in_inputs
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+RETRY_AFTER_S = (0.0, 1.0, 2.0)  # after a disk refused records
 COPIED = ("config.json", "log.txt", "records.jsonl")  # to a backup, besides the weights files
 
 
@@ -50,6 +51,10 @@ class Run:
     def __init__(self, path: str | Path, backup: str | Path | None = None):
         self.path = files.local_path(path, MOUNT)
         self.backup = Backup(backup, COPIED) if backup else None
+        self._checkpoints = Checkpoints(self.path, say=self.print)
+        self._check_lock: Callable[[], None] = lambda: None
+        self._unwritten = ""  # records that the disk has refused so far
+        self._has_log = True
         self._progress_at = 0.0
 
     def read_only(self) -> "Run":
@@ -84,12 +89,12 @@ class Run:
         config = run.path / "config.json"
         if run.backup:
             run.backup.check_writable()
-            if not config.exists() and (run.backup.path / "config.json").exists():
+            if not files.exists(config) and files.exists(run.backup.path / "config.json"):
                 run._fetch(run.backup, task)
-        if not config.exists() and (earlier := find_in_inputs(environment.detect(), run.path.name)):
+        if not files.exists(config) and (earlier := find_in_inputs(environment.detect(), run.path.name)):
             run._fetch(Backup(earlier, COPIED), task)
         run_id = secrets.token_hex(8)
-        if config.exists():
+        if files.exists(config):
             run_id = run.config["id"]
             if run.checkpoints() or run._has_results():
                 check_settings(run.path, run.config, task)
@@ -124,18 +129,21 @@ class Run:
     def find(cls, path: str | Path) -> "Run":
         """Open a run for reading. Raises TpukitError if there is none."""
         run = cls(path)
-        if not (run.path / "config.json").is_file():
+        if not files.exists(run.path / "config.json"):
             below = ", ".join(sorted(str(config.parent) for config in run.path.glob("*/config.json")))
             hint = f"; runs below it: {below}" if below else ""
             raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
         return run
 
-    def lock(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
         """Context manager: keep other processes from training here. Raises TpukitError with host and pid of
-        one that does."""
+        one that does. Where the disk has no locks, a process that comes later ends this one's saving."""
         if not self._writes:
-            return contextlib.nullcontext()
-        return files.exclusive_lock(self.path / ".lock")
+            yield
+            return
+        with files.exclusive_lock(self.path / ".lock") as self._check_lock:
+            yield
 
     # What is in the folder
 
@@ -143,15 +151,15 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The task, settings and id that the run was opened with. Raises Damaged."""
         path, advice = self.path / "config.json", "copy it there from another copy of this run"
-        with explained(f"{path} is damaged ({advice}, or choose another folder)", Damaged):
-            values = json.loads(path.read_bytes())
+        with reading(path, f"{path} is damaged ({advice}, or choose another folder)"):
+            values = json.loads(files.read_bytes(path))
             settings = dict(values["settings"])
             return dict(values, id=values["id"], task=values["task"], settings=settings)
 
     def _has_results(self) -> bool:
         """Return whether the folder holds results of training steps, other than checkpoints."""
         trained = any(record["kind"] not in ("start", "compile") for record in self.records())
-        return trained or (self.path / manifest.BEST).exists()
+        return trained or files.exists(self.path / manifest.BEST)
 
     def check_results(self) -> None:
         """Raise TpukitError for results without checkpoints, which a new training run would replace."""
@@ -169,24 +177,46 @@ class Run:
 
         text = printable(text)
         if self.echo:
-            with contextlib.suppress(BrokenPipeError):  # the reader may be gone (`| head`); the run continues
+            # The reader may be gone (`| head`), or the terminal (SIGHUP); the run continues.
+            with contextlib.suppress(OSError):
                 tqdm.write(fit_page(text))
-        if self._writes:
-            _append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        if self._writes and self._has_log:
+            try:
+                _append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+            except TpukitError as error:
+                self._has_log = False  # first, because it is said by this function
+                self.print(f"log.txt gets no more lines ({error}); training continues")
 
     def log(self, kind: str, step: int, **values: Any) -> None:
-        """Append one record. Floats that are not finite become null: JSON has no such numbers."""
+        """Append one record. Floats that are not finite become null: JSON has no such numbers. What the disk
+        refuses is kept for the next call, and for the next checkpoint."""
         if not self._writes:
             return
         record = _finite(dict(kind=kind, step=step, time=round(time.time(), 3), **values))
-        _append(self.path / "records.jsonl", json.dumps(record) + "\n")
+        self._unwritten += json.dumps(record) + "\n"
+        with contextlib.suppress(TpukitError):
+            self._write_records()
+
+    def _write_records(self) -> None:
+        if self._unwritten:
+            _append(self.path / "records.jsonl", self._unwritten)
+            self._unwritten = ""
+
+    def check_records(self) -> None:
+        """Raise TpukitError if the disk still refuses records after a few seconds."""
+        for pause_s in RETRY_AFTER_S:
+            with contextlib.suppress(TpukitError):
+                return self._write_records()
+            time.sleep(pause_s)
+        self._write_records()
 
     def records(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Return the records in the order of their steps; in the file an evaluation comes once it is scored,
         after some later steps. A damaged line, or a last one cut short by a kill, is left out with a
         warning."""
         path, records = self.path / "records.jsonl", []
-        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+        data = files.read_bytes(path) if files.exists(path) else b""
+        for number, line in enumerate(data.splitlines(), 1):
             try:
                 record = json.loads(line)
                 if not all(0 <= record[name] < 2**53 for name in ("step", "time")):
@@ -200,7 +230,11 @@ class Run:
     def records_size(self) -> int:
         """Return the size of the records in bytes."""
         path = self.path / "records.jsonl"
-        return path.stat().st_size if path.exists() else 0
+        return path.stat().st_size if files.exists(path) else 0
+
+    def mark_records(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the records: dict(records_size: bytes in the file, unwritten)."""
+        return dict(records_size=self.records_size(), unwritten=self._unwritten)
 
     def _cut_records(self, size: int) -> None:
         """Cut the records back to their size at a checkpoint: the resumed run writes the rest again."""
@@ -208,25 +242,27 @@ class Run:
         if current < size:
             self.print(f"{path}: {size - current} of {size} bytes are lost")
         if current > size:
-            files.write_atomic(path, path.read_bytes()[:size])
+            files.write_atomic(path, files.read_bytes(path)[:size])
 
     def write_progress(self, *, step: int, total: int, **values: Any) -> None:
-        """Replace what `read_progress` returns, at most twice a second and at the end."""
+        """Replace what `read_progress` returns, at most twice a second and at the end. If the disk refuses
+        it, a progress bar stands still."""
         now = time.monotonic()
         if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
             text = json.dumps(_finite(dict(step=step, total=total, **values)))
-            files.write_atomic(self.path / "progress.json", text, durable=False)
+            with contextlib.suppress(OSError, TpukitError):
+                files.write_atomic(self.path / "progress.json", text, durable=False)
 
     def read_progress(self) -> dict[str, Any]:
         """Return what `write_progress` last wrote, or {}."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             return json.loads((self.path / "progress.json").read_bytes())
         return {}
 
     def stop_requested(self) -> int | None:
         """Return the signal that the notebook's process passes on to its cores through the run directory."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # else the next call finds it
             return int((self.path / "cores" / "stop").read_text())
         return None
 
@@ -237,18 +273,22 @@ class Run:
         listed = manifest.steps(manifest.read(self.path) or {})
         return [dict(file=Path(name).name, step=step) for name, step in listed.items()]
 
-    def save(self, state: Any, step: int, records_size: int | None = None) -> None:
+    def save(self, state: Any, step: int, records: dict[str, Any] | None = None) -> None:
         """Write a checkpoint, whole or not at all, and update the backup.
 
         Args:
             state: pytree of tensors, numbers and strings.
-            records_size: bytes of the records that belong to this state; by default all that are there.
-        """
-        size = self.records_size() if records_size is None else records_size
-        for name in ("records.jsonl", "log.txt"):  # a checkpoint reaches the disk after what it counts on
-            if (self.path / name).exists():
-                files.sync(self.path / name)
-        Checkpoints(self.path).save(dict(records_size=size, state=state), step)
+            records: what `mark_records` returned when the state was that; by default what it returns now.
+
+        Raises TpukitError if another process has started to train here."""
+        self._check_lock()
+        records = records or self.mark_records()
+        # A checkpoint reaches the disk after what it counts on.
+        if files.exists(self.path / "records.jsonl"):
+            files.sync(self.path / "records.jsonl")
+        with contextlib.suppress(OSError):  # nothing counts on the log
+            files.sync(self.path / "log.txt")
+        self._checkpoints.save(dict(records, state=state), step)
         self.update_backup()
 
     def update_backup(self) -> None:
@@ -259,17 +299,19 @@ class Run:
     def restore(self) -> Any:
         """Return the newest whole state, or None if the run has none. See `Checkpoints.restore`."""
         self.check_results()
-        saved = Checkpoints(self.path, say=self.print).restore()
+        saved = self._checkpoints.restore()
         self._cut_records(saved["records_size"] if saved else 0)
+        if saved and saved.get("unwritten"):
+            _append(self.path / "records.jsonl", saved["unwritten"])
         return saved["state"] if saved else None
 
     def has_whole_best(self) -> bool:
         """Return whether the run has best weights. Damaged ones are named."""
         path = self.path / manifest.BEST
-        if not path.exists():
+        if not files.exists(path):
             return False
         try:
-            manifest.check_best(path)
+            manifest.read_best(path)
             return True
         except Damaged as error:
             self.print(f"{error}; the next evaluation's weights will replace it")
@@ -278,7 +320,7 @@ class Run:
     def best(self) -> Path:
         """Return the file of the best weights. Raises TpukitError if the run has none yet."""
         path = self.path / manifest.BEST
-        if not path.is_file():
+        if not files.exists(path):
             raise TpukitError(f"{self.path} has no best weights yet: the first evaluation saves them")
         return path
 
@@ -289,13 +331,21 @@ class Run:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError if it cannot
-    be written."""
-    with files.explain_unwritable(path), open(path, "a+b") as file:
-        if file.tell():
+    """Append lines to a file, all or none, on a new line if a kill cut the last one short. Raises TpukitError
+    if it cannot be written."""
+    with files.explain_unwritable(path), open(path, "a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else f"\n{text}"
-        file.write(text.encode(errors="backslashreplace"))  # names of files need not be UTF-8
+        data = memoryview(text.encode(errors="backslashreplace"))  # names of files need not be UTF-8
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import pickle
 import re
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from tpukit.host import files
-from tpukit.host.errors import Damaged, TpukitError, explained
+from tpukit.host.errors import TpukitError, reading
 from tpukit.runs import manifest
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     """Return name -> CPU tensor of a .safetensors, .pth, .pt, .pkl or .tar file.
 
     Takes a bare state dict, or one under one of `KEYS`; the prefixes of wrappers (`PREFIXES`) are dropped.
-    Raises TpukitError for a missing or damaged file (the best weights of a run have a SHA-256), and for a
-    pickle that would run code: it is never run."""
+    Raises TpukitError for a missing or damaged file (the best weights of a run have a SHA-256), for one that
+    cannot be read now, and for a pickle that would run code: it is never run."""
     import torch
 
     path = local(path)
@@ -41,13 +42,14 @@ def read(path: str | Path) -> "dict[str, Tensor]":
         folder = "a folder; name the file in it, of a run best.safetensors"
         raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
     with explain_damage(path):
-        manifest.check_best(path)
+        # By Python, because the readers of torch and safetensors take an error of the disk for damage.
+        data = manifest.read_best(path) if path.name == manifest.BEST else files.read_bytes(path)
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+            from safetensors.torch import load as load_safetensors
 
-            content: Any = load_file(path)
+            content: Any = load_safetensors(data)
         else:
-            content = load_tensors(path)
+            content = load_tensors(io.BytesIO(data))
     for key in KEYS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -74,14 +76,14 @@ def _without_prefixes(content):
     return content
 
 
-def load_tensors(path: Path | BinaryIO) -> Any:
+def load_tensors(file: BinaryIO) -> Any:
     """Read what `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises
     UnpicklingError for a file that asks for more."""
     import torch
 
     try:
         with torch.serialization.safe_globals(_plain_types()):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         if "weights_only" not in str(error):
             raise
@@ -135,10 +137,12 @@ def metadata(path: str | Path) -> dict[str, str]:
     from safetensors import safe_open
 
     path = local(path)
-    if path.suffix != ".safetensors" or not path.is_file():
+    if path.suffix != ".safetensors" or not files.exists(path):
         return {}
-    with explain_damage(path), safe_open(path, "pt") as file:
-        return file.metadata() or {}
+    with explain_damage(path):
+        open(path, "rb").close()  # safetensors takes each error of the disk for a missing file
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
 
 
 def epoch_of(path: str | Path) -> int | None:
@@ -149,8 +153,8 @@ def epoch_of(path: str | Path) -> int | None:
 
 
 def explain_damage(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Context manager: raise whatever reading a weight file raises as Damaged."""
-    return explained(f"weights {path}: damaged or not a weight file", Damaged)
+    """Context manager: raise whatever reading a weight file raises as Damaged, or as Unreadable."""
+    return reading(path, f"weights {path}: damaged or not a weight file")
 
 
 def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> bytes:

@@ -157,10 +157,12 @@ class Evaluator:
         task, done = self.task, self.pending
         if done is None:
             return
-        self.pending = None
+        # First what may raise: then nothing of the epoch is recorded, and it can be scored again.
         self.scores = done.scores.result()
         score = self.scores[task.score]
         is_best = state.best is None or score > (-math.inf if math.isnan(state.best) else state.best)
+        metadata = task.metadata(self.train_data) if is_best else {}
+        self.pending = None
         numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
         self.record_epoch(state, done.step, done.epoch, done.loss, dict(numbers))
         speed = dict(seconds=done.predict_s)
@@ -174,7 +176,7 @@ class Evaluator:
                 epoch=done.epoch,
                 settings=json.dumps(model_settings(task)),
                 **{task.score: score},
-                **task.metadata(self.train_data),
+                **metadata,
             )
             self.saver.best = (done.weights, values)
 

@@ -22,9 +22,10 @@ def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: boo
 
     runtime: this core's, as `launch` gives it; None: train opens the one device of this process.
 
-    A checkpoint is written every `task.save_every_s` seconds, at the end, and before leaving on an interrupt
-    or SIGTERM; a resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels.
-    Raises `Diverged` when loss or gradient stop being finite, and TpukitError for what the user can fix."""
+    A checkpoint is written every `task.save_every_s` seconds, at the end, and before leaving on an interrupt,
+    SIGTERM, SIGHUP (a closed terminal), or an error that comes between two steps of one process; a resumed
+    run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged` when
+    loss or gradient stop being finite, and TpukitError for what the user can fix."""
     with StopSignal() as stop, known_errors.explain_known_errors(), run.lock():
         return fit(Trainer(task, run, runtime, stop), progress)  # without a name here, so that it is freed
 
@@ -42,8 +43,12 @@ def fit(trainer: Trainer, progress: bool) -> dict:
                     end_epoch(trainer)
             trainer.saver.wait()
             trainer.run.update_backup()  # an earlier session may have been killed before it did that
+            trainer.run.check_records()
     except (KeyboardInterrupt, SystemExit) as reason:
         trainer.save_before_leaving(reason)
+        raise
+    except Exception as error:
+        trainer.save_after(error)
         raise
     finally:
         trainer.close()
@@ -57,9 +62,11 @@ def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
     trainer.model.train()
     trainer.throughput.restart()  # an evaluation came before
     for batch in trainer.throughput.timed(itertools.islice(batches, trainer.steps_per_epoch - first)):
+        trainer.is_between_steps = False
         trainer.take_step(batch, epoch)
         syncs = trainer.ends_epoch() or state.step % trainer.task.log_every == 0
         save_due = record_interval(trainer, epoch) if syncs else trainer.saver.is_due()
+        trainer.is_between_steps = True
         trainer.write_progress(epoch)
         # Several ranks have to stop and save at the same step, which is one at which they sync.
         if syncs or trainer.runtime.world.size == 1:

@@ -9,19 +9,23 @@ from torch import Tensor
 from tpukit.runs.run import Run
 
 
+Best = tuple[dict[str, Tensor], dict[str, Any]]  # the arguments of `Run.save_best`
+
+
 class Saver:
     """Write checkpoints on a thread, one at a time, each with the best weights that it knows of.
 
     The training loop only copies its state. What fails, on a full disk for instance, is raised by the next
     `wait` or save; nothing is written after it.
 
-    best: the best weights since the last checkpoint, as the arguments of `Run.save_best`, or None."""
+    best: the best weights since the last checkpoint, or None."""
 
     def __init__(self, run: Run, save_every_s: float) -> None:
         self.run, self.save_every_s = run, save_every_s
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save")
         self.pending: concurrent.futures.Future | None = None
-        self.best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+        self.best: Best | None = None
+        self.writing: Best | None = None  # by `pending`
         self.due_at = time.monotonic() + save_every_s
 
     def is_due(self) -> bool:
@@ -31,10 +35,15 @@ class Saver:
     def save(self, state: dict, step: int) -> None:
         """Start writing a checkpoint, after the best weights. state: as `Run.save`."""
         self.wait()
-        size = self.run.records_size()
-        self.pending = self.executor.submit(_write, self.run, self.best, state, step, size)
-        self.best = None
+        records = self.run.mark_records()
+        self.pending = self.executor.submit(_write, self.run, self.best, state, step, records)
+        self.best, self.writing = None, self.best
         self.due_at = time.monotonic() + self.save_every_s
+
+    def forget_failure(self) -> None:
+        """Let the next save try again what failed."""
+        if self.pending is not None and self.pending.exception() is not None:
+            self.pending, self.best = None, self.best or self.writing
 
     def wait(self) -> None:
         """Wait until all is written. Raises what made the last save fail."""
@@ -46,8 +55,8 @@ class Saver:
         self.executor.shutdown()
 
 
-def _write(run: Run, best: tuple | None, state: dict, step: int, records_size: int) -> None:
+def _write(run: Run, best: Best | None, state: dict, step: int, records: dict) -> None:
     if best is not None:
         tensors, values = best
         run.save_best(tensors, **values)
-    run.save(state, step, records_size)
+    run.save(state, step, records)

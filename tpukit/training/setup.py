@@ -1,6 +1,7 @@
 """`Trainer`: model, optimizer, data and state of a training run, ready on the device for the loop."""
 
 import itertools
+import signal
 import time
 from collections.abc import Generator
 
@@ -10,7 +11,7 @@ from tpukit.devices import check_micro_batches, open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.host.bars import tqdm
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.signals import StopSignal
 from tpukit.runs import weights
 from tpukit.runs.run import Run
@@ -31,6 +32,8 @@ class Trainer:
 
     shown_loss = "?"  # none yet
     ranks_stop = False  # whether all ranks know of a signal
+    is_between_steps = True  # and all that belongs to the last one is done
+    records_error: TpukitError | None = None  # by which the disk refuses records
 
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
         check_dataset_dir(task)
@@ -132,7 +135,7 @@ class Trainer:
             self.model,
             self.runtime,
             clipped=self.task.clip_norm is not None,
-            stop_signal=self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None),
+            stop_signal=self.stop_asked(),
             save_due=self.saver.is_due(),
         )
         self.ranks_stop = interval.stop_signal is not None
@@ -142,10 +145,22 @@ class Trainer:
 
     # Stopping and saving
 
+    def stop_asked(self) -> int | None:
+        """Return the signal by which this rank is to stop, if there is one. A disk that refuses records stops
+        it, too."""
+        try:
+            self.run.check_records()
+        except TpukitError as error:
+            self.records_error = error
+            return signal.SIGTERM
+        return self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None)
+
     def check_stop(self) -> None:
         """Stop if a signal came; several ranks if all know of it, so that one that came since waits for the
         next sync."""
         if self.runtime.world.size == 1 or self.ranks_stop:
+            if self.records_error is not None:
+                raise self.records_error
             self.stop.check()
 
     def patience_exhausted(self) -> bool:
@@ -173,14 +188,33 @@ class Trainer:
         checkpoint.save(self.saver, self.runtime, self.step.parts, self.origin, self.state, sums)
 
     def save_before_leaving(self, reason: BaseException) -> None:
-        """Save on an interrupt or SIGTERM, if it came between two steps, and say so."""
-        why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "terminated (SIGTERM)"
+        """Save on an interrupt, SIGTERM or SIGHUP, if it came between two steps, and say so."""
+        why = "interrupted"
+        if isinstance(reason, SystemExit) and self.stop.signal:
+            why = f"terminated ({signal.Signals(self.stop.signal).name})"
         result = "during a step, which is lost. Start it again to resume from the last checkpoint."
         if self.stop.at_step:  # on every rank at the same step; else a second interrupt broke into one
             self.save()
             self.saver.wait()
             result = f"and saved at step {self.state.step}. Start it again to resume."
         self.run.print(f"{why} {result}")
+
+    def save_after(self, error: Exception) -> None:
+        """Save once before an error ends the run, if it came between two steps of a process on its own, or
+        all ranks stop for it."""
+        has_trained = self.state.step >= self.first_step
+        if not has_trained or not self.is_between_steps or isinstance(error, metrics.Diverged):
+            return
+        if self.runtime.world.size > 1 and not self.ranks_stop:  # the others do not know of it
+            return
+        try:
+            self.saver.forget_failure()
+            self.save()
+            self.saver.wait()
+        except Exception as second:
+            self.run.print(f"step {self.state.step} could not be saved ({first_line(second)})")
+        else:
+            self.run.print(f"an error ends the training run, which is saved at step {self.state.step}")
 
     def predict_test_set(self, epoch: int, loss: float) -> None:
         """Predict the test set with the weights of an epoch, or their average once there is one, and start
