@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import refuses
 from tpukit.host import files
+from tpukit.runs.folder_lock import exclusive_lock
 from tpukit.tasks import arrays
 
 
@@ -48,7 +49,7 @@ def test_a_lock_ends_with_its_block_though_a_process_that_was_forked_in_it_lives
             signal.pause()
     (lock,) = cache.iterdir()
     try:
-        with files.exclusive_lock(lock):  # which would refuse
+        with exclusive_lock(lock):  # which would refuse
             pass
     finally:
         os.kill(pid, signal.SIGKILL)

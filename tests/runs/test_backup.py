@@ -12,7 +12,7 @@ from tests.runs.store import content, filled, kill_everywhere, steps_in
 from tpukit import MNIST, Checkpoints, Run, TpukitError, find_dataset, train
 from tpukit.host import files
 from tpukit.runs import manifest
-from tpukit.runs.backup import find_in_inputs
+from tpukit.runs.inputs import find_in_inputs
 from tpukit.training import loop
 
 ADDRESS = "HTTPS://me:secret@host/"
@@ -272,7 +272,7 @@ def test_a_copy_that_arrives_damaged_replaces_nothing(name, copied, tmp_path, mo
     assert name in capsys.readouterr().out and copied.restore() == dict(a=3)
     if name == "best.safetensors":
         assert (tmp_path / "drive" / name).read_bytes() == whole
-    assert steps_in(tmp_path / "drive") == ([3, 2] if name == "best.safetensors" else [2])
+    assert steps_in(tmp_path / "drive") == ([3, 2] if name == "best.safetensors" else [2, 1])
     monkeypatch.undo()
     copied.save(dict(a=4), 4)
     assert steps_in(tmp_path / "drive") == [4, 3]

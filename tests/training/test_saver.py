@@ -70,14 +70,15 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_no
     assert all(same(state["model"], weights[step]) for step, state in written.items())
 
 
-def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_nothing_is_written_after_it(
-    digits, tmp_path, cpu, monkeypatch
+@pytest.mark.parametrize("fails", ["once", "for good"])
+def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_after_one_more_try(
+    fails, digits, tmp_path, cpu, monkeypatch
 ):
     steps, written, write = [], [], Checkpoints.save
 
     def failing(self, content, step):
         written.append(step)
-        if len(written) == 2:
+        if len(written) == 2 or fails == "for good" and len(written) > 2:
             raise OSError(errno.EIO, "Input/output error", "step")
         write(self, content, step)
 
@@ -87,9 +88,10 @@ def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_
     run = Run.open(tmp_path, task)
     with pytest.raises(TpukitError, match="Input/output error"):
         train(task, run, runtime=cpu, progress=False)
-    assert steps[-1] < 50 * 25 and len(written) == 2
-    assert [entry["step"] for entry in run.checkpoints()] == written[:1]
-    assert run.restore()["state"]["step"] == written[0]
+    assert steps[-1] < 50 * 25 and len(written) == 3 and written[2] == steps[-1]
+    saved = written[:1] if fails == "for good" else [written[2], written[0]]
+    assert [entry["step"] for entry in run.checkpoints()] == saved
+    assert run.restore()["state"]["step"] == saved[0]
 
 
 def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_and_older_ones_are_left_out(

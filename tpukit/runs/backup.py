@@ -1,7 +1,6 @@
 """A copy of a folder's checkpoints in another folder (on Drive, in a mounted bucket), kept up to date and
-restored from; and runs in Kaggle's inputs."""
+restored from."""
 
-import glob
 import json
 import os
 import tempfile
@@ -9,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tpukit.host import environment, files
-from tpukit.host.environment import Environment
 from tpukit.host.errors import Damaged, TpukitError, reading
 from tpukit.runs import manifest
 
@@ -84,7 +82,7 @@ class Backup:
     def check(self, folder: Path, owner: str | None) -> None:
         """Raise TpukitError as `check_owner` does, and if another session has left a later state here."""
         self.check_owner(folder, owner)
-        here = max(manifest.steps(manifest.read(folder) or {}).values(), default=0)
+        here = max(manifest.steps_there(folder, manifest.read(folder) or {}).values(), default=0)
         listed = manifest.read(self.path) or {}
         for name, step in manifest.steps(listed).items():
             if step > here and manifest.is_whole(self.path / name, listed[name]):
@@ -174,22 +172,10 @@ class Backup:
             )
         manifest.write(folder, whole)
 
-
-def find_in_inputs(env: Environment, name: str) -> Path | None:
-    """Return the folder of the run `name` below the Kaggle inputs (the output of an earlier version of the
-    notebook, or a copy), or None if there is none. Raises TpukitError for several."""
-    if env.inputs is None or not name:
-        return None
-    # The deepest: notebooks/OWNER/NOTEBOOK/outputs/.
-    patterns = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]
-    runs = [folder for pattern in patterns for folder in sorted(env.inputs.glob(pattern)) if is_run(folder)]
-    if len(runs) > 1:
-        raise TpukitError(
-            f"{len(runs)} inputs hold a run named {name}: {', '.join(map(str, runs))}. Remove all but one"
-        )
-    return runs[0] if runs else None
-
-
-def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run of tpukit."""
-    return files.exists(folder / "config.json") and files.exists(folder / "checkpoints")
+    def bring_back(self, folder: Path, name: str) -> bool:
+        """Copy a weights file of `folder` that is damaged there from here. Return False if it is not whole
+        here either."""
+        if not manifest.is_whole(self.path / name, (manifest.read(folder) or {}).get(name, [])):
+            return False
+        files.copy_atomic(self.path / name, folder / name)
+        return True

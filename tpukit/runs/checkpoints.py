@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import say
-from tpukit.runs import manifest, weights
+from tpukit.runs import manifest
 from tpukit.runs.backup import MOUNT, Backup, Say
+from tpukit.runs.tensors import explain_damage, load_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,7 @@ class Checkpoints:
         self.folder, self.say = files.local_path(folder, MOUNT), say
         self._knows_newest = False  # has restored or written a checkpoint
         self.backup = Backup(backup, [ID]) if backup else None
+        self.spare = self.backup  # in which a damaged checkpoint may be whole
         if self.backup:
             self.backup.check_writable()
 
@@ -77,7 +79,7 @@ class Checkpoints:
     def _check_is_newest(self, step: int) -> None:
         """Raise TpukitError if a checkpoint of this step would take the place of later ones that nobody has
         read, as when a notebook's cell starts its loop again."""
-        newest = max(manifest.steps(self._read_manifest()).values(), default=0)
+        newest = max(manifest.steps_there(self.folder, self._read_manifest()).values(), default=0)
         if step < newest and not self._knows_newest:
             raise TpukitError(
                 f"step {step} is before step {newest}, the newest checkpoint in {self.folder}, which was not"
@@ -86,8 +88,8 @@ class Checkpoints:
 
     def restore(self) -> Any:
         """Return the newest whole state, with its tensors on the CPU; None if there is none yet. No code is
-        run from it. A damaged checkpoint is named, skipped, and renamed to NAME.damaged, so that it does not
-        count as one of those that are kept.
+        run from it. A damaged checkpoint is named, and renamed to NAME.damaged, so that it does not count as
+        one of those that are kept. Its copy in the backup takes its place, or else the checkpoint before.
 
         Raises TpukitError if all are damaged, if the backup belongs to another loop, or if it has a later
         state than this folder has. An error of the disk raises Unreadable, and changes nothing."""
@@ -112,8 +114,11 @@ class Checkpoints:
                 try:  # another rank may have saved one of this name since
                     return self._read(name)
                 except Damaged as error:
-                    self.say(f"{error}; trying the previous checkpoint")
                     _set_aside(self.folder / name)
+                    if self.spare and self.spare.bring_back(self.folder, name):
+                        self.say(f"{error}; its copy in {self.spare} takes its place")
+                        return self._read(name)
+                    self.say(f"{error}; trying the previous checkpoint")
         if names:
             raise TpukitError(
                 f"none of the {len(names)} checkpoints in {self.folder}/checkpoints is whole. Restore them"
@@ -126,8 +131,8 @@ class Checkpoints:
         """Return the state of one checkpoint. Raises Damaged."""
         path = self.folder / name
         data = manifest.read_whole(path, self._read_manifest().get(name, []))
-        with weights.explain_damage(path):
-            return weights.load_tensors(io.BytesIO(data))
+        with explain_damage(path):
+            return load_tensors(io.BytesIO(data))
 
     def _fetch(self, backup: Backup) -> None:
         """Copy what is whole in the backup to this folder, which has no checkpoints."""
@@ -171,7 +176,7 @@ def _check_readable(values: Any) -> None:
     try:
         torch.save(values, file)
         file.seek(0)
-        weights.load_tensors(file)
+        load_tensors(file)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise TpukitError(
             f"a checkpoint holds tensors, numbers and strings, and this state holds more ({error}): give"

@@ -110,8 +110,8 @@ def write(folder: Path, listed: Manifest) -> None:
 def write_newest(folder: Path, listed: Manifest) -> None:
     """Replace the manifest, with only the newest of the checkpoints that are there. Then remove the others,
     and what killed processes left."""
-    there = [name for name in steps(listed) if files.exists(folder / name)]
-    dropped = steps(listed).keys() - set(there[:KEEP])
+    newest = list(steps_there(folder, listed))[:KEEP]
+    dropped = steps(listed).keys() - set(newest)
     kept = {name: digests for name, digests in listed.items() if name not in dropped}
     write(folder, kept)
     with contextlib.suppress(OSError):  # what cannot be removed now is removed after the next checkpoint
@@ -126,6 +126,11 @@ def write_newest(folder: Path, listed: Manifest) -> None:
 def steps(listed: Manifest) -> dict[str, int]:
     """Return the checkpoints of a manifest, newest first: name -> step."""
     return {name: step for name in listed if (step := step_of(name)) is not None}
+
+
+def steps_there(folder: Path, listed: Manifest) -> dict[str, int]:
+    """Return those of `steps` that are in the folder: a damaged one that was set aside is not."""
+    return {name: step for name, step in steps(listed).items() if files.exists(folder / name)}
 
 
 def step_of(name: str) -> int | None:

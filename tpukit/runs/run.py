@@ -29,8 +29,10 @@ from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, reading
 from tpukit.host.tables import fit_page, printable, say
 from tpukit.runs import manifest, weights
-from tpukit.runs.backup import MOUNT, Backup, find_in_inputs
+from tpukit.runs.backup import MOUNT, Backup
 from tpukit.runs.checkpoints import Checkpoints
+from tpukit.runs.folder_lock import exclusive_lock
+from tpukit.runs.inputs import find_in_inputs
 from tpukit.runs.settings import Described, check_settings, settings_dict
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Run:
         self.path = files.local_path(path, MOUNT)
         self.backup = Backup(backup, COPIED) if backup else None
         self._checkpoints = Checkpoints(self.path, say=self.print)
+        self._checkpoints.spare = self.backup
         self._check_lock: Callable[[], None] = lambda: None
         self._unwritten = ""  # records that the disk has refused so far
         self._has_log = True
@@ -142,7 +145,7 @@ class Run:
         if not self._writes:
             yield
             return
-        with files.exclusive_lock(self.path / ".lock") as self._check_lock:
+        with exclusive_lock(self.path / ".lock") as self._check_lock:
             yield
 
     # What is in the folder
@@ -270,7 +273,7 @@ class Run:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Return dict(file, step) of each, newest first."""
-        listed = manifest.steps(manifest.read(self.path) or {})
+        listed = manifest.steps_there(self.path, manifest.read(self.path) or {})
         return [dict(file=Path(name).name, step=step) for name, step in listed.items()]
 
     def save(self, state: Any, step: int, records: dict[str, Any] | None = None) -> None:
@@ -306,14 +309,18 @@ class Run:
         return saved["state"] if saved else None
 
     def has_whole_best(self) -> bool:
-        """Return whether the run has best weights. Damaged ones are named."""
+        """Return whether the run has best weights. Damaged ones are named, and brought back from the
+        backup."""
         path = self.path / manifest.BEST
-        if not files.exists(path):
+        if not files.exists(path) and manifest.BEST not in (manifest.read(self.path) or {}):
             return False
         try:
             manifest.read_best(path)
             return True
         except Damaged as error:
+            if self.backup and self.backup.bring_back(self.path, manifest.BEST):
+                self.print(f"{error}; its copy in {self.backup} takes its place")
+                return True
             self.print(f"{error}; the next evaluation's weights will replace it")
             return False
 

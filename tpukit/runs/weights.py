@@ -1,19 +1,15 @@
 """Weight files of any kind, read without running code from them."""
 
-import argparse
-import contextlib
 import io
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, reading
+from tpukit.host.errors import TpukitError
 from tpukit.runs import manifest
+from tpukit.runs.tensors import explain_damage, load_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -76,38 +72,6 @@ def _without_prefixes(content):
     return content
 
 
-def load_tensors(file: BinaryIO) -> Any:
-    """Read what `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises
-    UnpicklingError for a file that asks for more."""
-    import torch
-
-    try:
-        with torch.serialization.safe_globals(_plain_types()):
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        if "weights_only" not in str(error):
-            raise
-        # torch goes on to recommend weights_only=False, which would run the code.
-        match = re.search(r"GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", str(error))
-        asked = match[1] or match[2] if match else "something that is not a tensor"
-        raise pickle.UnpicklingError(
-            f"it asks to load {asked}, which could run code: ask for a state dict or a .safetensors file"
-        ) from None
-
-
-def _plain_types():
-    """Return types that checkpoints hold besides tensors, and that run no code: numbers and settings."""
-    numbers = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
-    scalar = np.float64(0).__reduce__()[0]
-    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # of NumPy 1 and 2
-    return [
-        *((scalar, name) for name in names),
-        np.dtype,
-        *{type(np.dtype(number)) for number in numbers},
-        argparse.Namespace,
-    ]
-
-
 def load(model: "torch.nn.Module", path: str | Path) -> None:
     """Load a weight file into a model. Raises TpukitError naming the first entries that differ."""
     loaded, expected = read(path), model.state_dict()
@@ -150,11 +114,6 @@ def epoch_of(path: str | Path) -> int | None:
     elsewhere."""
     epoch = metadata(path).get("epoch", "")
     return int(epoch) if re.fullmatch(r"[0-9]{1,9}", epoch) else None
-
-
-def explain_damage(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Context manager: raise whatever reading a weight file raises as Damaged, or as Unreadable."""
-    return reading(path, f"weights {path}: damaged or not a weight file")
 
 
 def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> bytes:

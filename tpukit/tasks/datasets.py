@@ -172,7 +172,7 @@ def _named(folder, name, why):
 
 def _kaggle_inputs(inputs, name):
     """Yield (path, why) of the inputs of this name."""
-    from tpukit.runs.backup import is_run
+    from tpukit.runs.inputs import is_run
 
     for depth in range(1, 5):  # Kaggle nests a dataset below its owner and lower-cases names
         for place in sorted(inputs.glob("/".join("*" * depth))):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.host.tables import printable
 from tpukit.tasks import arrays, downloads, pictures
 
@@ -76,7 +76,7 @@ def _find(folder, name):
 
 
 def _read_files(paths, split):
-    with explained(f"{paths[0]} is damaged, so copy or download it again"):
+    with reading(paths[0], f"{paths[0]} is damaged, so copy or download it again", TpukitError):
         if len(paths) == 1:
             with arrays.load(paths[0]) as stored:
                 images, labels = stored[f"x_{split}"], stored[f"y_{split}"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, as_unreadable, first_line
 from tpukit.runs import weights
 from tpukit.tasks import arrays
 
@@ -131,7 +131,9 @@ def _measure(paths):
                 if not image.mode.startswith(("I", "F")):
                     return None
                 values = np.asarray(image).astype(np.float64)
-        except Exception:  # Pillow raises many types for a damaged file
+        except Exception as error:  # Pillow raises many types for a damaged file
+            if of_disk := as_unreadable(error, path):
+                raise of_disk from error
             return None
         values = values[np.isfinite(values)]
         return np.percentile(values, PERCENTILES) if values.size else None
@@ -170,5 +172,7 @@ def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> li
         try:
             images.append(read(path))
         except Exception as error:  # Pillow raises many types for a damaged file
+            if of_disk := as_unreadable(error, path):
+                raise of_disk from error
             raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
     return images

@@ -21,7 +21,7 @@ import numpy as np
 
 from tpukit import __version__
 from tpukit.host import environment, files, known_errors
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, reading
 from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.runs.run import Run
 from tpukit.tools import child
@@ -79,7 +79,7 @@ def write(path: Path, measurements: Sequence[Measurement]) -> None:
 
 def read(path: Path | str) -> list[Measurement]:
     """Return the measurements of a file. Raise TpukitError if it has another form."""
-    with explained(f"{path} is not a file of `tpukit compare TASK`"):
+    with reading(Path(path), f"{path} is not a file of `tpukit compare TASK`", TpukitError):
         content = json.loads(Path(path).read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")

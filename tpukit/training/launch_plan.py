@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from tpukit.devices.runtime import check_batch
-from tpukit.host import files
 from tpukit.launching.core import Core
 from tpukit.launching.job import LaunchPlan
+from tpukit.runs.folder_lock import exclusive_lock
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm
 
@@ -43,7 +43,7 @@ def launch_plan(task: Launched, run: Run, *others: Any) -> LaunchPlan:
 
     @contextlib.contextmanager
     def reserve() -> Iterator[Path]:
-        with files.exclusive_lock(run.path / ".launch.lock"):
+        with exclusive_lock(run.path / ".launch.lock"):
             with run.lock():  # a training run on one core may be at work there
                 pass
             (run.path / "progress.json").unlink(missing_ok=True)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tpukit.runs.run import Run
 
-
 Best = tuple[dict[str, Tensor], dict[str, Any]]  # the arguments of `Run.save_best`
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
@@ -212,7 +212,8 @@ class CDEIT(Task):
             return None
         convention = sets.CONVENTIONS[self.data]
         unit, gauss_newton = np.float32(convention.unit), np.float32(convention.gauss_newton)
-        with explained(f"{path} is damaged; `tpukit test` writes it again"), arrays.load(path) as saved:
+        again = f"{path} is damaged; `tpukit test` writes it again"
+        with reading(path, again, TpukitError), arrays.load(path) as saved:
             batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit)
             batch["xs_gn"] = saved["xs_gn"] / gauss_newton
             return batch, saved["prediction"][:, None] / unit

@@ -5,12 +5,14 @@ A file holds xs, a conductivity image (128, 128), and ys, 208 voltages; test fil
 images of two classical methods. The conventions are those of the published code."""
 
 import dataclasses
+import io
 from pathlib import Path
 
 import numpy as np
 
-from tpukit.host.errors import TpukitError, explained
-from tpukit.runs import weights
+from tpukit.host import files
+from tpukit.host.errors import TpukitError, reading
+from tpukit.runs.tensors import load_tensors
 from tpukit.tasks import arrays
 from tpukit.tasks.cdeit.diffusion import STEPS
 from tpukit.tasks.splits import some
@@ -174,7 +176,7 @@ def _read_file(path, names):
     missing = dict.fromkeys(BASELINES, np.full((SIZE, SIZE), np.nan))
     sample = {}
     wrong = f"{path} is not a sample with xs (an image) and ys (voltages): copy or make it again"
-    with explained(wrong), arrays.load(path) as file:
+    with reading(path, wrong, TpukitError), arrays.load(path) as file:
         for name in names:
             values = _real(file[name] if name in file else missing[name])
             shape = (VOLTAGES,) if name == "ys" else (SIZE, SIZE)
@@ -197,7 +199,7 @@ def read_voltages(path: Path) -> np.ndarray:
     that cannot be read, has another shape, or holds a number that is not finite."""
     ending = path.suffix.lower()
     wrong = f"{path} holds no voltages (208 finite numbers a sample, in .npz (ys), .npy, .csv or .txt)"
-    with explained(wrong):
+    with reading(path, wrong, TpukitError):
         if ending in (".npz", ".npy"):
             loaded = arrays.load(path)
             values = loaded["ys"] if ending == ".npz" else loaded
@@ -247,8 +249,8 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
 def _read_statistic(path):
     both = " and ".join(STATISTICS)
     wrong = f"{path} is not a tensor of 16 x 13 usable numbers: delete {both} there, and they are computed"
-    with explained(wrong):
-        values = weights.load_tensors(path).float().numpy().reshape(PATTERN)
+    with reading(path, wrong, TpukitError):
+        values = load_tensors(io.BytesIO(files.read_bytes(path))).float().numpy().reshape(PATTERN)
         if not np.isfinite(values).all() or path.name == STATISTICS[1] and not (values > 0).all():
             raise ValueError("NaN, infinity, or a deviation that is not above 0")
     return values

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
@@ -298,7 +298,8 @@ class ImageClassifier(Task):
         path = folder / "worst.npz"
         if not path.is_file():
             return None
-        with explained(f"{path} is damaged; `tpukit test` writes it again"), arrays.load(path) as saved:
+        again = f"{path} is damaged; `tpukit test` writes it again"
+        with reading(path, again, TpukitError), arrays.load(path) as saved:
             return {name: saved[name] for name in ("image", "label", "name")}, saved["prediction"]
 
     def panels(self, batch, prediction=None):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, as_unreadable, first_line
 from tpukit.host.tables import GIB
 from tpukit.tasks import arrays, pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
@@ -52,11 +52,14 @@ def _decode(samples, size, skip_bad, split, levels):
 
         def decode(index):
             """Return what is wrong with an image, or None."""
+            path = samples[index].path
             try:
-                images[index] = read_image(samples[index].path, size, levels).transpose(2, 0, 1)
+                images[index] = read_image(path, size, levels).transpose(2, 0, 1)
                 digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
                 is_flat[index] = not np.ptp(images[index], (1, 2)).any()
             except Exception as error:  # Pillow raises many types for a damaged file
+                if of_disk := as_unreadable(error, path):  # not to be left out of the set
+                    raise of_disk from error
                 return f"{samples[index].name}: {first_line(error)}"
 
         progress = functools.partial(tqdm, desc=f"decoding {split}", unit="image", disable=count < 200)

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.tasks import pictures
 from tpukit.tasks.splits import split_of
 
@@ -39,7 +39,7 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
     Raises TpukitError for a file that is no CSV or lacks a column, for a row that does not give one image,
     one class and, if there is a column for it, one split, and if none of its images is there."""
     wrong = f"{path} is not a CSV file in UTF-8, so save a list as one, or give a folder or an archive (.zip)"
-    with open(path, newline="", encoding="utf-8-sig") as file, explained(wrong):
+    with reading(path, wrong, TpukitError), open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, restval="")
         names, rows = reader.fieldnames or [], list(reader)
     image, label, split = (_column(names, usual) for usual in (PATH_COLUMNS, LABEL_COLUMNS, SPLIT_COLUMNS))

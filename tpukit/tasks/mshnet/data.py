@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, as_unreadable
 from tpukit.tasks import arrays, pictures
 from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.mshnet import augment, lists
@@ -165,6 +165,8 @@ def _read_pair(files, name, levels):
             if pictures.is_turned(path):
                 raise TpukitError("its EXIF orientation turns it: save image and mask upright, without EXIF")
         except Exception as error:  # Pillow raises many types for a damaged file
+            if of_disk := as_unreadable(error, path):
+                raise of_disk from error
             raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
     sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
     if sizes[0] != sizes[1]:

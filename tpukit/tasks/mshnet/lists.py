@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, reading
 from tpukit.tasks import pictures
 from tpukit.tasks.splits import files_below, hold_out, some, split_of
 
@@ -69,10 +69,8 @@ def _find_lists(folder, patterns):
 
 def _read_lines(path):
     """Return {number: name} of the lines of a list. Raises TpukitError for one that is not in UTF-8."""
-    try:
+    with reading(path, f"{path} is not in UTF-8, so save it in that encoding", TpukitError):
         text = path.read_text("utf-8-sig")  # Windows' editors write a mark first
-    except UnicodeDecodeError as error:
-        raise TpukitError(f"{path} is not in UTF-8 ({error.reason}): save it in that encoding") from error
     names = (line.strip().replace("\\", "/") for line in text.splitlines())  # as Windows writes paths
     return {number: name for number, name in enumerate(names, 1) if name}
 

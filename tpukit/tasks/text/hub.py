@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.tasks import downloads
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text")  # by the `model_type` of a config
@@ -43,7 +43,8 @@ def read_config(folder: Path) -> Any:
     """Read the config of a model, as transformers has it. Raises TpukitError for a model that is not of the
     `FAMILIES`, or needs code of its own."""
     kind = imported("transformers").AutoConfig
-    with explained(f"{folder} has no config.json for a model of transformers without code of its own"):
+    wrong = f"{folder} has no config.json for a model of transformers without code of its own"
+    with reading(folder, wrong, TpukitError):
         options = dict.fromkeys(DROPOUTS, 0.0)  # a layer that is computed twice has to equal itself
         config = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
     if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
@@ -59,7 +60,7 @@ def read_config(folder: Path) -> Any:
 def load_tokenizer(name: str) -> Any:
     """Load the tokenizer of a model, by its folder or its name. Raises TpukitError if that has none."""
     kind, folder = imported("transformers").PreTrainedTokenizerFast, find_folder(name, "tokenizer")
-    with explained(f"{name} has no tokenizer.json that can be read"):
+    with reading(folder, f"{name} has no tokenizer.json that can be read", TpukitError):
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise TpukitError(f"the tokenizer of {name} has no token for the end of a text (eos_token)")
@@ -82,6 +83,6 @@ def read_ends(folder: Path, config: Any) -> list[int | None]:
     None if that names none."""
     path, ends = folder / "generation_config.json", config.eos_token_id
     if path.is_file():
-        with explained(f"{path} is not JSON"):
+        with reading(path, f"{path} is not JSON", TpukitError):
             ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", ends)
     return ends if isinstance(ends, list) else [ends]

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.tasks.splits import SPLITS, files_below, split_of
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
@@ -78,7 +78,7 @@ def _split_of(path):
 
 def _is_list_file(path):
     """Return whether a JSON file is a list of rows, rather than settings or one row in each line."""
-    with open(path, "rb") as file:
+    with reading(path, f"{path} has no rows", TpukitError), open(path, "rb") as file:
         return file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
@@ -86,16 +86,17 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (where it is, row) of the lines of a file, of the entries of a list in .json, or of the pieces of
     a text, each as {text: TEXT}."""
     if path.suffix in TEXTS:
-        with explained(f"{path} is not a text in UTF-8"), open(path, encoding="utf-8-sig") as file:
+        wrong = f"{path} is not a text in UTF-8"
+        with reading(path, wrong, TpukitError), open(path, encoding="utf-8-sig") as file:
             while text := file.read(DOCUMENT):
                 yield str(path), dict(text=text)
         return
     if _is_list_file(path):
-        with explained(f"{path} is not JSON in UTF-8, so fix it"):
+        with reading(path, f"{path} is not JSON in UTF-8, so fix it", TpukitError):
             rows = json.loads(path.read_bytes())
         yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows, 1))
         return
-    with open(path, "rb") as file:
+    with reading(path, f"{path} has no rows", TpukitError), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
             if line.strip():
