@@ -258,15 +258,18 @@ def test_what_is_damaged_in_a_backup_is_named_and_the_rest_is_restored_and_backe
 @pytest.mark.parametrize("name", ["best.safetensors", "step-00000003"])
 def test_a_copy_that_arrives_damaged_replaces_nothing(name, copied, tmp_path, monkeypatch, capsys):
     whole = (tmp_path / "drive/best.safetensors").read_bytes()
-    copyfileobj = shutil.copyfileobj
+    copy = files.copy_atomic
 
-    def damaging(source, target, size):
-        copyfileobj(source, target, size)
-        if name in target.name:
-            target.seek(50)
-            target.write(b"damage")
+    def damaging(source, target, check=None):
+        def check_damaged(partial):
+            if name in partial.name:
+                flip(partial)
+            if check:
+                check(partial)
 
-    monkeypatch.setattr(shutil, "copyfileobj", damaging)
+        copy(source, target, check_damaged)
+
+    monkeypatch.setattr(files, "copy_atomic", damaging)
     copied.save_best(filled(3))
     copied.save(dict(a=3), 3)
     assert name in capsys.readouterr().out and copied.restore() == dict(a=3)

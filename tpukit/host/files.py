@@ -34,21 +34,22 @@ def atomic_file(
     the disk is full or cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
     try:
+        with explain_unwritable(path.parent):
+            partial.unlink(missing_ok=True)  # of a killed process with the same pid
+            file = open(partial, "xb")  # never through a link
         with explain_unwritable(path, only=DISK_FULL):
-            with explain_unwritable(path.parent):
-                partial.unlink(missing_ok=True)  # of a killed process with the same pid
-                file = open(partial, "xb")  # never through a link
             with file:
                 yield file
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
+                with explain_unwritable(path):
+                    file.flush()
+                    if durable:
+                        os.fsync(file.fileno())
             if check is not None:
                 check(partial)
-            with explain_unwritable(path.parent):
-                os.replace(partial, path)
-            if durable:
-                _sync_names(path.parent)
+        with explain_unwritable(path.parent):
+            os.replace(partial, path)
+        if durable:
+            _sync_names(path.parent)
     finally:
         with contextlib.suppress(OSError):  # if the folder cannot be written there is none
             partial.unlink(missing_ok=True)
@@ -152,20 +153,23 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True) -> None
 
 
 def copy_atomic(source: Path, target: Path, check: Callable[[Path], None] | None = None) -> None:
-    """Copy one file, whole or not at all. check: see `atomic_file`. Raises OSError for a copy that is
-    shorter than what was read, and for less than the file has."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Copy one file, whole or not at all. check: see `atomic_file`. Raises TpukitError for a copy that is
+    shorter than what was read, too."""
 
     def check_copy(copy):
-        if copy.stat().st_size != copied or copied < size:
-            raise OSError(errno.EIO, f"{copy.stat().st_size} of {size} bytes arrived", str(target))
+        with explain_unwritable(target):
+            if (size := copy.stat().st_size) != copied:
+                raise OSError(errno.EIO, f"{size} of {copied} bytes arrived")
         if check is not None:
             check(copy)
 
-    with open(source, "rb") as from_file, atomic_file(target, check=check_copy) as to_file:
-        size = os.fstat(from_file.fileno()).st_size  # a log may grow meanwhile
-        shutil.copyfileobj(from_file, to_file, 1 << 20)
-        copied = from_file.tell()
+    with explain_unwritable(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(target, check=check_copy) as file:
+        copied = 0
+        for block in blocks(source):
+            with explain_unwritable(target):
+                copied += file.write(block)
 
 
 def sync(path: Path) -> None:
@@ -176,20 +180,28 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the hexadecimal SHA-256 of a file. Raises what `blocks` does."""
+    digest = hashlib.sha256()
+    for block in blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file. Raises Damaged if it is missing, Unreadable for an error of the disk and
-    for less than the file has."""
+    """Return the content of a file. Raises what `blocks` does."""
+    return b"".join(blocks(path, None))
+
+
+def blocks(path: Path, size: int | None = 1 << 20) -> Iterator[bytes]:
+    """Generate the content of a file, in blocks of `size` bytes or in one. Raises Damaged if it is missing,
+    Unreadable for an error of the disk and for less than the file has."""
     with reading(path, f"{path} is damaged"), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        data = file.read()
-        if len(data) < size:
-            raise unreadable(path, f"{len(data)} of its {size} bytes came")
-        return data
+        has, came = os.fstat(file.fileno()).st_size, 0
+        while block := file.read(-1 if size is None else size):
+            came += len(block)
+            yield block
+        if came < has:  # a log may grow meanwhile
+            raise unreadable(path, f"{came} of its {has} bytes came")
 
 
 def exists(path: Path) -> bool:
