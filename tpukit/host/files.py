@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -174,7 +175,7 @@ def copy_atomic(source: Path, target: Path, check: Callable[[Path], None] | None
 
 def sync(path: Path) -> None:
     """Flush a file that was appended to, and its name, to the disk."""
-    with open(path, "rb") as file:
+    with explain_unwritable(path), open(path, "rb") as file:
         os.fsync(file.fileno())
     _sync_names(path.parent)
 
@@ -206,12 +207,20 @@ def blocks(path: Path, size: int | None = 1 << 20) -> Iterator[bytes]:
 
 def exists(path: Path) -> bool:
     """Return whether there is a file or a folder. Raises Unreadable if the disk does not tell."""
+    return _mode(path) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder. Raises Unreadable if the disk does not tell."""
+    return stat.S_ISDIR(_mode(path) or 0)
+
+
+def _mode(path: Path) -> int | None:
     with reading(path, f"{path} is not there"):
         try:
-            path.stat()
+            return path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            return None
 
 
 def names_in(folder: Path, pattern: str) -> list[str]:

@@ -42,7 +42,8 @@ def put(folder: Path, name: str, write_to: Callable[[BinaryIO], object]) -> None
             write(folder, {name: new + old, **others})
 
     with files.atomic_file(folder / name, check=announce) as file:
-        write_to(file)
+        with files.explain_unwritable(folder / name):
+            write_to(file)
     write_newest(folder, {name: new, **others})
 
 

@@ -289,7 +289,7 @@ class Run:
         # A checkpoint reaches the disk after what it counts on.
         if files.exists(self.path / "records.jsonl"):
             files.sync(self.path / "records.jsonl")
-        with contextlib.suppress(OSError):  # nothing counts on the log
+        with contextlib.suppress(TpukitError):  # nothing counts on the log
             files.sync(self.path / "log.txt")
         self._checkpoints.save(dict(records, state=state), step)
         self.update_backup()

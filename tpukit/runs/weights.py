@@ -34,10 +34,10 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     import torch
 
     path = local(path)
-    if not path.is_file():
-        folder = "a folder; name the file in it, of a run best.safetensors"
-        raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
     with explain_damage(path):
+        if not path.is_file():
+            folder = "a folder; name the file in it, of a run best.safetensors"
+            raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
         # By Python, because the readers of torch and safetensors take an error of the disk for damage.
         data = manifest.read_best(path) if path.name == manifest.BEST else files.read_bytes(path)
         if path.suffix == ".safetensors":

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from tpukit import tasks
+from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.runs.run import Run
@@ -48,12 +49,12 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
     weights, or they are of an unknown task or of another one."""
     if is_demo(source):
         source = DEMO_FOLDER / "weights.safetensors"
-    if isinstance(source, Run) or Path(source).is_dir():
+    if isinstance(source, Run) or files.is_folder(Path(source)):
         run = source if isinstance(source, Run) else Run.find(source)
         path = run.best()
     else:
         run, path = None, weights.local(source)
-    if not path.is_file():
+    if not files.exists(path):
         raise TpukitError(f"{path} does not exist: name the folder of a run, or a weights file")
     if task is None or isinstance(task, str):
         config = run.config if run else config_of(path)
