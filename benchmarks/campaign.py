@@ -195,11 +195,12 @@ class Campaign:
         code, out = forked(self.log, *self.training)
         if code != 0 or "resuming at step" not in out or path.name not in out or "damaged" not in out:
             self.lose(f"{what}: exit code {code}, not resumed, or not named", out)
-        if not is_best and f"resuming at step {FLIPPED_AT}" in out:
+        is_back = place == self.folder and "takes its place" in out  # its copy in the backup
+        if not is_best and not is_back and f"resuming at step {FLIPPED_AT}" in out:
             self.lose(f"{what}: read as whole", out)
         for folder in (self.folder, self.backup):
             different = unequal(folder, self.wanted)
-            if is_best:  # those of a later evaluation took their place
+            if is_best and not is_back:  # those of a later evaluation took their place
                 different -= set(self.wanted)
             if different:
                 self.lose(f"{what}: {different} of the {folder.name}", out)

@@ -40,11 +40,13 @@ class Faults:
 
     def fails(self, kind, path):
         """Count a call, and return whether it is to fail."""
-        if kind not in self.kinds or kind in IMPOSSIBLE.get(self.error, ()):
+        if kind not in self.kinds:
             return False
         self.calls.append((kind, str(path)))
         number = len(self.calls)
         if self.at is None or number < self.at or self.once and number > self.at:
+            return False
+        if kind in IMPOSSIBLE.get(self.error, ()):
             return False
         self.failed.append((kind, str(path)))
         return True

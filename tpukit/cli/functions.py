@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro import conf
 
 import tpukit
-from tpukit.host import environment
+from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import Sentences, printable
@@ -78,7 +78,7 @@ def test(
     trained = with_dataset(trained, env)
     scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
     if not run.is_dir():
-        if (scored.path / "config.json").exists():
+        if files.exists(scored.path / "config.json"):
             raise TpukitError(f"{scored.path} is a run: rename it, because `tpukit test FILE` writes there")
         with explain_unwritable(scored.path):
             scored.path.mkdir(parents=True, exist_ok=True)

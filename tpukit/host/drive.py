@@ -14,7 +14,7 @@ def mount_drive(env: environment.Environment | None = None) -> Path | None:
     if env.drive is None:
         print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")
         return None
-    if not env.drive.is_dir():
+    if not env.has_drive:
         _asked.add(env.drive)
         try:
             from google.colab import drive
@@ -29,7 +29,7 @@ def mount_drive(env: environment.Environment | None = None) -> Path | None:
 
 def ask_for_drive(env: environment.Environment) -> bool:
     """Mount a Drive, if the user was not asked before and can answer. Returns whether it was mounted."""
-    known = env.drive is None or env.drive.is_dir() or env.drive in _asked
+    known = env.drive is None or env.has_drive or env.drive in _asked
     if known or not environment.is_interactive_notebook():
         return False
     print("Drive: the dataset may be there, so Colab asks whether to mount it")

@@ -54,6 +54,11 @@ class Environment:
     inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
 
     @property
+    def has_drive(self) -> bool:
+        """True if Drive is mounted and answers, where `Path.is_dir` would raise if it does not."""
+        return self.drive is not None and os.path.isdir(self.drive)
+
+    @property
     def tpu_backend(self) -> str | None:
         """ "torch_xla" or "torch_tpu", through which torch reaches a TPU here; None without either."""
         if "torch_tpu" in self.versions and not self._torch_xla_fits:
@@ -97,7 +102,7 @@ class Environment:
             ("outputs", self.outputs),
         ]
         if self.drive is not None:
-            rows.append(("drive", f"{self.drive} ({'mounted' if self.drive.is_dir() else 'not mounted'})"))
+            rows.append(("drive", f"{self.drive} ({'mounted' if self.has_drive else 'not mounted'})"))
         return Table("Environment", ("what", "value"), rows)
 
     def __repr__(self):

@@ -29,7 +29,6 @@ class Unreadable(TpukitError):
     """A file that cannot be read now, which says nothing about its content."""
 
 
-REMOUNT = "mount its disk again"
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _USED_UP = {errno.EMFILE: "open files", errno.ENFILE: "open files", errno.ENOMEM: "memory"}
 
@@ -77,12 +76,18 @@ def as_unreadable(error: Exception, path: Path) -> Unreadable | None:
         number = errno.ENOMEM
     if number is None:
         return None
-    advice = f"end what uses up this machine's {_USED_UP[number]}" if number in _USED_UP else REMOUNT
-    return unreadable(path, f"{os.strerror(number)}, errno {number}", advice)
+    reason = f"{os.strerror(number)}, errno {number}"
+    if number in _USED_UP:
+        return unreadable(path, reason, f"end what uses up this machine's {_USED_UP[number]}")
+    return unreadable(path, reason)
 
 
-def unreadable(path: Path, reason: str, advice: str = REMOUNT) -> Unreadable:
-    """Return the error for a file that cannot be read now."""
+def unreadable(path: Path, reason: str, advice: str = "") -> Unreadable:
+    """Return the error for a file that cannot be read now. advice: what to do first, by default to mount the
+    file's disk again."""
+    is_on_drive = str(path).startswith("/content/drive/")
+    remount = "mount Drive again, drive.mount('/content/drive', force_remount=True)"
+    advice = advice or (remount if is_on_drive else "mount its disk again")
     return Unreadable(
         f"{path} cannot be read now ({reason}). It may be whole, so nothing is deleted: {advice}, and start"
         " again"

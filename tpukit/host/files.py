@@ -39,12 +39,15 @@ def atomic_file(
             partial.unlink(missing_ok=True)  # of a killed process with the same pid
             file = open(partial, "xb")  # never through a link
         with explain_unwritable(path, only=DISK_FULL):
-            with file:
+            try:
                 yield file
                 with explain_unwritable(path):
                     file.flush()
                     if durable:
                         os.fsync(file.fileno())
+            finally:
+                with explain_unwritable(path):
+                    file.close()
             if check is not None:
                 check(partial)
         with explain_unwritable(path.parent):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Notice, Sentences, Table, say
 from tpukit.reporting import figures, findings
@@ -93,7 +94,7 @@ def show(shown: Run | Task | Shown | str | Path) -> None:
     Raises TpukitError for a folder without runs, and for anything else."""
     if isinstance(shown, (str, Path)):
         folder = Path(shown)
-        if (folder / "config.json").is_file() or not any(folder.glob("*/config.json")):
+        if files.exists(folder / "config.json") or not any(folder.glob("*/config.json")):
             _show_run(Run.find(folder))
         else:
             from tpukit.reporting.widgets import show_runs
@@ -205,7 +206,7 @@ def predictions_figure(run: Run, task: Task, count: int) -> "Figure":
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
     # A test of foreign weights leaves no best ones: then the predictions that it saved are all there is.
-    if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
+    if files.is_folder(folder) and (not files.exists(best) or folder.stat().st_mtime >= best.stat().st_mtime):
         saved = load_predictions(task, folder)
     title = part_of(task, Displayed, "saved_title") if saved else ""
     if saved:

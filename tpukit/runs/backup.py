@@ -37,8 +37,8 @@ class Backup:
 
     def check_writable(self) -> None:
         """Raise TpukitError, before a training run, if no copy can be kept here."""
-        drive = environment.detect().drive
-        if drive is not None and self.path.is_relative_to(drive.parent) and not drive.is_dir():
+        env = environment.detect()
+        if env.drive and self.path.is_relative_to(env.drive.parent) and not env.has_drive:
             raise TpukitError(f"{self} is on Drive, which is not mounted: call tpukit.mount_drive first")
         with files.explain_unwritable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)

@@ -106,12 +106,15 @@ class Checkpoints:
 
     def _read_newest(self) -> Any:
         """Return the newest whole state of this folder. See `restore`."""
-        names = list(manifest.steps(self._read_manifest()))
-        for name in names:
-            with contextlib.suppress(Damaged):
-                return self._read(name)
-            with files.file_lock(self.folder):
-                try:  # another rank may have saved one of this name since
+        newest = next(iter(manifest.steps(self._read_manifest())), None)
+        if newest is None:
+            return None
+        with contextlib.suppress(Damaged):
+            return self._read(newest)
+        with files.file_lock(self.folder):  # no rank saves meanwhile, and one of them sets it aside
+            names = list(manifest.steps(self._read_manifest()))
+            for name in names:
+                try:
                     return self._read(name)
                 except Damaged as error:
                     _set_aside(self.folder / name)
@@ -119,13 +122,10 @@ class Checkpoints:
                         self.say(f"{error}; its copy in {self.spare} takes its place")
                         return self._read(name)
                     self.say(f"{error}; trying the previous checkpoint")
-        if names:
-            raise TpukitError(
-                f"none of the {len(names)} checkpoints in {self.folder}/checkpoints is whole. Restore them"
-                f" from a copy, or choose another folder to start again, with the backup of {self.folder} if"
-                " it has one"
-            )
-        return None
+        raise TpukitError(
+            f"none of the {len(names)} checkpoints in {self.folder}/checkpoints is whole. Restore them from a"
+            f" copy, or choose another folder to start again, with the backup of {self.folder} if it has one"
+        )
 
     def _read(self, name: str) -> Any:
         """Return the state of one checkpoint. Raises Damaged."""

@@ -101,7 +101,7 @@ def find_dataset(
     try:
         folder = _made(env.outputs / "datasets" / f"{name}-downloaded", part_of(task, Findable, "download"))
     except TpukitError as error:
-        unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
+        unseen = "; Drive is not mounted" if env.drive and not env.has_drive else ""
         searched = f"on Drive, in Kaggle inputs or in ./datasets{unseen}"
         why = f"because no real ones were found {searched}; no download: {error}"
         if not demo:

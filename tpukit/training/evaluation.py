@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tpukit.devices import cuda_graph, open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
-from tpukit.host import environment, known_errors
+from tpukit.host import environment, files, known_errors
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
@@ -38,7 +38,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
     `train`."""
     with known_errors.explain_known_errors():
         best = run.path / "best.safetensors"
-        path = task.weights if task.weights and not best.exists() else best
+        path = task.weights if task.weights and not files.exists(best) else best
         task = dataclasses.replace(task, weights=path)
         check_dataset_dir(task)
         model = task.model()

@@ -272,7 +272,7 @@ def _memory(machine: Machine) -> Rows:
 def _drive(machine: Machine) -> Rows:
     drive = machine.env.drive
     fix = "results are lost with this session; tpukit.mount_drive() keeps a copy on Drive"
-    return [(drive and drive.is_dir(), OK, f"mounted at {drive}", ""), (drive, NOTE, "not mounted", fix)]
+    return [(machine.env.has_drive, OK, f"mounted at {drive}", ""), (drive, NOTE, "not mounted", fix)]
 
 
 def _read(path):
