@@ -1,6 +1,7 @@
 """`Checkpoints` alone, as a loop uses it that is not tpukit's: no Run, no Task."""
 
 import fractions
+import multiprocessing
 import os
 import shutil
 import time
@@ -82,9 +83,12 @@ def test_ranks_that_restore_at_once_on_a_new_machine_get_the_newest_state_and_on
 
 
 def test_ranks_that_all_save_leave_whole_checkpoints(tmp_path):
+    all_restored = multiprocessing.Barrier(3)
+
     def save():
         saved = Checkpoints(tmp_path / "mine", backup=tmp_path / "drive")
         saved.restore()
+        all_restored.wait(60)
         for step in range(10):
             saved.save(filled(os.getpid()), step)
 
