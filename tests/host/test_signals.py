@@ -9,6 +9,7 @@ import pytest
 from tpukit.host.signals import StopSignal
 
 SIGNALS = [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 128 + signal.SIGTERM)]
+SIGNALS += [(signal.SIGHUP, SystemExit, 128 + signal.SIGHUP)]
 
 
 @pytest.mark.parametrize("number, error, code", SIGNALS)
@@ -31,6 +32,16 @@ def test_the_second_signal_does_not_wait(number, error, code):
         with pytest.raises(error):
             os.kill(os.getpid(), number)
         assert not stop.at_step
+
+
+def test_a_signal_that_is_ignored_stays_so_as_nohup_wants_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_another_thread_gets_no_signals_and_changes_no_handler():

@@ -206,6 +206,52 @@ print("KILLED", json.dumps([most, orphans, *zip(*counts)]))
     assert [orphans, *more_orphans] == [0] * 7
 
 
+def test_where_rank_0_cannot_record_all_ranks_save_the_step_at_which_they_stop(odd, tmp_path):
+    program = """
+from tests.conftest import best_weights, exact, same
+from tests.runs.faults import WRITES, failing_disk
+from tpukit.runs import run as run_module
+
+data, folder = map(Path, sys.argv[1:])
+run_module.RETRY_AFTER_S = (0.0,)
+task = Watched(dataset_dir=data, log_every=5, num_workers=1, save_every_s=1e9)
+straight, disturbed = (Run.open(folder / name, task) for name in ("straight", "disturbed"))
+launch(train, task, straight, cores=2)
+try:
+    with failing_disk([disturbed.path], WRITES - {"fsync"}, name="records.jsonl", at=12, once=False):
+        launch(train, task, disturbed, cores=2)
+except CoreFailed as error:
+    print("REFUSED", "cannot write" in str(error) and "records.jsonl" in str(error))
+print("SAVED", [entry["step"] for entry in disturbed.checkpoints()])
+launch(train, task, disturbed, cores=2)
+print("SAME", exact(disturbed) == exact(straight), same(best_weights(disturbed), best_weights(straight)))
+"""
+    ran = python(program, odd, tmp_path, env=CPU)
+    assert "REFUSED True" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+    assert "SAVED [25]" in ran.stdout and "SAME True True" in ran.stdout, ran.stdout[-2000:]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_closed_terminal_saves_and_ends_a_launch_as_sigterm_does(cores, odd, tmp_path):
+    program = """
+import signal, threading
+data, folder = map(Path, sys.argv[1:3])
+task = Watched(dataset_dir=data, log_every=1, num_workers=1, save_every_s=1e9, epochs=500)
+run = Run.open(folder / "run", task)
+def hang_up():
+    while not run.records("train"):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGHUP)
+threading.Thread(target=hang_up, daemon=True).start()
+try:
+    launch(train, task, run, cores=int(sys.argv[3]))
+except SystemExit as end:
+    print("ENDED", end.code, [entry["step"] for entry in run.checkpoints()] == [len(run.records("train"))])
+"""
+    ran = python(program, odd, tmp_path, cores, env=CPU)
+    assert "ENDED 129 True" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+
+
 # Without a launch
 
 

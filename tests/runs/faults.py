@@ -24,11 +24,12 @@ IMPOSSIBLE = {
 class Faults:
     """Counts the calls of some kinds (READS or WRITES), and lets one or all from then on fail.
 
-    at: the number of the first that fails, from 1; None for none. once: whether it is the only one. calls:
-    (kind, path) of those counted so far. failed: those that failed."""
+    at: the number of the first that fails, from 1; None for none. once: whether it is the only one. name:
+    part of the paths that count; by default all. calls: (kind, path) of those counted so far. failed: those
+    of them that failed."""
 
-    def __init__(self, folders, kinds, at=None, error=errno.EIO, once=True):
-        self.folders, self.kinds = [os.path.realpath(folder) for folder in folders], kinds
+    def __init__(self, folders, kinds, at=None, error=errno.EIO, once=True, name=""):
+        self.folders, self.kinds, self.name = [os.path.realpath(folder) for folder in folders], kinds, name
         self.at, self.error, self.once = at, error, once
         self.calls, self.failed = [], []
 
@@ -40,7 +41,7 @@ class Faults:
 
     def fails(self, kind, path):
         """Count a call, and return whether it is to fail."""
-        if kind not in self.kinds:
+        if kind not in self.kinds or self.name not in str(path):
             return False
         self.calls.append((kind, str(path)))
         number = len(self.calls)

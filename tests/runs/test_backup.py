@@ -241,6 +241,53 @@ def test_damaged_best_weights_of_a_run_replace_nothing_in_its_backup(damage, cop
     assert "damaged" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", ["", "{"])
+def test_a_backup_whose_config_the_disk_has_emptied_is_known_by_its_weights_and_gets_it_again(
+    content, copied, tmp_path, capsys
+):
+    config = tmp_path / "drive/config.json"
+    whole = config.read_bytes()
+    config.write_text(content)
+    copied.save(dict(a=3), 3)
+    assert config.read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
+    config.write_text(content)
+    reopened(copied).save(dict(a=4), 4)
+    assert config.read_bytes() == whole and steps_in(tmp_path / "drive") == [4, 3]
+    assert "failed" not in capsys.readouterr().out
+    config.write_text(content)
+    (tmp_path / "drive" / manifest.FILE).write_text("{}")  # nothing of this run is in it
+    with refuses(config, "damaged"):
+        reopened(copied)
+
+
+def test_a_log_or_records_that_a_disk_cuts_short_are_no_copy(copied, tmp_path, monkeypatch, capsys):
+    whole, fsync = (tmp_path / "drive/records.jsonl").read_bytes(), os.fsync
+
+    def halving(number):
+        fsync(number)
+        if "drive/.records.jsonl" in os.readlink(f"/proc/self/fd/{number}"):
+            os.ftruncate(number, os.fstat(number).st_size // 2)
+
+    monkeypatch.setattr(os, "fsync", halving)
+    copied.log("note", 3)
+    copied.save(dict(a=3), 3)
+    assert "bytes arrived" in capsys.readouterr().out
+    assert (tmp_path / "drive/records.jsonl").read_bytes() == whole
+    monkeypatch.undo()
+    copied.save(dict(a=4), 4)
+    assert (tmp_path / "drive/records.jsonl").read_bytes() == (copied.path / "records.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("damage", [flip, os.remove])
+def test_damaged_weights_of_a_run_are_brought_back_from_its_backup(damage, copied, tmp_path, capsys):
+    for name in ("best.safetensors", "checkpoints/step-00000002.pt"):
+        damage(copied.path / name)
+    again = reopened(copied)
+    assert again.restore() == dict(a=2) and again.has_whole_best()
+    assert capsys.readouterr().out.count(f"its copy in {tmp_path / 'drive'} takes its place") == 2
+    assert same(best_weights(again), best_weights(Run(tmp_path / "drive")))
+
+
 def test_what_is_damaged_in_a_backup_is_named_and_the_rest_is_restored_and_backed_up_again(
     copied, tmp_path, capsys
 ):

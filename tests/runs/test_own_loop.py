@@ -1,6 +1,7 @@
 """`Checkpoints` alone, as a loop uses it that is not tpukit's: no Run, no Task."""
 
 import fractions
+import math
 import multiprocessing
 import os
 import shutil
@@ -144,6 +145,40 @@ def test_a_state_that_could_not_be_read_without_running_code_is_refused_before_i
     with refuses(-1):
         saved.save({}, -1)
     assert content(saved.folder) == before
+
+
+def test_a_loop_that_starts_again_without_restoring_replaces_no_later_checkpoint(saved):
+    before = content(saved.folder), content(saved.backup.path)
+    fresh = again(saved, "mine")
+    with refuses("step 1 ", "step 2", saved.folder, "restore()"):
+        fresh.save(filled(0), 1)
+    assert (content(saved.folder), content(saved.backup.path)) == before
+    fresh.save(filled(2), 2)  # again, as a loop that saves before it goes on
+    fresh.save(filled(1), 1)  # on purpose: it has written one itself
+    other = again(saved, "mine")
+    other.restore()
+    other.save(filled(0), 0)
+    assert steps_in(saved.folder) == [0, 1]
+
+
+@pytest.mark.parametrize("step", [1.5, math.nan, "3", None, -1, torch.ones(2)])
+def test_a_step_that_is_no_whole_number_is_refused_in_a_sentence(step, saved):
+    before = content(saved.folder)
+    with refuses("step=", "whole number"):
+        saved.save({}, step)
+    assert content(saved.folder) == before
+    saved.save({}, np.int64(3))
+    assert steps_in(saved.folder) == [3, 2]
+
+
+def test_a_view_is_saved_without_the_rest_of_its_tensor_and_what_is_shared_stays_shared(saved):
+    large = torch.arange(1e6)
+    saved.save(dict(view=large[10:14], a=large[:0]), 3)
+    assert (saved.folder / "checkpoints/step-00000003.pt").stat().st_size < 10_000
+    assert saved.restore()["view"].tolist() == [10, 11, 12, 13]
+    saved.save(dict(one=large, other=large), 4)
+    assert (saved.folder / "checkpoints/step-00000004.pt").stat().st_size < 5e6
+    assert torch.equal(saved.restore()["other"], large)
 
 
 def test_a_flipped_bit_is_skipped_here_and_in_the_backup_and_replaces_nothing_whole(saved, capsys):

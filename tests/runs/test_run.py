@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -140,6 +141,24 @@ def test_a_second_training_in_a_run_folder_is_refused_with_host_and_pid_until_th
     assert (run.path / ".lock").read_text()  # the first was killed
     train(task, run, runtime=cpu, progress=False)
     assert (run.path / ".lock").read_text() == ""
+
+
+def test_where_a_disk_has_no_locks_the_one_that_came_first_ends_at_its_next_save(tmp_path, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    first, second = (Run.open(tmp_path / "run", MNIST()) for _ in range(2))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with contextlib.ExitStack() as others:
+        with first.lock():
+            first.save(dict(a=1), 1)
+            monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+            others.enter_context(second.lock())
+            with refuses(f"process {os.getpid()} on elsewhere", first.path):
+                first.save(dict(a=2), 2)
+        second.save(dict(a=3), 3)
+        assert [entry["step"] for entry in second.checkpoints()] == [3, 1]
+    assert (tmp_path / "run/.lock").read_bytes() == b""
 
 
 @pytest.mark.parametrize("lock", [".lock", ".launch.lock"])

@@ -35,7 +35,7 @@ def test_a_nan_loss_stops_with_the_step_and_the_last_good_checkpoint(bad_from, d
     with pytest.raises(Diverged, match=f"at step {bad_from}; .*{good}.*a lower lr"):
         train_in(tmp_path, task, cpu)
     run = Run.find(tmp_path)
-    assert run.records("diverged")[0]["step"] == bad_from
+    assert [record["step"] for record in run.records("diverged")] == [bad_from]
     for c in run.checkpoints():
         saved = torch.load(run.path / "checkpoints" / c["file"], weights_only=True)["state"]["model"]
         assert all(torch.isfinite(v).all() for v in saved.values())

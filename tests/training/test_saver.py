@@ -8,10 +8,12 @@ import time
 
 import pytest
 
-from tests.conftest import best_weights, checkpoint, exact, same
+from tests.conftest import best_weights, checkpoint, exact, refuses, same
+from tests.runs.faults import WRITES, failing_disk
 from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.host.signals import StopSignal
+from tpukit.runs import run as run_module
 from tpukit.runs.checkpoints import Checkpoints
 from tpukit.training import metrics
 from tpukit.training.loop import Trainer
@@ -187,3 +189,94 @@ def test_a_training_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_i
     with pytest.raises(TpukitError, match="Input/output error"):  # with how to mount Drive again
         train_in(tmp_path, task, cpu)
     assert "saved at step" not in capsys.readouterr().out
+
+
+# A disk that fails while a training run writes
+
+
+def straight_and_interrupted(digits, folder, cpu, **settings):
+    """(task, a run of three epochs that nothing disturbed, another that has not begun)."""
+    task = MNIST(dataset_dir=digits, epochs=3, **DIGITS, **settings)
+    straight = train_in(folder / "straight", task, cpu)
+    return task, straight, Run.open(folder / "disturbed", task)
+
+
+def is_the_same(run, straight):
+    return exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
+
+
+@pytest.mark.parametrize("name", ["progress.json", "log.txt"])
+def test_a_disk_that_refuses_what_only_shows_progress_ends_no_training(name, digits, tmp_path, cpu, capsys):
+    task, straight, run = straight_and_interrupted(digits, tmp_path, cpu)
+    capsys.readouterr()
+    with failing_disk([run.path], WRITES, name=name, at=1, error=errno.EDQUOT, once=False) as disk:
+        train(task, run, runtime=cpu, progress=False)
+    assert disk.failed and is_the_same(run, straight) and not list(run.path.rglob("*.partial"))
+    out = capsys.readouterr().out
+    assert "epoch 3" in out and out.count("log.txt gets no more lines") == (name == "log.txt")
+
+
+@pytest.mark.parametrize("at", [2, 10, 30])
+def test_records_that_a_disk_refuses_once_are_written_by_the_next_call(at, digits, tmp_path, cpu):
+    task, straight, run = straight_and_interrupted(digits, tmp_path, cpu)
+    with failing_disk([run.path], WRITES, name="records.jsonl", at=at, error="half") as disk:
+        train(task, run, runtime=cpu, progress=False)
+    assert disk.failed and is_the_same(run, straight)
+
+
+@pytest.mark.parametrize("at", [3, 9, 30, 41])
+def test_a_disk_that_goes_on_refusing_records_stops_the_training_which_keeps_them_in_a_checkpoint(
+    at, digits, tmp_path, cpu, monkeypatch, capsys
+):
+    monkeypatch.setattr(run_module, "RETRY_AFTER_S", (0.0, 0.0))
+    task, straight, run = straight_and_interrupted(digits, tmp_path, cpu, save_every_s=1e9)
+    with failing_disk([run.path], WRITES - {"fsync"}, name="records.jsonl", at=at, once=False):
+        with refuses("records.jsonl", "choose another folder"):
+            train(task, run, runtime=cpu, progress=False)
+    [checkpoint] = run.checkpoints()
+    assert f"saved at step {checkpoint['step']}" in capsys.readouterr().out
+    assert checkpoint["step"] % task.log_every == 0 or checkpoint["step"] % 25 == 0
+    train(task, run, runtime=cpu, progress=False)
+    assert is_the_same(run, straight)
+
+
+class Broken(Exception):
+    pass
+
+
+def break_at(monkeypatch, owner, name, number):
+    """Let the n-th call of a method raise, as a loader or a score of the user's own may."""
+    calls, whole = [], getattr(owner, name)
+
+    def breaking(*arguments, **options):
+        calls.append(1)
+        if len(calls) == number:
+            raise Broken
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, breaking)
+
+
+@pytest.mark.parametrize(
+    "owner, name, number, saved",
+    [
+        (Trainer, "write_progress", 33, 33),
+        (MNIST, "predictor", 2, 50),
+        (MNIST, "evaluate", 2, None),
+        (Trainer, "take_step", 33, None),
+        (metrics.Throughput, "measure", 12, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_an_error_between_two_steps_leaves_a_checkpoint_and_one_within_a_step_none(
+    owner, name, number, saved, digits, tmp_path, cpu, monkeypatch, capsys
+):
+    task, straight, run = straight_and_interrupted(digits, tmp_path, cpu, save_every_s=1e9)
+    break_at(monkeypatch, owner, name, number)
+    with pytest.raises(Broken):
+        train(task, run, runtime=cpu, progress=False)
+    monkeypatch.undo()
+    assert [entry["step"] for entry in run.checkpoints()] == ([] if saved is None else [saved])
+    assert (f"saved at step {saved}" in capsys.readouterr().out) == (saved is not None)
+    train(task, run, runtime=cpu, progress=False)
+    assert is_the_same(run, straight)

@@ -82,7 +82,7 @@ class Backup:
     def check(self, folder: Path, owner: str | None) -> None:
         """Raise TpukitError as `check_owner` does, and if another session has left a later state here."""
         self.check_owner(folder, owner)
-        here = max(manifest.steps_there(folder, manifest.read(folder) or {}).values(), default=0)
+        here = max(manifest.steps(manifest.read(folder) or {}).values(), default=0)
         listed = manifest.read(self.path) or {}
         for name, step in manifest.steps(listed).items():
             if step > here and manifest.is_whole(self.path / name, listed[name]):

@@ -63,13 +63,17 @@ class Checkpoints:
         import torch
         from torch.utils._pytree import tree_map_only
 
-        if not hasattr(step, "__index__") or (step := operator.index(step)) < 0:
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0:
             raise TpukitError(f"step={step!r}: a checkpoint has a whole number of 0 or more as its step")
         state = tree_map_only(torch.Tensor, _on_cpu, state)
         _check_readable(tree_map_only(torch.Tensor, lambda tensor: None, state))
         with files.file_lock(self.folder):  # a loop may forget that only one of its ranks saves
-            self._check_is_newest(step)
-            manifest.put(self.folder, f"checkpoints/step-{step:08d}.pt", lambda file: _write(state, file))
+            self._check_is_newest(number)
+            manifest.put(self.folder, f"checkpoints/step-{number:08d}.pt", lambda file: _write(state, file))
             self._knows_newest = True
             if self.backup:
                 if not files.exists(self.folder / ID):

@@ -304,8 +304,8 @@ class Run:
         self.check_results()
         saved = self._checkpoints.restore()
         self._cut_records(saved["records_size"] if saved else 0)
-        if saved and saved.get("unwritten"):
-            _append(self.path / "records.jsonl", saved["unwritten"])
+        self._unwritten = saved.get("unwritten", "") if saved else ""
+        self._write_records()
         return saved["state"] if saved else None
 
     def has_whole_best(self) -> bool:
