@@ -2,8 +2,8 @@
 # make try    the quickstart and the TPU notebook, headless with small settings on the CPU XLA device: what a pull request runs
 # make check  lint and the fast tests, in two minutes; JOBS=4 on a machine with more than two cores
 # make test   lint, unit tests, launches, notebooks, and whether the outputs in docs/executed still come out
-# make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups;
-#             make nightly NIGHTLY="nightly and not long" KILLS=100 for half of its time
+# make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills, 1,000 flipped bits and 1,000 faults of the
+#             disk, of runs and backups; make nightly NIGHTLY="nightly and not long" KILLS=100 FAULTS=50 for half of its time
 # make bench  how fast, in ratios: the loop and the step; make bench PARTS=text for language models
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough, and beside it what
 #             `kaggle kernels push` reads
@@ -32,6 +32,7 @@ ONLY ?=
 JOBS ?= 2
 NIGHTLY ?= nightly
 KILLS ?= 1000
+FAULTS ?= 500
 ASSETS ?=
 # Packages in place of requirements.txt's torch: make fast TORCH="torch==2.8.0 torchvision==0.23.0 torch-xla==2.8.0"
 TORCH ?=
@@ -87,7 +88,8 @@ test: lint
 # One worker: the compiler of a TPU takes up to 10 GB.
 nightly: .venv/installed
 	$(PYTEST) -n 1 -m "$(NIGHTLY)"
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --kills $(KILLS) --flips $(KILLS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --kills $(KILLS) --flips $(KILLS) \
+		--read-faults $(FAULTS) --write-faults $(FAULTS)
 
 .venv/bench-installed: .venv/installed benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
