@@ -9,7 +9,9 @@ import pytest
 from tests.conftest import checkpoint, wait_for
 from tests.launching.conftest import CPU, are_gone, launched, output_of, python, started, steps_logged
 from tests.launching.launched import children, machine
+from tests.runs.faults import READS, failing_disk
 from tpukit import Run
+from tpukit.host.errors import Unreadable
 from tpukit.launching.job import PRINTED, Job, LaunchPlan
 from tpukit.launching.supervisor import Supervisor
 
@@ -268,3 +270,22 @@ def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
     (cores / "folder").mkdir()
     supervisor_of(tmp_path)
     assert {path.name for path in cores.iterdir()} == {*foreign, "folder", PRINTED}
+
+
+def test_a_disk_that_stutters_while_cores_train_delays_what_is_shown_and_makes_none_look_dead(
+    tmp_path, monkeypatch, capsys
+):
+    supervisor = supervisor_of(tmp_path)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    folder, ending = tmp_path / "cores", '{"outcome": "done"}'
+    (folder / PRINTED).write_text("a line\n")
+    (folder / "rank-00.end").write_text(ending)
+    with failing_disk([folder], READS, name=PRINTED, at=1):
+        supervisor._show()
+        assert "a line" not in capsys.readouterr().err
+        supervisor._show()
+    assert "a line" in "".join(capsys.readouterr())
+    with failing_disk([folder], READS, name=".end", at=1) as disk:
+        assert supervisor._read(0, "end") == ending and disk.failed
+    with failing_disk([folder], READS, name=".end", at=1, once=False), pytest.raises(Unreadable):
+        supervisor._ends("done")

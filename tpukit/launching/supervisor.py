@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from tpukit.host import files
 from tpukit.host.bars import tqdm
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError, Unreadable, unreadable
 from tpukit.host.signals import AFTER_THIS_STEP, StopSignal, end_with_parent
 from tpukit.host.tables import printable
 from tpukit.launching.job import PRINTED, Job
@@ -79,7 +80,8 @@ class Supervisor:
             if stop.signal and not self.stop_file.exists():
                 if self._starting() or not self.plan.trains:  # there is nothing to save
                     return
-                self.stop_file.write_text(str(int(stop.signal)))
+                with contextlib.suppress(OSError):  # else the next round asks for it
+                    self.stop_file.write_text(str(int(stop.signal)))
             self.dead_cores = self.dead_cores or self._find_dead()
             if failed_at is None:
                 if is_hung := self._is_hung():
@@ -123,7 +125,8 @@ class Supervisor:
     def _show(self, *, is_over=False):
         """Show what rank 0 has printed since the last call, in whole lines until the launch is over, and how
         far the function is."""
-        with explained(f"cannot read {self.printed}"), open(self.printed, "rb") as file:
+        text = b""
+        with contextlib.suppress(OSError), open(self.printed, "rb") as file:  # else the next call shows it
             file.seek(self.bytes_shown)
             text = file.read()
         if not is_over:
@@ -145,9 +148,14 @@ class Supervisor:
     # Reading what the cores left
 
     def _read(self, index, name):
-        """Return what a core wrote to one of its files; nothing if it is not there yet."""
+        """Return what a core wrote to one of its files; nothing if it is not there yet. Raises Unreadable if
+        the disk does not tell for some seconds: without it, cores that train on would look dead."""
         path = self.job.file(index, name)
-        return path.read_text(errors="replace") if path.exists() else ""
+        for pause_s in (0.0, 0.5, 3.0):
+            time.sleep(pause_s)
+            with contextlib.suppress(Unreadable):
+                return files.read_bytes(path).decode(errors="replace") if files.exists(path) else ""
+        raise unreadable(path, "tried three times")
 
     def _ends(self, outcome):
         """Return the endings of the cores that ended in this way, see `joining.run_core`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained, first_line
+from tpukit.host.errors import TpukitError, Unreadable, explained, first_line
 from tpukit.runs import weights
 from tpukit.tasks import downloads
 
@@ -134,6 +134,8 @@ def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
         return None, f"{network.name}: random weights, because pretrained='no'"
     try:
         path = Path(wanted) if wanted not in ("auto", "yes") else _find_published(network)
+    except Unreadable:  # they may be there
+        raise
     except TpukitError as error:
         if wanted == "yes":
             raise TpukitError(
@@ -157,7 +159,7 @@ def _find_published(network):
             return downloads.from_hub(network.published, "model.safetensors") / "model.safetensors"
         path = Path(torch.hub.get_dir(), "checkpoints", network.published.rpartition("/")[2])
         with files.file_lock(path):  # of several processes one downloads it
-            if not path.is_file():
+            if not files.exists(path):
                 downloads.check_reachable(network.published)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.hub.download_url_to_file(network.published, str(path))
