@@ -15,7 +15,7 @@
 # make publish REPO=owner/name  dist/publish/: the repository with its home filled in and the notebooks built, to push
 # make executed  docs/executed/: copies of some notebooks with outputs, from small runs on this machine's CPU
 # make site   outputs/site/: the pages as a site with search
-# make size   how large each part is, beside its end
+# make size   how large the library and its pages are, beside their ends
 # make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
 PYTHON ?= python3
