@@ -30,7 +30,11 @@ class Unreadable(TpukitError):
 
 
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_USED_UP = {errno.EMFILE: "open files", errno.ENFILE: "open files", errno.ENOMEM: "memory"}
+_ADVICE = {
+    errno.ENOMEM: "end what uses up this machine's memory",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "end what holds too many files open"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "get the permission to read it"),
+}
 
 
 def first_line(error: BaseException) -> str:
@@ -76,10 +80,7 @@ def as_unreadable(error: Exception, path: Path) -> Unreadable | None:
         number = errno.ENOMEM
     if number is None:
         return None
-    reason = f"{os.strerror(number)}, errno {number}"
-    if number in _USED_UP:
-        return unreadable(path, reason, f"end what uses up this machine's {_USED_UP[number]}")
-    return unreadable(path, reason)
+    return unreadable(path, f"{os.strerror(number)}, errno {number}", _ADVICE.get(number, ""))
 
 
 def unreadable(path: Path, reason: str, advice: str = "") -> Unreadable:
