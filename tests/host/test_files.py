@@ -1,8 +1,13 @@
 """Files and folders that appear whole or not at all, locks, and the cache folder."""
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
@@ -19,13 +24,74 @@ def cache(tmp_path, monkeypatch):
     return files.cache_folder()
 
 
-def test_a_lock_is_in_the_cache_folder_of_the_home_and_empties_nothing(cache, tmp_path):
+def test_a_lock_is_in_the_cache_folder_of_the_home_and_names_its_holder_and_empties_no_link(cache, tmp_path):
     with files.file_lock(tmp_path / "data"):
         (lock,) = (tmp_path / "home/.cache/tpukit").iterdir()
-    lock.write_text("something")
+        assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    assert lock.read_text() == ""
+    (tmp_path / "precious").write_text("mine")
+    lock.unlink()
+    lock.symlink_to(tmp_path / "precious")
     with files.file_lock(tmp_path / "data"):
+        assert (tmp_path / "precious").read_text() == "mine"
+
+
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from tpukit.host import files
+work = dict(sleep=lambda: time.sleep(1000), compute=lambda: sum(range(10**11)),
+            child=lambda: subprocess.run([sys.executable, "-c", "sum(range(10**11))"]))
+with files.file_lock(Path(sys.argv[1])):
+    print(flush=True)
+    work[sys.argv[2]]()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Start a process that holds the lock of tmp_path / "data" and does this work. Ended after the test."""
+    with contextlib.ExitStack() as ended:
+
+        def start(work):
+            command = [sys.executable, "-c", HOLDER, tmp_path / "data", work]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+            ended.callback(process.wait)
+            ended.callback(process.stdout.close)
+            ended.callback(os.killpg, process.pid, signal.SIGKILL)
+            process.stdout.readline()
+            return process.pid
+
+        yield start
+
+
+def patient(monkeypatch, say_s, give_up_s):
+    monkeypatch.setattr(files, "SAY_AFTER_S", say_s)
+    monkeypatch.setattr(files, "GIVE_UP_AFTER_S", give_up_s)
+
+
+@pytest.mark.parametrize("work", ["sleep", "compute"])
+def test_a_lock_of_a_process_that_is_stopped_or_does_nothing_is_waited_for_aloud_and_not_without_end(
+    work, holder, tmp_path, monkeypatch, capsys
+):
+    patient(monkeypatch, 0.2, 1.0)
+    pid = holder(work)
+    if work == "compute":
+        os.kill(pid, signal.SIGSTOP)
+    name = f"process {pid} on {socket.gethostname()}"
+    with refuses(name, tmp_path / "data"), files.file_lock(tmp_path / "data"):
         pass
-    assert lock.read_text() == "something"
+    assert capsys.readouterr().out == f"waiting for {name}, which is using {tmp_path / 'data'}\n"
+
+
+@pytest.mark.parametrize("work", ["compute", "child"])
+def test_a_lock_of_a_process_that_works_is_waited_for(work, holder, tmp_path, monkeypatch):
+    patient(monkeypatch, 0.2, 1.5)
+    pid = holder(work)
+    started = time.monotonic()
+    threading.Timer(4, os.killpg, (pid, signal.SIGKILL)).start()
+    with files.file_lock(tmp_path / "data"):
+        assert time.monotonic() - started >= 4
 
 
 @pytest.mark.parametrize("home", ["/dev/null", ""])

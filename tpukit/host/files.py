@@ -9,17 +9,21 @@ import secrets
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import printable
+from tpukit.host.tables import printable, say
 
 if sys.platform != "win32":  # where commands that need no lock work
     import fcntl
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+POLL_S = 0.1  # between two attempts to get a lock
+SAY_AFTER_S = 5.0  # of waiting for a lock, who holds it
+GIVE_UP_AFTER_S = 60.0  # in which the holder of a lock did nothing
 
 
 @contextlib.contextmanager
@@ -179,17 +183,69 @@ def sha256(path: Path) -> str:
 def file_lock(path: Path) -> Iterator[None]:
     """Context manager: wait until no other process of this user and host holds the lock of `path`.
 
-    The lock is in the cache folder, because `path` may be on a read-only disk. Without a cache folder there
-    is no lock, and writing is still atomic."""
+    Says which process it waits for, and raises TpukitError once that process did nothing for GIVE_UP_AFTER_S
+    seconds, because it is stopped, for instance. The lock is in the cache folder, because `path` may be on a
+    read-only disk. Without a cache folder there is no lock, and writing is still atomic."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError, TpukitError):
-            cache = cache_folder()
-            cache.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(cache / f"{name}.lock", "ab"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-            held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open
-        yield
+    file = None
+    with contextlib.suppress(OSError, TpukitError):
+        cache = cache_folder()
+        cache.mkdir(parents=True, exist_ok=True)
+        number = os.open(cache / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.fdopen(number, "r+b", buffering=0)
+    with file or contextlib.nullcontext():
+        if file:
+            _wait_for(file, path)
+            with contextlib.suppress(OSError):  # the disk may be full
+                _overwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        try:
+            yield
+        finally:
+            if file:
+                with contextlib.suppress(OSError):
+                    _overwrite(file, b"")
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open
+
+
+def _wait_for(file: BinaryIO, path: Path) -> None:
+    """Wait for the lock of an open file, in which its holder is named. See `file_lock`."""
+    waited = idle = 0.0  # not by a clock, which goes on while this process is stopped
+    before = said = None
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        except OSError:  # a disk without locks
+            return None
+        file.seek(0)
+        holder = file.read(300).decode(errors="replace")
+        named = re.fullmatch(r"process (\d+) on (.*)", holder, re.DOTALL)
+        work = _work_of(int(named[1])) if named and named[2] == socket.gethostname() else 0.0
+        idle, before = (idle, before) if work == before else (0.0, work)
+        if waited >= SAY_AFTER_S and not said:
+            say(said := f"waiting for {holder or 'another process'}, which is using {path}")
+        if idle >= GIVE_UP_AFTER_S:
+            raise TpukitError(
+                f"{holder or 'another process'} is using {path}, and did nothing for {idle:.0f} s: if it is"
+                " stopped, continue it (`fg`) or end it; then start again"
+            )
+        time.sleep(POLL_S)
+        waited, idle = waited + POLL_S, idle + POLL_S
+
+
+def _work_of(pid: int) -> float:
+    """Return a number that changes while a process or one that it started works: ticks of the CPU, or the
+    time while it waits for a disk. 0 if /proc does not tell."""
+    work = 0.0
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError, ValueError):  # it may end meanwhile
+            state, *values = (thread / "stat").read_text().rpartition(")")[2].split()
+            if state == "D":
+                return time.monotonic()
+            work += int(values[10]) + int(values[11])
+            work += sum(map(_work_of, map(int, (thread / "children").read_text().split())))
+    return work
 
 
 @contextlib.contextmanager
