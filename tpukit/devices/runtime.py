@@ -207,9 +207,9 @@ class Runtime:
         from tpukit.host import files  # here: a plain function's launch does not need it
 
         with contextlib.suppress(OSError, TpukitError):  # without the folder Inductor has one of its own
-            cache = files.cache_folder()
-            cache.mkdir(parents=True, exist_ok=True)
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+            folder = files.own_entry(files.cache_folder() / "inductor")  # of code that is run
+            folder.mkdir(0o755, exist_ok=True)
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         return torch.compile(function)
 
     def inference(self, function: Callable) -> Callable:

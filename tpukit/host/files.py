@@ -8,13 +8,14 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.host.tables import printable, say
 
 if sys.platform != "win32":  # where commands that need no lock work
@@ -189,9 +190,8 @@ def file_lock(path: Path) -> Iterator[None]:
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
     file = None
     with contextlib.suppress(OSError, TpukitError):
-        cache = cache_folder()
-        cache.mkdir(parents=True, exist_ok=True)
-        number = os.open(cache / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        lock = own_entry(cache_folder() / f"{name}.lock")
+        number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         file = os.fdopen(number, "r+b", buffering=0)
     with file or contextlib.nullcontext():
         if file:
@@ -295,3 +295,40 @@ def cache_folder() -> Path:
     except RuntimeError as error:
         raise TpukitError("this user has no home, in which a cache could be: set TPUKIT_CACHE") from error
     return Path(chosen).resolve()
+
+
+def own_entry(path: Path) -> Path:
+    """Return the path of a file or folder in the cache folder, which is made if needed. Raises TpukitError if
+    it cannot be made, and if another user could have written what is read there."""
+    with explained(f"{path.parent} cannot be written, so set TPUKIT_CACHE to another folder"):
+        path.parent.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask is
+        mode = path.parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # in a folder as /tmp nobody replaces another's files
+        raise TpukitError(_open_to_all(path.parent))
+    check_own(path)
+    return path
+
+
+def check_own(*paths: Path) -> None:
+    """Raise TpukitError for a file or folder in the cache that another user than this one or root made or can
+    write to. One that is not there is fine."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            owners = {path.lstat().st_uid, path.stat().st_uid} - {
+                0,
+                os.geteuid(),
+            }  # of a link, and its target
+            if owners:
+                raise TpukitError(
+                    f"{path} belongs to another user ({owners.pop()}), so it may hold anything: delete it, or"
+                    " set TPUKIT_CACHE to a folder of your own"
+                )
+            if path.stat().st_mode & stat.S_IWOTH:
+                raise TpukitError(_open_to_all(path))
+
+
+def _open_to_all(path):
+    return (
+        f"{path} can be written by every user, so it may hold anything: set TPUKIT_CACHE to a folder of your"
+        f" own, or delete what is there and run `chmod o-w {path}`"
+    )

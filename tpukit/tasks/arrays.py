@@ -3,6 +3,7 @@
 import concurrent.futures
 import hashlib
 import json
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,9 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     later sessions.
 
     key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files.
-    make: () -> dict of numpy arrays. Raises TpukitError if the cache folder cannot be written, and for files
-    in it that are missing or cut short."""
-    folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
-    with explained(f"{folder} cannot be written, so set TPUKIT_CACHE to another folder"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+    make: () -> dict of numpy arrays. Raises TpukitError if the cache folder cannot be written, for files in
+    it that are missing or cut short, and for what another user can write to."""
+    folder = files.own_entry(files.cache_folder() / f"{name}-{digest(key)[:20]}")
     with files.file_lock(folder):
         if not folder.exists():
             arrays = make()
@@ -42,7 +41,10 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
                 for part, value in arrays.items():
                     np.save(work / f"{part}.npy", value, allow_pickle=False)
                 (work / PARTS).write_text(json.dumps([*arrays]))
+                for path in (work, *work.iterdir()):
+                    path.chmod(path.stat().st_mode & ~stat.S_IWOTH)  # with a umask of 0, too
     with explained(f"{folder} is damaged, so delete it"):
+        files.check_own(folder, *folder.iterdir())
         parts = json.loads((folder / PARTS).read_bytes())
         return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
 
