@@ -20,8 +20,8 @@ def unpack(archive: Path, target: Path, *, parts: Collection[str] = ()) -> Path:
     """Unpack a .zip so that `target` appears complete or not at all. Returns `target`.
 
     A single top folder is stripped, unless it is one of `parts`. zipfile makes no links. Raises TpukitError
-    for a damaged archive, for another format, for a name that leads outside (`../a`, `/a`), for two entries of
-    one name, for more than the disk has room for, and for a folder that cannot be written."""
+    for a damaged archive, for another format, for a name that leads outside (`../a`, `/a`), for two of one
+    name, for more than the disk has room for, and for a folder that cannot be written."""
     with files.atomic_folder(target) as work:
         packed = Path(tempfile.mkdtemp(dir=work))  # a random name, which no entry of the archive has
         try:
