@@ -34,14 +34,15 @@ def atomic_file(
     """Open `path` for binary writing so that it appears complete or not at all.
 
     The bytes go to a temporary file next to it, which is renamed when it is complete and, if `durable`, on
-    the disk. check: called with that file before; if it raises, `path` stays as it was. Raises TpukitError if
-    the disk is full or cannot be written."""
+    the disk. A file that it replaces passes its mode and owner on. check: called with the temporary file
+    before; if it raises, `path` stays as it was. Raises TpukitError if the disk is full or cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
     try:
         with explain_unwritable(path, only=DISK_FULL):
             with explain_unwritable(path.parent):
                 partial.unlink(missing_ok=True)  # of a killed process with the same pid
-                file = open(partial, "xb")  # never through a link
+                file = _create(partial, path)
             with file:
                 yield file
                 file.flush()
@@ -56,6 +57,20 @@ def atomic_file(
     finally:
         with contextlib.suppress(OSError):  # if the folder cannot be written there is none
             partial.unlink(missing_ok=True)
+
+
+def _create(partial: Path, path: Path) -> BinaryIO:
+    """Open a new file for writing, never through a link. It has the mode and owner of `path`, if that is a
+    file, before anything is in it that others may not read."""
+    old = path.lstat() if os.path.lexists(path) else None
+    if old is None or not stat.S_ISREG(old.st_mode) or sys.platform == "win32":
+        return open(partial, "xb")
+    file = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    with contextlib.suppress(OSError):  # only root gives files away, and some disks have one owner and mode
+        os.fchown(file.fileno(), old.st_uid, old.st_gid)
+    with contextlib.suppress(OSError):
+        os.fchmod(file.fileno(), old.st_mode & 0o777)
+    return file
 
 
 def remove_partials(folder: Path) -> None:
