@@ -178,6 +178,48 @@ def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processe
     assert sorted(os.listdir(tmp_path)) == [".c.999999999.partial", "a"]
 
 
+NAMES = ["a", "n" * 235, "n" * 255, "\u8bad\u7ec3" * 42 + "abc", "a.1234.b.12345678", "caf\udce9" * 30]
+HOSTS = ["", "12345", "vm.us-east1-b.c.project.internal", "h" * 64, "o/d\nd\u00e9 "]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_up_to_255_bytes_is_written_and_what_a_killed_process_left_of_it_is_removed(
+    name, host, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    for folder in ("folder", "file"):
+        (tmp_path / folder).mkdir()
+    with files.atomic_folder(tmp_path / "folder" / name) as work:
+        left = work.with_name(work.name.replace(f".{os.getpid()}.", ".999999999."))
+        left.mkdir()
+    with files.atomic_folder(tmp_path / "folder" / name):
+        pass
+    with files.atomic_file(tmp_path / "file" / name):
+        (partial,) = (tmp_path / "file").iterdir()
+        files.remove_partials(tmp_path / "file")
+        assert partial.exists()
+        partial.with_name(partial.name.replace(f".{os.getpid()}.", ".999999999.")).touch()
+        files.remove_partials(tmp_path / "file")
+        assert [*partial.parent.iterdir()] == [partial]
+    assert os.listdir(tmp_path / "folder") == os.listdir(tmp_path / "file") == [name]
+
+
+@pytest.mark.parametrize("there", ["elsewhere", "", "x.here"])
+def test_what_another_host_writes_stays_until_it_stood_still_for_a_day(there, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: there)
+    with files.atomic_file(tmp_path / "a"):
+        (partial,) = tmp_path.iterdir()
+        theirs = partial.rename(partial.with_name(partial.name.replace(f".{os.getpid()}.", ".999999999.")))
+        monkeypatch.setattr(socket, "gethostname", lambda: "here")
+        now = time.time()
+        for changed, stays in ((now, True), (now - 3600, True), (0, True), (now - 25 * 3600, False)):
+            os.utime(theirs, (changed, changed))
+            files.remove_partials(tmp_path)
+            assert theirs.exists() == stays
+        partial.touch()
+
+
 def test_what_killed_processes_left_of_a_folder_is_gone_after_the_next_and_nothing_else(tmp_path):
     target = tmp_path / "set.v1"
     with files.atomic_folder(tmp_path / "set"), files.atomic_folder(target) as of_this_process:

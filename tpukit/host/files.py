@@ -37,11 +37,10 @@ def atomic_file(
     the disk. A file that it replaces passes its mode and owner on. check: called with the temporary file
     before; if it raises, `path` stays as it was. Raises TpukitError if the disk is full or cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
+    partial = _partial_of(path)
     try:
         with explain_unwritable(path, only=DISK_FULL):
             with explain_unwritable(path.parent):
-                partial.unlink(missing_ok=True)  # of a killed process with the same pid
                 file = _create(partial, path)
             with file:
                 yield file
@@ -76,9 +75,43 @@ def _create(partial: Path, path: Path) -> BinaryIO:
 def remove_partials(folder: Path) -> None:
     """Remove what `atomic_file` left in a folder when its process was killed."""
     for partial in folder.glob(".*.partial"):
-        pid = partial.name.split(".")[-2]
-        if pid.isdecimal() and not _lives(int(pid)) and partial.is_file():
+        if partial.is_file() and _is_left(partial):
             partial.unlink(missing_ok=True)
+
+
+# The temporary names of files and folders: .NAME.HOST.PID.TOKEN.partial; of files of earlier versions
+# .NAME.PID.partial. NAME is cut, because 255 bytes are all that a disk takes; HOST and TOKEN have no dots.
+NAME_BYTES = 140
+PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<host>[^.]*)\.(?P<pid>\d+)\.(?!\d+\.)\w{8}\.partial", re.DOTALL)
+OLD_PARTIAL = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.partial", re.DOTALL)
+STALE_S = 24 * 3600  # after which another host does not write to a file any more, as a lost session's
+
+
+def _partial_of(path: Path) -> Path:
+    """Return a name next to `path` for what is written there, which no other process or thread has."""
+    token = f"p{secrets.token_hex(4)[1:]}"  # 8 characters, not all digits as in the pid of an old name
+    return path.with_name(f".{_cut(path.name)}.{_host()}.{os.getpid()}.{token}.partial")
+
+
+def _cut(name):
+    return os.fsencode(name)[:NAME_BYTES].decode(errors="ignore")  # no half of a character
+
+
+def _host():
+    """This host in a temporary name: hosts may share a disk."""
+    return re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:64]
+
+
+def _is_left(partial: Path, target: str = "") -> bool:
+    """Return True if no process writes what has this temporary name any more. target: only for this name."""
+    parts = PARTIAL.fullmatch(partial.name) or OLD_PARTIAL.fullmatch(partial.name)
+    if not parts or target and parts["name"] != _cut(target):
+        return False
+    if parts.groupdict().get("host", _host()) == _host():
+        return not _lives(int(parts["pid"]))
+    with contextlib.suppress(OSError):  # another process may be faster
+        return partial.is_file() and 0 < partial.stat().st_mtime < time.time() - STALE_S  # 0: no times there
+    return False
 
 
 def _lives(pid: int) -> bool:
@@ -109,14 +142,12 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     Parent folders are created; what killed processes left is removed. Raises TpukitError if the disk is full
     or cannot be written."""
     folder = Path(folder)
-    prefix = f".{folder.name}.{socket.gethostname()}."  # hosts may share a disk
     with explain_unwritable(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.iterdir():
-            ours = re.fullmatch(re.escape(prefix) + r"(\d+)\.\w{8}\.partial", left.name)
-            if ours and not _lives(int(ours[1])):
+            if _is_left(left, folder.name):
                 shutil.rmtree(left, ignore_errors=True)  # which removes neither a file nor a link
-        work = folder.with_name(f"{prefix}{os.getpid()}.{secrets.token_hex(4)}.partial")
+        work = _partial_of(folder)
         work.mkdir()  # not tempfile.mkdtemp, which ignores the user's umask
     try:
         with explain_unwritable(folder, only=DISK_FULL):
