@@ -64,7 +64,7 @@ def _create(partial: Path, path: Path) -> BinaryIO:
     old = path.lstat() if os.path.lexists(path) else None
     if old is None or not stat.S_ISREG(old.st_mode) or sys.platform == "win32":
         return open(partial, "xb")
-    file = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+    file = open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
     with contextlib.suppress(OSError):  # only root gives files away, and some disks have one owner and mode
         os.fchown(file.fileno(), old.st_uid, old.st_gid)
     with contextlib.suppress(OSError):
