@@ -39,7 +39,7 @@ OF_A_DISK = (
         ("/content/drive/MyDrive/a b/x.npz", True),
         ("/dev/shm/x.npz", False),
         ("/kaggle/input/x", False),
-        ("/home/ada/content/x", False),
+        ("/mnt/content/x", False),
         ("data/x.npz", False),
     ],
 )

@@ -4,6 +4,7 @@ import csv
 import io
 
 from tpukit.host import tables
+from tpukit.host.spreadsheets import as_csv
 from tpukit.host.tables import Table, format_duration
 
 
@@ -18,7 +19,7 @@ def test_nothing_in_a_table_is_markup_or_a_control_character():
 def test_a_spreadsheet_finds_no_formula_in_a_csv_and_a_terminal_no_control_character():
     formulas = ["=1+1", "+1+1", "-cmd|x", "@SUM(A1)", "\t=1", "\r\n=1"]
     other = [-0.5, -7, None, "a=1", "", "caf\udce9\x1b[31m\r"]
-    text = tables.as_csv(formulas, [formulas, other])
+    text = as_csv(formulas, [formulas, other])
     heads, texts, rest = csv.reader(io.StringIO(text, newline=""))
     assert heads == texts == [f"'{formula}" for formula in formulas]
     assert rest == ["-0.5", "-7", "", "a=1", "", r"caf\udce9\x1b[31m\r"]

@@ -204,10 +204,10 @@ class Runtime:
         in the cache folder, so that a later session starts in seconds."""
         if choice != "yes":
             return function
-        from tpukit.host import files  # here: a plain function's launch does not need it
+        from tpukit.host import cache  # here: a plain function's launch does not need it
 
         with contextlib.suppress(OSError, TpukitError):  # without the folder Inductor has one of its own
-            folder = files.own_entry(files.cache_folder() / "inductor")  # of code that is run
+            folder = cache.entry("inductor")  # of code that is run
             folder.mkdir(0o755, exist_ok=True)
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         return torch.compile(function)

@@ -8,23 +8,19 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tpukit.host.errors import TpukitError, explained
-from tpukit.host.tables import printable, say
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import printable
 
 if sys.platform != "win32":  # where commands that need no lock work
     import fcntl
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-POLL_S = 0.1  # between two attempts to get a lock
-SAY_AFTER_S = 5.0  # of waiting for a lock, who holds it
-GIVE_UP_AFTER_S = 60.0  # in which the holder of a lock did nothing
 
 
 @contextlib.contextmanager
@@ -59,16 +55,16 @@ def atomic_file(
 
 
 def _create(partial: Path, path: Path) -> BinaryIO:
-    """Open a new file for writing, never through a link. It has the mode and owner of `path`, if that is a
-    file, before anything is in it that others may not read."""
-    old = path.lstat() if os.path.lexists(path) else None
-    if old is None or not stat.S_ISREG(old.st_mode) or sys.platform == "win32":
+    """Open a new file for writing, never through a link. If `path` is a file, its mode and owner are set
+    before anything is in it that others may not read."""
+    if path.is_symlink() or not path.is_file():
         return open(partial, "xb")
-    file = open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
-    with contextlib.suppress(OSError):  # only root gives files away, and some disks have one owner and mode
-        os.fchown(file.fileno(), old.st_uid, old.st_gid)
-    with contextlib.suppress(OSError):
+    file, old = open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)), path.stat()
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # only root gives files away; Windows has no such calls
         os.fchmod(file.fileno(), old.st_mode & 0o777)
+        os.fchown(file.fileno(), old.st_uid, old.st_gid)
     return file
 
 
@@ -79,12 +75,10 @@ def remove_partials(folder: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
-# The temporary names of files and folders: .NAME.HOST.PID.TOKEN.partial; of files of earlier versions
-# .NAME.PID.partial. NAME is cut, because 255 bytes are all that a disk takes; HOST and TOKEN have no dots.
-NAME_BYTES = 140
+# The temporary names of files and folders: .NAME.HOST.PID.TOKEN.partial, and .NAME.PID.partial as earlier
+# versions named files. HOST and TOKEN have no dots.
 PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<host>[^.]*)\.(?P<pid>\d+)\.(?!\d+\.)\w{8}\.partial", re.DOTALL)
-OLD_PARTIAL = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.partial", re.DOTALL)
-STALE_S = 24 * 3600  # after which another host does not write to a file any more, as a lost session's
+OLD_PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<pid>\d+)\.partial", re.DOTALL)
 
 
 def _partial_of(path: Path) -> Path:
@@ -94,23 +88,25 @@ def _partial_of(path: Path) -> Path:
 
 
 def _cut(name):
-    return os.fsencode(name)[:NAME_BYTES].decode(errors="ignore")  # no half of a character
+    return os.fsencode(name)[:140].decode(errors="ignore")  # all parts of a name have 255 bytes
 
 
 def _host():
-    """This host in a temporary name: hosts may share a disk."""
-    return re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:64]
+    return re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:64]  # hosts may share a disk
 
 
 def _is_left(partial: Path, target: str = "") -> bool:
-    """Return True if no process writes what has this temporary name any more. target: only for this name."""
+    """Return True if no process writes what has this temporary name any more. target: of a folder, its own
+    name."""
     parts = PARTIAL.fullmatch(partial.name) or OLD_PARTIAL.fullmatch(partial.name)
     if not parts or target and parts["name"] != _cut(target):
         return False
     if parts.groupdict().get("host", _host()) == _host():
         return not _lives(int(parts["pid"]))
-    with contextlib.suppress(OSError):  # another process may be faster
-        return partial.is_file() and 0 < partial.stat().st_mtime < time.time() - STALE_S  # 0: no times there
+    with contextlib.suppress(
+        OSError
+    ):  # a file of a lost session, unchanged for a day; 0: a disk without times
+        return not target and 0 < partial.stat().st_mtime < time.time() - 24 * 3600
     return False
 
 
@@ -228,70 +224,29 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Context manager: wait until no other process of this user and host holds the lock of `path`.
+    """Context manager: wait until no other process of this user and host holds the lock of `path`, as long as
+    that one works (`wait_for`).
 
-    Says which process it waits for, and raises TpukitError once that process did nothing for GIVE_UP_AFTER_S
-    seconds, because it is stopped, for instance. The lock is in the cache folder, because `path` may be on a
-    read-only disk. Without a cache folder there is no lock, and writing is still atomic."""
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
-    file = None
-    with contextlib.suppress(OSError, TpukitError):
-        lock = own_entry(cache_folder() / f"{name}.lock")
-        number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        file = os.fdopen(number, "r+b", buffering=0)
-    with file or contextlib.nullcontext():
+    The lock is in the cache folder, because `path` may be on a read-only disk. Without a cache folder there
+    is no lock, and writing is still atomic."""
+    name, file = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20], None
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, TpukitError):
+            cache = cache_folder()
+            cache.mkdir(0o755, parents=True, exist_ok=True)
+            number = os.open(cache / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            file = held.enter_context(os.fdopen(number, "r+b", buffering=0))
         if file:
-            _wait_for(file, path)
-            with contextlib.suppress(OSError):  # the disk may be full
+            with contextlib.suppress(OSError):  # a disk without locks, or a full one
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    from tpukit.host.waiting import wait_for  # here: seldom needed
+
+                    wait_for(file, path)
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process forked meanwhile has it open
                 _overwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        try:
-            yield
-        finally:
-            if file:
-                with contextlib.suppress(OSError):
-                    _overwrite(file, b"")
-                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open
-
-
-def _wait_for(file: BinaryIO, path: Path) -> None:
-    """Wait for the lock of an open file, in which its holder is named. See `file_lock`."""
-    waited = idle = 0.0  # not by a clock, which goes on while this process is stopped
-    before = said = None
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass
-        except OSError:  # a disk without locks
-            return None
-        file.seek(0)
-        holder = file.read(300).decode(errors="replace")
-        named = re.fullmatch(r"process (\d+) on (.*)", holder, re.DOTALL)
-        work = _work_of(int(named[1])) if named and named[2] == socket.gethostname() else 0.0
-        idle, before = (idle, before) if work == before else (0.0, work)
-        if waited >= SAY_AFTER_S and not said:
-            say(said := f"waiting for {holder or 'another process'}, which is using {path}")
-        if idle >= GIVE_UP_AFTER_S:
-            raise TpukitError(
-                f"{holder or 'another process'} is using {path}, and did nothing for {idle:.0f} s: if it is"
-                " stopped, continue it (`fg`) or end it; then start again"
-            )
-        time.sleep(POLL_S)
-        waited, idle = waited + POLL_S, idle + POLL_S
-
-
-def _work_of(pid: int) -> float:
-    """Return a number that changes while a process or one that it started works: ticks of the CPU, or the
-    time while it waits for a disk. 0 if /proc does not tell."""
-    work = 0.0
-    for thread in Path(f"/proc/{pid}/task").glob("*"):
-        with contextlib.suppress(OSError, ValueError):  # it may end meanwhile
-            state, *values = (thread / "stat").read_text().rpartition(")")[2].split()
-            if state == "D":
-                return time.monotonic()
-            work += int(values[10]) + int(values[11])
-            work += sum(map(_work_of, map(int, (thread / "children").read_text().split())))
-    return work
+        yield
 
 
 @contextlib.contextmanager
@@ -341,40 +296,3 @@ def cache_folder() -> Path:
     except RuntimeError as error:
         raise TpukitError("this user has no home, in which a cache could be: set TPUKIT_CACHE") from error
     return Path(chosen).resolve()
-
-
-def own_entry(path: Path) -> Path:
-    """Return the path of a file or folder in the cache folder, which is made if needed. Raises TpukitError if
-    it cannot be made, and if another user could have written what is read there."""
-    with explained(f"{path.parent} cannot be written, so set TPUKIT_CACHE to another folder"):
-        path.parent.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask is
-        mode = path.parent.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # in a folder as /tmp nobody replaces another's files
-        raise TpukitError(_open_to_all(path.parent))
-    check_own(path)
-    return path
-
-
-def check_own(*paths: Path) -> None:
-    """Raise TpukitError for a file or folder in the cache that another user than this one or root made or can
-    write to. One that is not there is fine."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            owners = {path.lstat().st_uid, path.stat().st_uid} - {
-                0,
-                os.geteuid(),
-            }  # of a link, and its target
-            if owners:
-                raise TpukitError(
-                    f"{path} belongs to another user ({owners.pop()}), so it may hold anything: delete it, or"
-                    " set TPUKIT_CACHE to a folder of your own"
-                )
-            if path.stat().st_mode & stat.S_IWOTH:
-                raise TpukitError(_open_to_all(path))
-
-
-def _open_to_all(path):
-    return (
-        f"{path} can be written by every user, so it may hold anything: set TPUKIT_CACHE to a folder of your"
-        f" own, or delete what is there and run `chmod o-w {path}`"
-    )

@@ -1,6 +1,5 @@
 """Format tables, lists of sentences and durations for shell and notebook, and make text safe to print."""
 
-import csv
 import html
 import io
 import re
@@ -125,22 +124,6 @@ class Notice(Sentences):
     def _repr_html_(self):
         box = "border:2px solid #d97706;border-radius:6px;padding:2px 12px;margin:6px 0"
         return f"<div style='{box}'>{super()._repr_html_()}</div>"
-
-
-def as_csv(columns: Iterable[str], rows: Iterable[Iterable]) -> str:
-    """Return a table as CSV. Texts are escaped, and have a quote before what a spreadsheet would take for a
-    formula and compute."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerows(map(_csv_cell, row) for row in (columns, *rows))
-    return out.getvalue()
-
-
-def _csv_cell(value):
-    if not isinstance(value, str):  # a negative number is no formula
-        return value
-    text = printable(value)
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def format_duration(seconds: float) -> str:

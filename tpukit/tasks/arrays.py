@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tpukit.host import files
+from tpukit.host import cache, files
 from tpukit.host.errors import explained
 
 Arrays = dict[str, np.ndarray]
@@ -33,7 +33,7 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files.
     make: () -> dict of numpy arrays. Raises TpukitError if the cache folder cannot be written, for files in
     it that are missing or cut short, and for what another user can write to."""
-    folder = files.own_entry(files.cache_folder() / f"{name}-{digest(key)[:20]}")
+    folder = cache.entry(f"{name}-{digest(key)[:20]}")
     with files.file_lock(folder):
         if not folder.exists():
             arrays = make()
@@ -44,7 +44,7 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
                 for path in (work, *work.iterdir()):
                     path.chmod(path.stat().st_mode & ~stat.S_IWOTH)  # with a umask of 0, too
     with explained(f"{folder} is damaged, so delete it"):
-        files.check_own(folder, *folder.iterdir())
+        cache.check_own(folder, *folder.iterdir())
         parts = json.loads((folder / PARTS).read_bytes())
         return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
 

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.runtime import Runtime
-from tpukit.host import environment, files
+from tpukit.host import cache, environment
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.training.step import TrainingStep
 from tpukit.training.task import Task
@@ -47,7 +47,7 @@ def try_out(runtime: Runtime) -> str:
     facts = ["trial", env.device_name, *env.versions.values(), runtime.precision, str(runtime.cores)]
     passed = None
     with contextlib.suppress(TpukitError):  # without a cache folder the next training run tries again
-        passed = files.own_entry(files.cache_folder() / re.sub(r"[^\w.]+", "-", " ".join(facts)))
+        passed = cache.entry(re.sub(r"[^\w.]+", "-", " ".join(facts)))
     if runtime.world.broadcast(passed is not None and passed.exists()):
         return ""
     try:

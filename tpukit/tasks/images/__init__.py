@@ -14,7 +14,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
-from tpukit.host.tables import as_csv
+from tpukit.host.spreadsheets import as_csv
 from tpukit.runs import weights
 from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
 from tpukit.tasks import arrays, pictures

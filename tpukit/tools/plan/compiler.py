@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpukit.devices.chips import V5E, V6E, Chip
-from tpukit.host import files
+from tpukit.host import cache, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
 from tpukit.tools.child import last_line, run_python
@@ -46,7 +46,7 @@ def folder_of(packages: tuple[str, ...] = COMPILER) -> Path:
 
 def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> Path:
     """Install the compiler's packages into `folder_of` them, unless they are there. Return that folder."""
-    folder = files.own_entry(folder_of(packages))
+    folder = cache.checked(folder_of(packages))
     with files.file_lock(folder):
         if folder.is_dir():
             return folder
