@@ -146,7 +146,9 @@ class Run:
         with explained(f"{path} is damaged ({advice}, or choose another folder)", Damaged):
             values = json.loads(path.read_bytes())
             settings = dict(values["settings"])
-            return dict(values, id=values["id"], task=values["task"], settings=settings)
+            if not (isinstance(values["id"], str) and isinstance(values["task"], str)):
+                raise ValueError("its task or id is not a text")
+            return dict(values, settings=settings)
 
     def _has_results(self) -> bool:
         """Return whether the folder holds results of training steps, other than checkpoints."""
@@ -191,6 +193,8 @@ class Run:
                 record = json.loads(line)
                 if not all(0 <= record[name] < 2**53 for name in ("step", "time")):
                     raise ValueError
+                if not isinstance(record["kind"], str):
+                    raise ValueError
                 if kind in (None, record["kind"]):
                     records.append(record)
             except (ValueError, KeyError, TypeError, RecursionError):
@@ -220,8 +224,9 @@ class Run:
 
     def read_progress(self) -> dict[str, Any]:
         """Return what `write_progress` last wrote, or {}."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return json.loads((self.path / "progress.json").read_bytes())
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
+            progress = json.loads((self.path / "progress.json").read_bytes())
+            return progress if isinstance(progress, dict) else {}
         return {}
 
     def stop_requested(self) -> int | None:
