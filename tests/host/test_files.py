@@ -1,13 +1,18 @@
 """Files and folders that appear whole or not at all, locks, and the cache folder."""
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
 from tests.conftest import refuses
-from tpukit.host import files
+from tpukit.host import files, waiting
 from tpukit.runs.folder_lock import exclusive_lock
 from tpukit.tasks import arrays
 
@@ -20,13 +25,73 @@ def cache(tmp_path, monkeypatch):
     return files.cache_folder()
 
 
-def test_a_lock_is_in_the_cache_folder_of_the_home_and_empties_nothing(cache, tmp_path):
+def test_a_lock_is_in_the_cache_folder_of_the_home_and_names_its_holder_and_empties_no_link(cache, tmp_path):
     with files.file_lock(tmp_path / "data"):
         (lock,) = (tmp_path / "home/.cache/tpukit").iterdir()
-    lock.write_text("something")
+        assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    (tmp_path / "precious").write_text("mine")
+    lock.unlink()
+    lock.symlink_to(tmp_path / "precious")
     with files.file_lock(tmp_path / "data"):
+        assert (tmp_path / "precious").read_text() == "mine"
+
+
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from tpukit.host import files
+work = dict(sleep=lambda: time.sleep(1000), compute=lambda: sum(range(10**11)),
+            child=lambda: subprocess.run([sys.executable, "-c", "sum(range(10**11))"]))
+with files.file_lock(Path(sys.argv[1])):
+    print(flush=True)
+    work[sys.argv[2]]()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Start a process that holds the lock of tmp_path / "data" and does this work. Ended after the test."""
+    with contextlib.ExitStack() as ended:
+
+        def start(work):
+            command = [sys.executable, "-c", HOLDER, tmp_path / "data", work]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+            ended.callback(process.wait)
+            ended.callback(process.stdout.close)
+            ended.callback(os.killpg, process.pid, signal.SIGKILL)
+            process.stdout.readline()
+            return process.pid
+
+        yield start
+
+
+def patient(monkeypatch, say_s, give_up_s):
+    monkeypatch.setattr(waiting, "SAY_AFTER_S", say_s)
+    monkeypatch.setattr(waiting, "GIVE_UP_AFTER_S", give_up_s)
+
+
+@pytest.mark.parametrize("work", ["sleep", "compute"])
+def test_a_lock_of_a_process_that_is_stopped_or_does_nothing_is_waited_for_aloud_and_not_without_end(
+    work, holder, tmp_path, monkeypatch, capsys
+):
+    patient(monkeypatch, 0.2, 1.0)
+    pid = holder(work)
+    if work == "compute":
+        os.kill(pid, signal.SIGSTOP)
+    name = f"process {pid} on {socket.gethostname()}"
+    with refuses(name, tmp_path / "data"), files.file_lock(tmp_path / "data"):
         pass
-    assert lock.read_text() == "something"
+    assert capsys.readouterr().out == f"waiting for {name}, which is using {tmp_path / 'data'}\n"
+
+
+@pytest.mark.parametrize("work", ["compute", "child"])
+def test_a_lock_of_a_process_that_works_is_waited_for(work, holder, tmp_path, monkeypatch):
+    patient(monkeypatch, 0.2, 1.5)
+    pid = holder(work)
+    started = time.monotonic()
+    threading.Timer(4, os.killpg, (pid, signal.SIGKILL)).start()
+    with files.file_lock(tmp_path / "data"):
+        assert time.monotonic() - started >= 4
 
 
 @pytest.mark.parametrize("home", ["/dev/null", ""])
@@ -111,6 +176,48 @@ def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processe
         assert not rest.exists()
     assert (tmp_path / "a").read_bytes() == b"whole"
     assert sorted(os.listdir(tmp_path)) == [".c.999999999.partial", "a"]
+
+
+NAMES = ["a", "n" * 235, "n" * 255, "\u8bad\u7ec3" * 42 + "abc", "a.1234.b.12345678", "caf\udce9" * 30]
+HOSTS = ["", "12345", "vm.us-east1-b.c.project.internal", "h" * 64, "o/d\nd\u00e9 "]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_up_to_255_bytes_is_written_and_what_a_killed_process_left_of_it_is_removed(
+    name, host, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    for folder in ("folder", "file"):
+        (tmp_path / folder).mkdir()
+    with files.atomic_folder(tmp_path / "folder" / name) as work:
+        left = work.with_name(work.name.replace(f".{os.getpid()}.", ".999999999."))
+        left.mkdir()
+    with files.atomic_folder(tmp_path / "folder" / name):
+        pass
+    with files.atomic_file(tmp_path / "file" / name):
+        (partial,) = (tmp_path / "file").iterdir()
+        files.remove_partials(tmp_path / "file")
+        assert partial.exists()
+        partial.with_name(partial.name.replace(f".{os.getpid()}.", ".999999999.")).touch()
+        files.remove_partials(tmp_path / "file")
+        assert [*partial.parent.iterdir()] == [partial]
+    assert os.listdir(tmp_path / "folder") == os.listdir(tmp_path / "file") == [name]
+
+
+@pytest.mark.parametrize("there", ["elsewhere", "", "x.here"])
+def test_what_another_host_writes_stays_until_it_stood_still_for_a_day(there, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: there)
+    with files.atomic_file(tmp_path / "a"):
+        (partial,) = tmp_path.iterdir()
+        theirs = partial.rename(partial.with_name(partial.name.replace(f".{os.getpid()}.", ".999999999.")))
+        monkeypatch.setattr(socket, "gethostname", lambda: "here")
+        now = time.time()
+        for changed, stays in ((now, True), (now - 3600, True), (0, True), (now - 25 * 3600, False)):
+            os.utime(theirs, (changed, changed))
+            files.remove_partials(tmp_path)
+            assert theirs.exists() == stays
+        partial.touch()
 
 
 def test_what_killed_processes_left_of_a_folder_is_gone_after_the_next_and_nothing_else(tmp_path):

@@ -24,6 +24,38 @@ def test_doctor_prints_the_fix_of_a_text_that_users_posted_or_that_is_on_the_pag
     assert capsys.readouterr().out.strip() == KNOWN_ERRORS[code].fix
 
 
+OF_A_DISK = (
+    "OSError: [Errno 5] Input/output error{}",
+    "OSError: [Errno 107] Transport endpoint is not connected{}",
+    "TpukitError: cannot write {} (transport endpoint is not connected): choose another folder",
+    "cp: error reading {}: Input/output error",
+)
+
+
+@pytest.mark.parametrize("text", OF_A_DISK)
+@pytest.mark.parametrize(
+    "path, is_drive",
+    [
+        ("/content/drive/MyDrive/a b/x.npz", True),
+        ("/dev/shm/x.npz", False),
+        ("/kaggle/input/x", False),
+        ("/mnt/content/x", False),
+        ("data/x.npz", False),
+    ],
+)
+def test_only_an_error_of_drive_asks_for_drive_to_be_mounted_again(text, path, is_drive):
+    path = path if "{} " in text or "{}:" in text else f": {path!r}"
+    log = f'  File "/usr/lib/python3/shutil.py", line 3, in f\n{text.format(path)}\n  at /usr/lib/x.so\n'
+    found = known_errors.match(log) is KNOWN_ERRORS["drive"]
+    assert found == (is_drive or path == "data/x.npz")  # such a path without quotes is not seen as one
+
+
+def test_a_file_whose_name_only_ends_as_the_statistics_of_cdeit_is_not_taken_for_them():
+    for name, known in {"./data/mean.pth": True, "std.pth": True, "runs/ema_mean.pth": False}.items():
+        message = f"FileNotFoundError: [Errno 2] No such file or directory: '{name}'"
+        assert (known_errors.match(message) is KNOWN_ERRORS["cdeit-statistics"]) == known
+
+
 def test_a_symptom_is_found_by_its_text_but_is_no_cause_of_an_error():
     message = "E1121 Could not set metric server port: 8431"
     long_log = "undefined symbol: a\n" * 250_000

@@ -1,6 +1,10 @@
 """Tables; durations in words."""
 
+import csv
+import io
+
 from tpukit.host import tables
+from tpukit.host.spreadsheets import as_csv
 from tpukit.host.tables import Table, format_duration
 
 
@@ -10,6 +14,16 @@ def test_nothing_in_a_table_is_markup_or_a_control_character():
     page = table._repr_html_()
     assert page.count("&lt;script&gt;\\x1b[2J$x$") == 3
     assert "<script>" not in page and "\x1b" not in page + repr(table)
+
+
+def test_a_spreadsheet_finds_no_formula_in_a_csv_and_a_terminal_no_control_character():
+    formulas = ["=1+1", "+1+1", "-cmd|x", "@SUM(A1)", "\t=1", "\r\n=1"]
+    other = [-0.5, -7, None, "a=1", "", "caf\udce9\x1b[31m\r"]
+    text = as_csv(formulas, [formulas, other])
+    heads, texts, rest = csv.reader(io.StringIO(text, newline=""))
+    assert heads == texts == [f"'{formula}" for formula in formulas]
+    assert rest == ["-0.5", "-7", "", "a=1", "", r"caf\udce9\x1b[31m\r"]
+    assert "\x1b" not in text and text.encode()
 
 
 def test_a_duration_is_given_in_the_largest_unit_of_which_it_has_two():

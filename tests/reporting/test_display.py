@@ -1,6 +1,8 @@
 """Showing a task or a run in a notebook or a shell: what is shown, where it is saved, what is predicted."""
 
+import contextlib
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 from PIL import Image
 
 from tests.conftest import refuses
-from tests.reporting.hostile import evaluated, write_run
-from tpukit import MNIST, MSHNet, Run, TpukitError
+from tests.reporting.hostile import SPEED, evaluated, write_run
+from tpukit import MNIST, Checkpoints, MSHNet, Run, TpukitError
 from tpukit.reporting import display
+from tpukit.tools.trained import find_trained
 from tpukit.training.prediction import predict_test_images
 
 
@@ -118,3 +121,62 @@ def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set(train
 def test_a_run_without_best_weights_predicts_nothing(tmp_path):
     with refuses(tmp_path, "no best weights"):
         display.show_predictions(Run(tmp_path), MNIST())
+
+
+SPEEDS = dict(SPEED, counters=dict(fallbacks={"a": 3}), memory=[[2**30, 2**34]], to_device_s=0.1)
+CONFUSION = dict(classes=["a", "b"], counts=[[1, 0], [1, 2]])
+ROC = dict(tpr=[1.0, 0.5], fpr=[1.0, 0.5], precision=[0.1, 0.5])
+WHOLE = {
+    "config.json": dict(id="1", task="mnist", settings=dict(epochs=2, batch_size=4, freeze=[], weights=None)),
+    "progress.json": dict(step=4, total=9),
+    "checkpoints/checkpoints.json": {"checkpoints/step-00000008.pt": ["00"], "best.safetensors": ["00"]},
+    "records.jsonl": [
+        dict(kind="start", step=0, device="cpu", batch_size=4, max_graphs=1, steps_per_epoch=4),
+        dict(kind="compile", step=1, what="step", programs=1, seconds=9.0, why=["a"], refused=False),
+        dict(kind="train", step=4, loss=1.0, grad_norm=1.0, speed=SPEEDS),
+        evaluated(8, 1, dict(accuracy=0.5, beside={"x": {}}, confusion=CONFUSION, roc=ROC)),
+    ],
+}
+HUGE, DEEP = "a huge number", "a deep list"
+OTHER = (None, True, 7, -1, HUGE, "x", [], {}, DEEP)
+
+
+def replaced(values):
+    """All documents that differ from this one in one value, or are another altogether."""
+    yield from OTHER
+    items = (
+        values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    )
+    for key, value in items:
+        for other in replaced(value):
+            changed = values.copy()
+            changed[key] = other
+            yield changed
+
+
+@pytest.mark.filterwarnings("ignore:.*damaged and left out")
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_file_of_a_run_whatever_it_holds_ends_in_anything_but_a_sentence(name, tmp_path, monkeypatch):
+    def look(act):
+        with contextlib.suppress(TpukitError):
+            act()
+
+    run = write_run(tmp_path / "run", WHOLE["records.jsonl"], **WHOLE["config.json"])
+    (run.path / "checkpoints/step-00000008.pt").write_bytes(b"a checkpoint")
+    (run.path / "best.safetensors").write_bytes(b"weights")
+    monkeypatch.setattr(display, "present_figure", lambda *_: None)  # drawn, and not made a file
+    reads = [run.records, run.read_progress, run.checkpoints, run.stop_requested, lambda: run.config]
+    acts = [*reads, lambda: display.show_report(run), lambda: display.show(run.path)]
+    if name != "records.jsonl":
+        acts += [lambda: find_trained(run.path), lambda: Checkpoints(run.path).restore()]
+        acts += [lambda: Run.open(run.path, MNIST(epochs=2, batch_size=4))]
+    documents = [*replaced(WHOLE[name])]
+    for document in documents[
+        :: 5 if name == "records.jsonl" else 1
+    ]:  # which draws figures: all take a minute
+        lines = document if isinstance(document, list) and name == "records.jsonl" else [document]
+        text = "\n".join(json.dumps(dict(line, time=0) if isinstance(line, dict) else line) for line in lines)
+        text = text.replace(f'"{HUGE}"', "1e999").replace(f'"{DEEP}"', "[" * 9000 + "]" * 9000)
+        for act in acts:
+            (run.path / name).write_text(text)
+            look(act)

@@ -83,6 +83,12 @@ def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_p
     )
 
 
+@pytest.mark.parametrize("name", ["n" * 235, "n" * 255, "\u8bad" * 85])
+def test_a_run_is_restored_to_a_folder_of_as_long_a_name_as_a_disk_takes(name, tmp_path):
+    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive").save(dict(a=1), 1)
+    assert Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive").restore() == dict(a=1)
+
+
 def test_a_run_is_not_restored_among_other_files_hidden_or_not(tmp_path):
     Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive").save({}, 1)
     for name in ("notes.txt", ".ipynb_checkpoints"):

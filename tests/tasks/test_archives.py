@@ -1,6 +1,7 @@
 """Archives: unpacked whole or refused, and no links."""
 
 import errno
+import shutil
 import zipfile
 
 import pytest
@@ -98,6 +99,40 @@ def test_an_archive_that_the_disk_cannot_hold_leaves_nothing(tmp_path, monkeypat
     with refuses(folder / "target", "MiB free"):
         archives.unpack(archive, folder / "target")
     assert list(folder.iterdir()) == []
+
+
+def test_an_archive_with_more_than_the_disk_has_room_for_is_refused_before_it_is_unpacked(
+    tmp_path, monkeypatch
+):
+    archive = make_archive(tmp_path / "bomb.zip", dict.fromkeys(("a.bin", "b.bin"), bytes(60 * 2**20)))
+    assert archive.stat().st_size < 2**20
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 100 * 2**20))
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", lambda *_: pytest.fail("it is unpacked"))
+    refuse(archive, "120 MiB", "100 MiB")
+
+
+def test_no_more_of_an_archive_is_unpacked_than_it_says(tmp_path, monkeypatch):
+    path = make_archive(tmp_path / "lies.zip", {"a.bin": bytes(2**20)})
+    size, written = (2**20).to_bytes(4, "little"), []
+    path.write_bytes(path.read_bytes().replace(size, (10).to_bytes(4, "little")))
+    copy = shutil.copyfileobj
+
+    def counted(source, target):
+        copy(source, target)
+        written.append(target.tell())
+
+    monkeypatch.setattr(shutil, "copyfileobj", counted)
+    refuse(path, "CRC")
+    assert sum(written) <= 10
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("first, second", [("a/b.txt", "a/b.txt"), ("a/b.txt", "a/./b.txt"), ("b", "./b")])
+def test_an_archive_with_two_entries_for_one_path_is_refused(first, second, tmp_path):
+    with zipfile.ZipFile(tmp_path / "twice.zip", "w") as archive:
+        for name in (first, second, "a/", "a/"):
+            archive.writestr(name, "")
+    refuse(tmp_path / "twice.zip", "1 of its names", repr(first))
 
 
 def test_an_archive_that_cannot_be_read_is_explained(tmp_path):

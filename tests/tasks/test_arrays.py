@@ -1,8 +1,10 @@
 """Arrays that processes share, and the key of a folder's contents."""
 
+import contextlib
 import os
 import pickle
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,56 @@ def test_mapped_arrays_that_are_damaged_are_refused_until_their_folder_is_delete
     found = arrays.mapped("set", "key", lambda: values)
     assert found.keys() == values.keys() and found["labels"].tolist() == [0, 1, 2, 3, 4]
     arrays.mapped("set", "key", lambda: pytest.fail("made again, though it is whole"))
+
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@AS_ROOT
+@pytest.mark.parametrize("part", ["", "labels.npy", "whole.json"])
+def test_an_array_that_another_user_put_into_the_cache_is_refused(part, tmp_path):
+    arrays.mapped("set", "key", lambda: dict(labels=np.arange(5)))
+    [folder] = tmp_path.glob("cache/set-*")
+    planted = folder / part
+    os.chown(planted, 12345, 12345)
+    with refuses(planted, "12345", "TPUKIT_CACHE"):
+        arrays.mapped("set", "key", lambda: pytest.fail("made again"))
+    os.chown(planted, 0, 0)
+    assert arrays.mapped("set", "key", dict)["labels"].tolist() == [0, 1, 2, 3, 4]
+
+
+@AS_ROOT
+def test_a_cache_that_root_made_is_used_by_others():
+    with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPUKIT_CACHE", cache)
+        os.chmod(cache, 0o755)
+        arrays.mapped("set", "key", lambda: dict(labels=np.arange(5)))
+        os.seteuid(12345)
+        try:
+            assert arrays.mapped("set", "key", dict)["labels"].tolist() == [0, 1, 2, 3, 4]
+        finally:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("mode, refused", [(0o777, True), (0o1777, False), (0o775, False)])
+def test_a_cache_folder_that_all_can_write_to_is_refused_unless_it_is_sticky(mode, refused, tmp_path):
+    (tmp_path / "cache").mkdir()
+    os.chmod(tmp_path / "cache", mode)
+    with refuses(tmp_path / "cache", "TPUKIT_CACHE", "chmod") if refused else contextlib.nullcontext():
+        assert arrays.mapped("set", "key", lambda: dict(a=np.arange(5)))["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_all_can_write_to_is_refused_and_not_made_with_any_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            arrays.mapped("set", "key", lambda: dict(a=np.arange(5)))
+    finally:
+        os.umask(before)
+    for path in tmp_path.glob("cache/set-*/*.npy"):
+        path.chmod(0o666)
+        with refuses(path, "chmod"):
+            arrays.mapped("set", "key", dict)
 
 
 def test_an_interrupted_mapping_leaves_nothing(tmp_path):

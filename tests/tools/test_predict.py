@@ -120,6 +120,13 @@ def test_the_command_predicts_digits_names_a_broken_file_and_ends_with_1(trained
     assert predicted == {entry["name"]: str(entry["digit"]) for entry in good}
 
 
+def test_a_name_of_a_file_is_no_formula_in_the_table(trained, tmp_path):
+    (tmp_path / "=1+1\x1b.png").write_bytes(b"no image")
+    with refuses("no file"):
+        predict(trained[1], tmp_path / "=1+1\x1b.png", out=tmp_path / "out", progress=False)
+    assert [row["name"] for row in rows_of(tmp_path / "out")] == [r"'=1+1\x1b.png"]
+
+
 def test_the_table_has_a_line_for_each_box_and_one_for_an_image_without(infrared_run, bright, tmp_path):
     task, run = infrared_run
     two = np.zeros((40, 40), np.uint8)

@@ -143,6 +143,21 @@ def test_a_machine_keeps_what_passed_and_tries_again_what_failed(error, monkeypa
     assert len(tries) == (3 if error else 2)  # in other products
 
 
+def test_a_result_that_another_user_may_have_kept_is_not_believed(tmp_path, monkeypatch):
+    tries = []
+    monkeypatch.setattr(trial, "step_error", lambda runtime: tries.append(1) or 0.0)
+    for kept in (1, 2, 3):
+        assert trial.try_out(EmulatedRuntime()) == "" and len(tries) == kept
+        for passed in (tmp_path / "cache").iterdir():
+            passed.chmod(0o646)
+
+
+def test_without_a_cache_folder_it_is_made_each_time(monkeypatch):
+    monkeypatch.setattr(trial, "step_error", lambda runtime: 0.0)
+    monkeypatch.setenv("TPUKIT_CACHE", "/dev/null")
+    assert trial.try_out(EmulatedRuntime()) == ""
+
+
 def test_nothing_is_tried_on_a_cpu_and_each_hardware_by_itself(cpu, xla, like_tpu, monkeypatch):
     tries = []
     monkeypatch.setattr(trial, "step_error", lambda runtime: tries.append(1) or 0.0)

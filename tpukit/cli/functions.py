@@ -170,8 +170,11 @@ def migrate(files: Files, fix: bool = False) -> int:
     for path in files_in(files):
         examined = examine(path)
         if fix and any(finding.fixable for finding in examined.findings):
-            print(examined.difference())
-            print(printable(f"{path} as it was: {examined.write()}"))
+            if copy := examined.write():
+                print(examined.difference())
+                print(printable(f"{path} as it was: {copy}"))
+            else:
+                print(printable(f"{path} was edited meanwhile and is left as it is: run the command again"))
             examined = examine(path)
         findings += examined.findings
     print(as_text(findings))

@@ -204,12 +204,12 @@ class Runtime:
         in the cache folder, so that a later session starts in seconds."""
         if choice != "yes":
             return function
-        from tpukit.host import files  # here: a plain function's launch does not need it
+        from tpukit.host import cache  # here: a plain function's launch does not need it
 
         with contextlib.suppress(OSError, TpukitError):  # without the folder Inductor has one of its own
-            cache = files.cache_folder()
-            cache.mkdir(parents=True, exist_ok=True)
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+            folder = cache.entry("inductor")  # of code that is run
+            folder.mkdir(0o755, exist_ok=True)
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         return torch.compile(function)
 
     def inference(self, function: Callable) -> Callable:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -31,13 +32,13 @@ def atomic_file(
     """Open `path` for binary writing so that it appears complete or not at all.
 
     The bytes go to a temporary file next to it, which is renamed when it is complete and, if `durable`, on
-    the disk. check: called with that file before; if it raises, `path` stays as it was. Raises TpukitError if
-    the disk is full or cannot be written."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
+    the disk. A file that it replaces passes its mode and owner on. check: called with the temporary file
+    before; if it raises, `path` stays as it was. Raises TpukitError if the disk is full or cannot be written.
+    """
+    partial = _partial_of(path)
     try:
         with explain_unwritable(path.parent):
-            partial.unlink(missing_ok=True)  # of a killed process with the same pid
-            file = open(partial, "xb")  # never through a link
+            file = _create(partial, path)
         with explain_unwritable(path, only=DISK_FULL):
             try:
                 yield file
@@ -59,12 +60,58 @@ def atomic_file(
             partial.unlink(missing_ok=True)
 
 
+def _create(partial: Path, path: Path) -> BinaryIO:
+    """Open a new file for writing, never through a link. If `path` is a file, its mode and owner are set
+    before anything is in it that others may not read."""
+    if path.is_symlink() or not path.is_file():
+        return open(partial, "xb")
+    file, old = open(partial, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)), path.stat()
+    # Only root gives files away; Windows has no such calls.
+    with contextlib.suppress(OSError, AttributeError):
+        os.fchmod(file.fileno(), old.st_mode & 0o777)
+        os.fchown(file.fileno(), old.st_uid, old.st_gid)
+    return file
+
+
 def remove_partials(folder: Path) -> None:
     """Remove what `atomic_file` left in a folder when its process was killed."""
     for partial in folder.glob(".*.partial"):
-        pid = partial.name.split(".")[-2]
-        if pid.isdecimal() and not _lives(int(pid)) and partial.is_file():
+        if partial.is_file() and _is_left(partial):
             partial.unlink(missing_ok=True)
+
+
+# The temporary names of files and folders: .NAME.HOST.PID.TOKEN.partial, and .NAME.PID.partial as earlier
+# versions named files. HOST and TOKEN have no dots.
+PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<host>[^.]*)\.(?P<pid>\d+)\.(?!\d+\.)\w{8}\.partial", re.DOTALL)
+OLD_PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<pid>\d+)\.partial", re.DOTALL)
+
+
+def _partial_of(path: Path) -> Path:
+    """Return a name next to `path` for what is written there, which no other process or thread has."""
+    token = f"p{secrets.token_hex(4)[1:]}"  # 8 characters, not all digits as in the pid of an old name
+    return path.with_name(f".{_cut(path.name)}.{_host()}.{os.getpid()}.{token}.partial")
+
+
+def _cut(name):
+    return os.fsencode(name)[:140].decode(errors="ignore")  # all parts of a name have 255 bytes
+
+
+def _host():
+    return re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:64]  # hosts may share a disk
+
+
+def _is_left(partial: Path, target: str = "") -> bool:
+    """Return True if no process writes what has this temporary name any more. target: of a folder, its own
+    name."""
+    parts = PARTIAL.fullmatch(partial.name) or OLD_PARTIAL.fullmatch(partial.name)
+    if not parts or target and parts["name"] != _cut(target):
+        return False
+    if parts.groupdict().get("host", _host()) == _host():
+        return not _lives(int(parts["pid"]))
+    # A file of a lost session, unchanged for a day; 0: a disk without times.
+    with contextlib.suppress(OSError):
+        return not target and 0 < partial.stat().st_mtime < time.time() - 24 * 3600
+    return False
 
 
 def _lives(pid: int) -> bool:
@@ -95,14 +142,12 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     Parent folders are created; what killed processes left is removed. Raises TpukitError if the disk is full
     or cannot be written."""
     folder = Path(folder)
-    prefix = f".{folder.name}.{socket.gethostname()}."  # hosts may share a disk
     with explain_unwritable(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.iterdir():
-            ours = re.fullmatch(re.escape(prefix) + r"(\d+)\.\w{8}\.partial", left.name)
-            if ours and not _lives(int(ours[1])):
+            if _is_left(left, folder.name):
                 shutil.rmtree(left, ignore_errors=True)  # which removes neither a file nor a link
-        work = folder.with_name(f"{prefix}{os.getpid()}.{secrets.token_hex(4)}.partial")
+        work = _partial_of(folder)
         work.mkdir()  # not tempfile.mkdtemp, which ignores the user's umask
     try:
         with explain_unwritable(folder, only=DISK_FULL):
@@ -236,20 +281,42 @@ def names_in(folder: Path, pattern: str) -> list[str]:
 # Locks
 
 
+def this_process() -> str:
+    """Return what names this process in a lock: its pid and host."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def overwrite(file: BinaryIO, text: str) -> None:
+    """Replace the content of an open file."""
+    file.seek(0)
+    file.truncate()
+    file.write(text.encode())
+
+
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Context manager: wait until no other process of this user and host holds the lock of `path`.
+    """Context manager: wait until no other process of this user and host holds the lock of `path`, as long as
+    that one works (`wait_for`).
 
     The lock is in the cache folder, because `path` may be on a read-only disk. Without a cache folder there
     is no lock, and writing is still atomic."""
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
+    name, file = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20], None
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, TpukitError):
             cache = cache_folder()
-            cache.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(cache / f"{name}.lock", "ab"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-            held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open
+            cache.mkdir(0o755, parents=True, exist_ok=True)
+            number = os.open(cache / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            file = held.enter_context(os.fdopen(number, "r+b", buffering=0))
+        if file:
+            with contextlib.suppress(OSError):  # a disk without locks, or a full one
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    from tpukit.host.waiting import wait_for  # here: seldom needed
+
+                    wait_for(file, path)
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a process forked meanwhile has it open
+                overwrite(file, this_process())
         yield
 
 

@@ -125,11 +125,11 @@ def _show_run(run: Run) -> None:
     if verdict := findings.verdict(records):
         present(Sentences([verdict]))
     present_figure(curves, pictures / "curves.png")
-    if roc := findings.of_kept_weights(records, "roc"):
+    if findings.is_roc(roc := findings.of_kept_weights(records, "roc")):
         from tpukit.reporting.evaluation_figures import roc_figure
 
         present_figure(roc_figure(roc), pictures / "roc.png")
-    if confusion := findings.of_kept_weights(records, "confusion"):
+    if findings.is_confusion(confusion := findings.of_kept_weights(records, "confusion")):
         from tpukit.reporting.evaluation_figures import confusion_figure, per_class_table
 
         present_figure(confusion_figure(confusion), pictures / "confusion.png")

@@ -9,20 +9,68 @@ from tpukit.tasks import TASKS, find
 Record = dict[str, Any]
 Series = dict[str, tuple[list[float], list[float]]]  # name -> (x, y)
 
-# Values that are read of a record, by kind
-READ = dict(
-    start=("device", "max_graphs", "batch_size", "steps_per_epoch"),
-    train=("loss", "grad_norm", "speed"),
-    evaluation=("epoch", "kept", "scores", "speed"),
-    compile=("seconds", "what", "why", "refused", "programs"),
-)
 MAX_DRAWN = 2.0**63  # in size; more breaks the axes of a figure
 NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the curves that show no score
 
 
 def readable(records: list[Record]) -> list[Record]:
-    """Return the records without those that lack a value of their kind, which another program wrote."""
-    return [record for record in records if all(name in record for name in READ.get(record["kind"], ()))]
+    """Return the records without those whose values are not as training writes them: anybody may have written
+    the file."""
+    return [record for record in records if _is_readable(record)]
+
+
+def _is_readable(record):
+    """Return True if what is read of a record of its kind has the type that it needs."""
+    try:
+        speed = record.get("speed")
+        match record["kind"]:
+            case "start":
+                positive = _are_numbers(record["batch_size"], record["steps_per_epoch"], least=1)
+                return positive and isinstance(record["max_graphs"], int) and "device" in record
+            case "train":
+                optional = [speed.get(name) or 0.0 for name in ("to_device_s", "from_device_s")]
+                times = _are_numbers(speed["seconds"], speed["images_per_s"], speed["wait_s"], *optional)
+                memory = _are_numbers(*(value for pair in speed["memory"] for value in (pair[0], pair[1])))
+                counted = isinstance((speed["counters"] or {}).get("fallbacks") or {}, dict)
+                return times and memory and counted and {"loss", "grad_norm"} <= record.keys()
+            case "evaluation":
+                numbers = _are_numbers(record["epoch"], speed["seconds"])
+                return numbers and "kept" in record and _are_scores(record["scores"])
+            case "compile":
+                words = isinstance(record["what"], str) and all(isinstance(why, str) for why in record["why"])
+                known = {"refused", "programs"} <= record.keys()
+                return words and known and isinstance(record["why"], list) and _are_numbers(record["seconds"])
+        return True
+    except (LookupError, TypeError, AttributeError):
+        return False
+
+
+def _are_numbers(*values, least=0):
+    return all(isinstance(value, (int, float)) and least <= value < MAX_DRAWN for value in values)
+
+
+def _are_scores(scores):
+    beside = scores.get("beside") or {}
+    return all(isinstance(other, dict) for other in beside.values())
+
+
+def is_roc(roc: Any) -> bool:
+    """Return True for what `roc_figure` can draw."""
+    try:
+        curves = [roc[name] for name in ("tpr", "fpr", "precision")]
+        return len({*map(len, curves)}) == 1 and all(_are_numbers(*curve) for curve in curves)
+    except (LookupError, TypeError):
+        return False
+
+
+def is_confusion(confusion: Any) -> bool:
+    """Return True for what `confusion_figure` can draw."""
+    try:
+        classes, counts = confusion["classes"], confusion["counts"]
+        is_square = {len(classes)} == {len(counts), *map(len, counts)} and isinstance(classes, list)
+        return is_square and all(_are_numbers(*row) for row in counts)
+    except (LookupError, TypeError):
+        return False
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:
@@ -102,7 +150,8 @@ def verdict(records: list) -> str:
         return ""
     scores = kept["scores"]
     false_alarms, detected, accuracy = (_number(scores, name) for name in ("fa", "pd", "accuracy"))
-    classes = len((scores.get("confusion") or {}).get("classes") or ())
+    confusion = scores.get("confusion")
+    classes = len(confusion["classes"]) if is_confusion(confusion) else 0
     if false_alarms is not None and false_alarms > 0.1:
         return "The network marks far too many pixels: train longer."
     if detected == 0:
@@ -162,7 +211,8 @@ NO_LABELS = Labels(None, {})
 
 def labels_of(config: dict) -> Labels:
     """Return the `Labels` of a run. config: `Run.config`."""
-    epochs = config["settings"].get("epochs", 0)
+    epochs = config["settings"].get("epochs")
+    epochs = epochs if _are_numbers(epochs) else 0
     if config["task"] not in TASKS:
         return NO_LABELS._replace(epochs=epochs)
     kind = find(config["task"])

@@ -2,14 +2,12 @@
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.files import DISK_FULL, explain_unwritable
+from tpukit.host.files import DISK_FULL, explain_unwritable, overwrite, this_process
 
 if sys.platform != "win32":
     import fcntl
@@ -25,7 +23,7 @@ def exclusive_lock(path: Path) -> Iterator[Callable[[], None]]:
     written, that raises TpukitError if this is no longer that process."""
     with explain_unwritable(path.parent):  # neither emptied nor opened through a link
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    me = f"process {os.getpid()} on {socket.gethostname()}"
+    me = this_process()
     with os.fdopen(number, "r+b", buffering=0) as file:
         holder = file.read().decode(errors="replace")
         try:
@@ -56,16 +54,10 @@ def exclusive_lock(path: Path) -> Iterator[Callable[[], None]]:
 
         try:
             with explain_unwritable(path, only=DISK_FULL):
-                _overwrite(file, me.encode())
+                overwrite(file, me)
             yield check
         finally:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
                 if not other_holder():
-                    _overwrite(file, b"")
+                    overwrite(file, "")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
-
-
-def _overwrite(file: BinaryIO, data: bytes) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(data)

@@ -157,7 +157,9 @@ class Run:
         with reading(path, f"{path} is damaged ({advice}, or choose another folder)"):
             values = json.loads(files.read_bytes(path))
             settings = dict(values["settings"])
-            return dict(values, id=values["id"], task=values["task"], settings=settings)
+            if not (isinstance(values["id"], str) and isinstance(values["task"], str)):
+                raise ValueError("its task or id is not a text")
+            return dict(values, settings=settings)
 
     def _has_results(self) -> bool:
         """Return whether the folder holds results of training steps, other than checkpoints."""
@@ -224,6 +226,8 @@ class Run:
                 record = json.loads(line)
                 if not all(0 <= record[name] < 2**53 for name in ("step", "time")):
                     raise ValueError
+                if not isinstance(record["kind"], str):
+                    raise ValueError
                 if kind in (None, record["kind"]):
                     records.append(record)
             except (ValueError, KeyError, TypeError, RecursionError):
@@ -259,8 +263,9 @@ class Run:
 
     def read_progress(self) -> dict[str, Any]:
         """Return what `write_progress` last wrote, or {}."""
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.path / "progress.json").read_bytes())
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            progress = json.loads((self.path / "progress.json").read_bytes())
+            return progress if isinstance(progress, dict) else {}
         return {}
 
     def stop_requested(self) -> int | None:

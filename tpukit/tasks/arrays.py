@@ -3,14 +3,15 @@
 import concurrent.futures
 import hashlib
 import json
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tpukit.host import files
-from tpukit.host.errors import explained
+from tpukit.host import cache, files
+from tpukit.host.errors import TpukitError, reading
 
 Arrays = dict[str, np.ndarray]
 PARTS = "whole.json"  # in the folder of `mapped`: the names of the arrays
@@ -30,19 +31,20 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     later sessions.
 
     key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files.
-    make: () -> dict of numpy arrays. Raises TpukitError if the cache folder cannot be written, and for files
-    in it that are missing or cut short."""
-    folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
-    with explained(f"{folder} cannot be written, so set TPUKIT_CACHE to another folder"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+    make: () -> dict of numpy arrays. Raises TpukitError if the cache folder cannot be written, for files in
+    it that are missing or cut short, and for what another user can write to."""
+    folder = cache.entry(f"{name}-{digest(key)[:20]}")
     with files.file_lock(folder):
-        if not folder.exists():
+        if not files.exists(folder):
             arrays = make()
             with files.atomic_folder(folder) as work:
                 for part, value in arrays.items():
                     np.save(work / f"{part}.npy", value, allow_pickle=False)
                 (work / PARTS).write_text(json.dumps([*arrays]))
-    with explained(f"{folder} is damaged, so delete it"):
+                for path in (work, *work.iterdir()):
+                    path.chmod(path.stat().st_mode & ~stat.S_IWOTH)  # with a umask of 0, too
+    with reading(folder, f"{folder} is damaged, so delete it", TpukitError):
+        cache.check_own(folder, *folder.iterdir())
         parts = json.loads((folder / PARTS).read_bytes())
         return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
 
@@ -57,7 +59,7 @@ def content_key(paths: Iterable[Path]) -> str:
 
     def read():
         with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time is waiting for the disk
-            contents = list(zip([path.name for path in paths], pool.map(_sha256, paths)))
+            contents = list(zip([path.name for path in paths], pool.map(files.sha256, paths)))
         return dict(key=np.array(digest(contents)))
 
     return str(mapped("contents", state_of(paths), read)["key"])
@@ -67,11 +69,6 @@ def state_of(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
     """Return (path, size, time of its last change) of some files, as a key for `mapped` that reads none."""
     stats = [(str(path.resolve()), path.stat()) for path in paths]
     return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-
-
-def _sha256(path):
-    with explained(f"{path} cannot be read, so copy or download it again"):
-        return files.sha256(path)
 
 
 def digest(values: Any) -> str:

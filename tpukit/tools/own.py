@@ -1,6 +1,5 @@
 """Predict a user's own files, save and show the results; pack a run as a zip."""
 
-import csv
 import io
 import itertools
 import json
@@ -15,6 +14,7 @@ from PIL import Image
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
+from tpukit.host.spreadsheets import as_csv
 from tpukit.host.tables import printable
 from tpukit.reporting import figures, presenting
 from tpukit.reporting.display import panels_of, predictions_figure
@@ -60,7 +60,7 @@ def save_predictions(
             _save(folder / entry["picture"], presenting.as_png(figure))
         listed.append(entry)
     _save(folder / "predictions.json", json.dumps(listed, indent=1).encode())
-    _save(folder / "predictions.csv", _as_csv(listed).encode(errors="backslashreplace"))
+    _save(folder / "predictions.csv", _as_csv(listed).encode())
     return results
 
 
@@ -98,11 +98,8 @@ def _as_csv(entries):
         parts = [part for value in entry.values() if isinstance(value, list) for part in value]
         flat = {key: value for key, value in entry.items() if not isinstance(value, list)}
         lines += [flat | part for part in parts] or [flat]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, dict.fromkeys(key for line in lines for key in line), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return out.getvalue()
+    columns = dict.fromkeys(key for line in lines for key in line)
+    return as_csv(columns, ([line.get(column, "") for column in columns] for line in lines))
 
 
 def show_own(run: Run | str | Path, task: Task | None = None, paths: str | Path | list = "") -> None:

@@ -4,7 +4,6 @@ A training run on a TPU or GPU begins with it, once per machine: the cache folde
 
 import contextlib
 import copy
-import os
 import re
 
 import torch
@@ -13,8 +12,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.runtime import Runtime
-from tpukit.host import environment, files
-from tpukit.host.errors import first_line
+from tpukit.host import cache, environment
+from tpukit.host.errors import TpukitError, first_line
 from tpukit.training.step import TrainingStep
 from tpukit.training.task import Task
 
@@ -46,8 +45,10 @@ def try_out(runtime: Runtime) -> str:
         return ""
     env = environment.detect()
     facts = ["trial", env.device_name, *env.versions.values(), runtime.precision, str(runtime.cores)]
-    passed = files.cache_folder() / re.sub(r"[^\w.]+", "-", " ".join(facts))
-    if runtime.world.broadcast(os.path.exists(passed)):  # False for a home that cannot be searched
+    passed = None
+    with contextlib.suppress(TpukitError):  # without a cache folder the next training run tries again
+        passed = cache.entry(re.sub(r"[^\w.]+", "-", " ".join(facts)))
+    if runtime.world.broadcast(passed is not None and passed.exists()):
         return ""
     try:
         error = step_error(runtime)
@@ -56,9 +57,9 @@ def try_out(runtime: Runtime) -> str:
         why = first_line(failure)
     why = runtime.world.broadcast(next(filter(None, runtime.world.gather(why)), ""))
     if not why:
-        with contextlib.suppress(OSError):  # without a cache folder the next training run tries again
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
+        with contextlib.suppress(OSError):
+            if passed is not None:
+                passed.touch(0o644)
         return ""
     runtime.trusts_graphs = False
     why = f"in a trial on this hardware {why}; please report it (`tpukit doctor --hardware`)"

@@ -105,10 +105,12 @@ def test_a_mistake_stands_before_what_is_right_with_a_larger_loss(tmp_path):
     logits = torch.tensor([[0.1, 0, 0, 0, 0, 0], [1, 0.9, -9, -9, -9, -9]])  # losses of 1.7 and 0.7
     batch = dict(label=torch.tensor([0, 1]), valid=torch.ones(2, dtype=torch.bool))
     images = np.zeros((2, 3, 4, 4), np.uint8)
-    data = SimpleNamespace(classes=list("abcdef"), names=["right.png", "wrong.png"], images=images)
+    data = SimpleNamespace(classes=list("ab=def"), names=["=1.png", "wrong.png"], images=images)
     ImageClassifier(**TINY).save_predictions(tmp_path, [(logits, batch)], data)
     saved, _ = ImageClassifier(**TINY).load_predictions(tmp_path)
-    assert list(saved["name"]) == ["wrong.png", "right.png"]
+    assert list(saved["name"]) == ["wrong.png", "=1.png"]
+    rows = list(csv.DictReader(open(tmp_path / "predictions.csv")))
+    assert [row["file"] for row in rows] == ["'=1.png", "wrong.png"]  # for a spreadsheet no formula
 
 
 def test_a_run_shows_its_confusion_matrix(finished):

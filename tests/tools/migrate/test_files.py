@@ -89,6 +89,50 @@ def test_each_file_that_is_rewritten_leaves_a_copy_that_replaces_none(tmp_path):
     assert copies == ["mine", "model.cuda()\n", "again.cuda()\n"] and "cuda" not in path.read_text()
 
 
+def test_a_file_and_its_copy_keep_the_mode_and_owner_and_nobody_else_reads_them_meanwhile(
+    tmp_path, monkeypatch
+):
+    path, modes, fsync = written(tmp_path, "token = 1\nmodel.cuda()\n"), [], os.fsync
+    path.chmod(0o600)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.chown(path, 12345, 54321)
+
+    def seen(number):
+        modes.extend(one.stat().st_mode & 0o777 for one in tmp_path.iterdir())
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    copy = migrate.examine(path).write()
+    assert set(modes) == {0o600} and path.read_text() != copy.read_text()
+    for one in (path, copy):
+        found = one.stat()
+        assert found.st_mode & 0o777 == 0o600
+        assert not is_root or (found.st_uid, found.st_gid) == (12345, 54321)
+    path.chmod(0o754)
+    path.write_text("again.cuda()\n")
+    copy = migrate.examine(path).write()
+    assert [one.stat().st_mode & 0o777 for one in (path, copy)] == [0o754, 0o754]
+
+
+def test_an_edit_that_is_saved_between_the_check_and_the_fix_stays_and_the_other_files_are_fixed(
+    tmp_path, monkeypatch, capsys
+):
+    first, second = (written(tmp_path, "model.cuda()\n", name) for name in ("a.py", "b.py"))
+    write_atomic = files.write_atomic
+
+    def edit(path, data):
+        write_atomic(path, data)
+        if path.name == "a.py.orig":
+            first.write_text("model.cuda()  # mine\n")
+
+    monkeypatch.setattr(files, "write_atomic", edit)
+    assert cli.main(["migrate", "--fix", str(tmp_path)]) == 1
+    assert first.read_text() == "model.cuda()  # mine\n" and "cuda" not in second.read_text()
+    assert sorted(os.listdir(tmp_path)) == ["a.py", "b.py", "b.py.orig"]
+    assert f"{first} was edited meanwhile" in capsys.readouterr().out
+
+
 def test_what_a_link_in_a_folder_leads_to_is_not_rewritten(tmp_path):
     outside, repository = tmp_path / "outside", tmp_path / "repository"
     for folder in (outside, repository):

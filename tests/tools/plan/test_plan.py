@@ -257,3 +257,12 @@ def test_a_compiler_that_cannot_be_installed_is_explained_and_leaves_nothing(tmp
     with refuses("ERROR: No matching distribution", "install pip"):
         compiler.install_compiler(quiet)
     assert not [p for p in tmp_path.iterdir() if p.suffix != ".lock"]
+
+
+def test_a_compiler_that_another_user_may_have_changed_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "folder_of", lambda packages: tmp_path / "compiler")
+    (tmp_path / "compiler").mkdir()
+    assert compiler.install_compiler(quiet) == tmp_path / "compiler"
+    (tmp_path / "compiler").chmod(0o757)
+    with refuses(tmp_path / "compiler", "TPUKIT_CACHE"):
+        compiler.install_compiler(quiet)

@@ -3,10 +3,8 @@
 torch is imported where it is used, so that the help of the command line need not wait for it. Shapes: B
 batch, S side of the images, K classes."""
 
-import csv
 import dataclasses
 import functools
-import io
 import json
 import math
 from pathlib import Path
@@ -16,7 +14,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained, reading
-from tpukit.host.tables import printable
+from tpukit.host.spreadsheets import as_csv
 from tpukit.runs import weights
 from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
 from tpukit.tasks import arrays, pictures
@@ -284,9 +282,10 @@ class ImageClassifier(Task):
         names, order = data.classes, losses.argsort(descending=True, stable=True).numpy()
         rows = []
         for i in order:
-            shares = f"{probabilities[i]:.4f}", f"{losses[i]:.4f}"
+            shares = round(float(probabilities[i]), 4), round(float(losses[i]), 4)
             rows.append((data.names[i], names[labels[i]], names[predicted[i]], *shares))
-        _write_csv(folder / "predictions.csv", ("file", "class", "predicted", "probability", "loss"), rows)
+        table = as_csv(("file", "class", "predicted", "probability", "loss"), rows)
+        files.write_atomic(folder / "predictions.csv", table, durable=False)
         is_right = (predicted == labels).numpy()
         worst = order[np.argsort(is_right[order], kind="stable")][:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
@@ -361,11 +360,3 @@ def _gather(predictions):
 
 def _listed(names):
     return f"{len(names)} classes ({some(names)})"
-
-
-def _write_csv(path, header, rows):
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(header)
-    writer.writerows([printable(str(value)) for value in row] for row in rows)
-    files.write_atomic(path, text.getvalue(), durable=False)

@@ -1,13 +1,16 @@
 """The files that are checked: found, examined and rewritten. Nothing in them is run."""
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.files import copy_atomic, explain_unwritable, write_atomic
+from tpukit.host.files import atomic_file, copy_atomic, explain_unwritable, write_atomic
 from tpukit.host.tables import printable
 from tpukit.tools.migrate.cells import Cells
 from tpukit.tools.migrate.checker import Checker
@@ -49,19 +52,39 @@ class Examined:
         before, after = (data.decode().splitlines(True) for data in (self.data, self.fixed))
         return printable("".join(difflib.unified_diff(before, after, str(self.path), f"{self.path} (fixed)")))
 
-    def write(self) -> Path:
-        """Replace the file by its fixed text, whole or not at all; its mode stays. Return the path of a copy
-        of the file as it was, next to it: NAME.orig, or NAME.orig2 and so on if there is one. Raise
+    def write(self) -> Path | None:
+        """Replace the file by its fixed text, whole or not at all. Return the path of a copy of the file as
+        it was, next to it: NAME.orig, or NAME.orig2 and so on if there is one. All have the file's mode and
+        owner. Return None for a file that was saved by others since it was read; it stays as it is. Raise
         TpukitError if it cannot be written."""
         path = self.path.resolve()
         copies = (Path(f"{path}.orig{number}") for number in itertools.chain([""], itertools.count(2)))
         copy = next(one for one in copies if not one.exists())
+
+        def check_unedited(_):
+            if path.read_bytes() != self.data:
+                raise _Edited
+
         with explain_unwritable(path):
-            mode = path.stat().st_mode
-            write_atomic(copy, path.read_bytes())
-            write_atomic(path, self.fixed)
-            path.chmod(mode & 0o7777)
+            copy.touch(0o600, exist_ok=False)
+            try:
+                if sys.platform != "win32":
+                    with contextlib.suppress(OSError):  # only root gives files away
+                        shutil.chown(copy, path.stat().st_uid, path.stat().st_gid)
+                shutil.copymode(path, copy)
+                write_atomic(copy, self.data)
+                with atomic_file(path, check=check_unedited) as file:
+                    file.write(self.fixed)
+            except Exception as error:  # before the file was replaced
+                copy.unlink(missing_ok=True)
+                if isinstance(error, _Edited):
+                    return None
+                raise
         return copy
+
+
+class _Edited(Exception):
+    """A file is not as it was read."""
 
 
 def examine(path: str | Path) -> Examined:

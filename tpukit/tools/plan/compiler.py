@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tpukit.devices.chips import V5E, V6E, Chip
-from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host import cache, files
+from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
 from tpukit.tools.child import last_line, run_python
 from tpukit.tools.plan import hlo
@@ -46,14 +46,13 @@ def folder_of(packages: tuple[str, ...] = COMPILER) -> Path:
 
 def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> Path:
     """Install the compiler's packages into `folder_of` them, unless they are there. Return that folder."""
-    folder = folder_of(packages)
-    with explained(f"{folder.parent} cannot be written, so set TPUKIT_CACHE to another folder"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = cache.checked(folder_of(packages))
     with files.file_lock(folder):
         if folder.is_dir():
             return folder
         log(f"installing the TPU compiler ({', '.join(packages)}; about 1 GB, once) into {folder}")
         with files.atomic_folder(folder) as work:
+            work.chmod(0o755)  # with a umask of 0, too
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
             options = ("--quiet", "--disable-pip-version-check", "--target", work)
             ran = run_python("-m", "pip", "install", *options, *packages)

@@ -1,0 +1,23 @@
+"""Write tables for spreadsheets."""
+
+import csv
+import io
+from collections.abc import Iterable
+
+from tpukit.host.tables import printable
+
+
+def as_csv(columns: Iterable[str], rows: Iterable[Iterable]) -> str:
+    """Return a table as CSV. Texts are escaped, and have a quote before what a spreadsheet would take for a
+    formula and compute."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerows(map(_csv_cell, row) for row in (columns, *rows))
+    return out.getvalue()
+
+
+def _csv_cell(value):
+    if not isinstance(value, str):  # a negative number is no formula
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
