@@ -18,7 +18,8 @@ from tests.training.conftest import train_in
 from tpukit import MNIST, Run, train
 from tpukit.devices import open_runtime, torch_tpu
 from tpukit.devices.torch_tpu import TorchTPURuntime
-from tpukit.host import environment, files
+from tpukit.host import environment
+from tpukit.host.folders import atomic_folder
 from tpukit.launching import launcher
 from tpukit.tools.child import run_python
 
@@ -136,7 +137,7 @@ def test_every_name_of_torch_tpu_in_the_source_is_in_the_real_package():
     assert len(names) == 5
     folder = COMPILERS / "torch_tpu-0.2.0"  # 2.5 GB, installed once
     if not folder.exists():
-        with files.atomic_folder(folder) as work:
+        with atomic_folder(folder) as work:
             options = ("--quiet", "--target", work)
             ran = run_python("-m", "pip", "install", *options, *PACKAGES, timeout_s=1800)
             assert ran.returncode == 0, ran.stderr[-3000:]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import refuses
 from tpukit.host import files, waiting
+from tpukit.host.folders import atomic_folder
 from tpukit.runs.folder_lock import exclusive_lock
 from tpukit.tasks import arrays
 
@@ -126,7 +127,7 @@ def test_a_folder_has_the_mode_that_the_umask_gives_and_its_name_reaches_the_dis
     monkeypatch.setattr(os, "fsync", lambda opened: (synced.append(os.fstat(opened).st_ino), fsync(opened)))
     before = os.umask(0o077)
     try:
-        with files.atomic_folder(tmp_path / "folder"):
+        with atomic_folder(tmp_path / "folder"):
             pass
     finally:
         os.umask(before)
@@ -145,18 +146,18 @@ def test_a_planted_link_is_not_written_through(tmp_path):
 
 def test_a_folder_that_cannot_be_made_asks_for_another_one(tmp_path):
     (tmp_path / "taken").write_text("a file, where a folder is needed")
-    with refuses(tmp_path / "taken", "another folder"), files.atomic_folder(tmp_path / "taken/set"):
+    with refuses(tmp_path / "taken", "another folder"), atomic_folder(tmp_path / "taken/set"):
         pass
 
 
 def test_a_file_and_a_folder_appear_whole_or_not_at_all(tmp_path):
     above = tmp_path / "above"
-    with pytest.raises(RuntimeError), files.atomic_folder(above / "folder") as work:
+    with pytest.raises(RuntimeError), atomic_folder(above / "folder") as work:
         (work / "half").touch()
         assert not (above / "folder").exists()
         raise RuntimeError("the process fell over")
     assert os.listdir(above) == []
-    with files.atomic_folder(above / "folder") as work:
+    with atomic_folder(above / "folder") as work:
         (work / "all").touch()
     assert os.listdir(above) == ["folder"] and os.listdir(above / "folder") == ["all"]
     files.write_atomic(above / "file", "old")
@@ -190,10 +191,10 @@ def test_a_name_of_up_to_255_bytes_is_written_and_what_a_killed_process_left_of_
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     for folder in ("folder", "file"):
         (tmp_path / folder).mkdir()
-    with files.atomic_folder(tmp_path / "folder" / name) as work:
+    with atomic_folder(tmp_path / "folder" / name) as work:
         left = work.with_name(work.name.replace(f".{os.getpid()}.", ".999999999."))
         left.mkdir()
-    with files.atomic_folder(tmp_path / "folder" / name):
+    with atomic_folder(tmp_path / "folder" / name):
         pass
     with files.atomic_file(tmp_path / "file" / name):
         (partial,) = (tmp_path / "file").iterdir()
@@ -222,7 +223,7 @@ def test_what_another_host_writes_stays_until_it_stood_still_for_a_day(there, tm
 
 def test_what_killed_processes_left_of_a_folder_is_gone_after_the_next_and_nothing_else(tmp_path):
     target = tmp_path / "set.v1"
-    with files.atomic_folder(tmp_path / "set"), files.atomic_folder(target) as of_this_process:
+    with atomic_folder(tmp_path / "set"), atomic_folder(target) as of_this_process:
         left = of_this_process.name.replace(f".{os.getpid()}.", ".999999999.")
         start, elsewhere = left[: -len("01234567.partial")], left.replace(socket.gethostname(), "elsewhere")
         for name in (left, elsewhere, f"{start}xx.partial", ".set.v1.original", f"x{left}"):
@@ -230,6 +231,6 @@ def test_what_killed_processes_left_of_a_folder_is_gone_after_the_next_and_nothi
         (tmp_path / f"{start}afileaaa.partial").write_text("a file")
         (tmp_path / f"{start}alinkaaa.partial").symlink_to(tmp_path)
         before = {*tmp_path.iterdir()}
-        with files.atomic_folder(target):
+        with atomic_folder(target):
             pass
         assert before - {*tmp_path.iterdir()} == {tmp_path / left}

@@ -14,7 +14,8 @@ from PIL import Image
 from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement, strange_run
 from tpukit import MNIST, cli
 from tpukit.host import environment, language
-from tpukit.host.tables import Sentences, printable
+from tpukit.host.tables import Sentences
+from tpukit.host.text import printable
 from tpukit.reporting import display, evaluation_figures, figures, findings, presenting
 from tpukit.reporting.figures import RIGHT, WRONG
 

@@ -15,7 +15,7 @@ import tpukit
 from tests.conftest import refuses
 from tpukit import TpukitError, cli, detect
 from tpukit.devices.runtime import Runtime
-from tpukit.host.tables import GIB
+from tpukit.host.text import GIB
 from tpukit.launching.core import Core, running
 from tpukit.tools import child
 from tpukit.tools.doctor import hardware

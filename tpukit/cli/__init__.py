@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tpukit import __version__
 from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from tpukit.cli import functions
 from tpukit.cli.doctor import doctor
 from tpukit.cli.functions import to_stderr
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.runs.settings import annotate_help
 from tpukit.tasks import TASKS
 

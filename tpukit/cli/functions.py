@@ -11,7 +11,8 @@ import tpukit
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
-from tpukit.host.tables import Sentences, printable
+from tpukit.host.tables import Sentences
+from tpukit.host.text import printable
 from tpukit.tasks.datasets import with_dataset
 from tpukit.training.task import Task
 

@@ -5,7 +5,7 @@ The PCI ids by which a TPU is detected are in `host/environment.py`, which is a 
 
 import dataclasses
 
-from tpukit.host.tables import GIB
+from tpukit.host.text import GIB
 
 LANES = 128  # numbers that a TPU core works on side by side
 

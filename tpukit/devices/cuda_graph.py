@@ -27,7 +27,7 @@ from tpukit.devices import recompiles
 from tpukit.devices.optimizers import HostNumbers
 from tpukit.devices.runtime import Runtime
 from tpukit.host.environment import release
-from tpukit.host.tables import GIB
+from tpukit.host.text import GIB
 
 WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
 MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its graph keeps that from all else

@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm.std import tqdm as shell_bar
 
-from tpukit.host.tables import notebook_kernel
+from tpukit.host.text import notebook_kernel
 
 
 class tqdm(shell_bar):

@@ -12,9 +12,13 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import Table, notebook_kernel
+from tpukit.host.text import notebook_kernel
+
+if TYPE_CHECKING:
+    from tpukit.host.tables import Table
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" if `require("cpu")` chose the processor over an accelerator
@@ -90,8 +94,10 @@ class Environment:
             raise TpukitError(f"RUN_NAME={name!r}: give the name of a folder, to be made in {parent}")
         return parent / name
 
-    def table(self) -> Table:
+    def table(self) -> "Table":
         """Return the environment as a `Table`."""
+        from tpukit.host.tables import Table  # here: most of the library's parts show none
+
         cores = f"{self.cores} x " if self.accelerator in ("tpu", "cuda") else ""
         backend = f" through {self.tpu_backend}" if self.accelerator == "tpu" else ""
         rows = [

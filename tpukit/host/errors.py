@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 
 
 class TpukitError(ValueError):

@@ -1,4 +1,4 @@
-"""Write files and folders atomically; locks; the cache folder."""
+"""Write and read files so that a fault of the disk loses nothing; locks; the cache folder."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tpukit.host.errors import TpukitError, reading, unreadable
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 
 if sys.platform != "win32":  # where commands that need no lock work
     import fcntl
@@ -35,7 +35,7 @@ def atomic_file(
     the disk. A file that it replaces passes its mode and owner on. check: called with the temporary file
     before; if it raises, `path` stays as it was. Raises TpukitError if the disk is full or cannot be written.
     """
-    partial = _partial_of(path)
+    partial = partial_of(path)
     try:
         with explain_unwritable(path.parent):
             file = _create(partial, path)
@@ -54,7 +54,7 @@ def atomic_file(
         with explain_unwritable(path.parent):
             os.replace(partial, path)
         if durable:
-            _sync_names(path.parent)
+            sync_names(path.parent)
     finally:
         with contextlib.suppress(OSError):  # if the folder cannot be written there is none
             partial.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def _create(partial: Path, path: Path) -> BinaryIO:
 def remove_partials(folder: Path) -> None:
     """Remove what `atomic_file` left in a folder when its process was killed."""
     for partial in folder.glob(".*.partial"):
-        if partial.is_file() and _is_left(partial):
+        if partial.is_file() and is_left(partial):
             partial.unlink(missing_ok=True)
 
 
@@ -86,27 +86,27 @@ PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<host>[^.]*)\.(?P<pid>\d+)\.(?!\d+\.)\
 OLD_PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<pid>\d+)\.partial", re.DOTALL)
 
 
-def _partial_of(path: Path) -> Path:
+def partial_of(path: Path) -> Path:
     """Return a name next to `path` for what is written there, which no other process or thread has."""
     token = f"p{secrets.token_hex(4)[1:]}"  # 8 characters, not all digits as in the pid of an old name
-    return path.with_name(f".{_cut(path.name)}.{_host()}.{os.getpid()}.{token}.partial")
+    return path.with_name(f".{_cut(path.name)}.{host_name()}.{os.getpid()}.{token}.partial")
 
 
 def _cut(name):
     return os.fsencode(name)[:140].decode(errors="ignore")  # all parts of a name have 255 bytes
 
 
-def _host():
+def host_name():
     return re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:64]  # hosts may share a disk
 
 
-def _is_left(partial: Path, target: str = "") -> bool:
+def is_left(partial: Path, target: str = "") -> bool:
     """Return True if no process writes what has this temporary name any more. target: of a folder, its own
     name."""
     parts = PARTIAL.fullmatch(partial.name) or OLD_PARTIAL.fullmatch(partial.name)
     if not parts or target and parts["name"] != _cut(target):
         return False
-    if parts.groupdict().get("host", _host()) == _host():
+    if parts.groupdict().get("host", host_name()) == host_name():
         return not _lives(int(parts["pid"]))
     # A file of a lost session, unchanged for a day; 0: a disk without times.
     with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _sync_names(folder: Path) -> None:
+def sync_names(folder: Path) -> None:
     """Flush the entries of a folder to the disk, if the disk can do that."""
     with contextlib.suppress(OSError):  # some network disks cannot
         opened = os.open(folder, os.O_RDONLY)
@@ -133,30 +133,6 @@ def _sync_names(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
-
-
-@contextlib.contextmanager
-def atomic_folder(folder: str | Path) -> Iterator[Path]:
-    """Yield an empty folder, renamed to `folder` when the block ends without an error.
-
-    Parent folders are created; what killed processes left is removed. Raises TpukitError if the disk is full
-    or cannot be written."""
-    folder = Path(folder)
-    with explain_unwritable(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.iterdir():
-            if _is_left(left, folder.name):
-                shutil.rmtree(left, ignore_errors=True)  # which removes neither a file nor a link
-        work = _partial_of(folder)
-        work.mkdir()  # not tempfile.mkdtemp, which ignores the user's umask
-    try:
-        with explain_unwritable(folder, only=DISK_FULL):
-            yield work
-        with explain_unwritable(folder):
-            os.replace(work, folder)
-        _sync_names(folder.parent)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -225,7 +201,7 @@ def sync(path: Path) -> None:
     """Flush a file that was appended to, and its name, to the disk."""
     with explain_unwritable(path), open(path, "rb") as file:
         os.fsync(file.fileno())
-    _sync_names(path.parent)
+    sync_names(path.parent)
 
 
 def sha256(path: Path) -> str:

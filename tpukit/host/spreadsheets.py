@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Iterable
 
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 
 
 def as_csv(columns: Iterable[str], rows: Iterable[Iterable]) -> str:

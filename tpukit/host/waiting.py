@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import say
+from tpukit.host.text import say
 
 POLL_S = 0.1  # between two attempts to get the lock
 SAY_AFTER_S = 5.0  # of waiting, who holds it

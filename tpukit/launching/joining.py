@@ -33,7 +33,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.known_errors import fix_for
 from tpukit.host.signals import end_with_parent, is_stop
-from tpukit.host.tables import GIB
+from tpukit.host.text import GIB
 from tpukit.launching.core import Core, running
 from tpukit.launching.job import PRINTED, Job
 

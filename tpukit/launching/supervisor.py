@@ -19,7 +19,7 @@ from tpukit.host import files
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError, Unreadable, unreadable
 from tpukit.host.signals import AFTER_THIS_STEP, StopSignal, end_with_parent
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.launching.job import PRINTED, Job
 
 POLL_S = 0.1

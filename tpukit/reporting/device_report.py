@@ -4,7 +4,8 @@ import collections
 import sys
 from typing import Any
 
-from tpukit.host.tables import GIB, Notice, Sentences, Table
+from tpukit.host.tables import Notice, Sentences, Table
+from tpukit.host.text import GIB
 from tpukit.reporting import words
 from tpukit.reporting.presenting import present
 

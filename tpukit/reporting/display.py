@@ -9,7 +9,8 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import Notice, Sentences, Table, say
+from tpukit.host.tables import Notice, Sentences, Table
+from tpukit.host.text import say
 from tpukit.reporting import figures, findings
 from tpukit.reporting.figures import RIGHT, WRONG, Panel
 from tpukit.reporting.presenting import present, present_figure

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.reporting import findings
 from tpukit.reporting.presenting import translate_drawn
 

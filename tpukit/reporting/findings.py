@@ -3,7 +3,8 @@
 from typing import Any, NamedTuple
 
 from tpukit.devices import LONG_COMPILE_S
-from tpukit.host.tables import Table, format_duration
+from tpukit.host.tables import Table
+from tpukit.host.text import format_duration
 from tpukit.tasks import TASKS, find
 
 Record = dict[str, Any]

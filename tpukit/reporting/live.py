@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tpukit.host import environment
 from tpukit.host.errors import first_line
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.reporting import figures, findings
 from tpukit.reporting.presenting import as_image
 from tpukit.runs.run import Run

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.host import language
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import notebook_kernel, printable
+from tpukit.host.text import notebook_kernel, printable
 
 if TYPE_CHECKING:
     from IPython.display import Image

@@ -2,7 +2,8 @@
 
 import math
 
-from tpukit.host.tables import Table, format_duration
+from tpukit.host.tables import Table
+from tpukit.host.text import format_duration
 from tpukit.reporting import findings, words
 
 # Times of an interval by their names in the report -> field of the record's `speed`.

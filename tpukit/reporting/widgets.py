@@ -12,7 +12,8 @@ from typing import Any
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.language import translate
-from tpukit.host.tables import Sentences, printable
+from tpukit.host.tables import Sentences
+from tpukit.host.text import printable
 from tpukit.reporting import figures, findings
 from tpukit.reporting.presenting import as_image, present_figure
 from tpukit.runs.run import Run

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from tpukit.host.tables import GIB, Table
+from tpukit.host.tables import Table
+from tpukit.host.text import GIB
 
 NOTHING_COMPILES = "Nothing is compiled on this device: PyTorch runs each operation as it comes."
 SENDING, READING = "sending to the device", "reading from the device"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError
-from tpukit.host.tables import say
+from tpukit.host.text import say
 from tpukit.runs import manifest
 from tpukit.runs.backup import MOUNT, Backup, Say
 from tpukit.runs.tensors import explain_damage, load_tensors

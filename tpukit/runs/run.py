@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, reading
-from tpukit.host.tables import fit_page, printable, say
+from tpukit.host.folders import atomic_folder
+from tpukit.host.text import fit_page, printable, say
 from tpukit.runs import manifest, weights
 from tpukit.runs.backup import MOUNT, Backup
 from tpukit.runs.checkpoints import Checkpoints
@@ -125,7 +126,7 @@ class Run:
         check_settings(copied.path, copied.config, task)
         copied.check_results()
         say(f"restoring {self.path} from {copy}")
-        with files.atomic_folder(self.path) as folder:
+        with atomic_folder(self.path) as folder:
             copy.fetch(folder, say)
 
     @classmethod

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, as_unreadable
+from tpukit.host.folders import atomic_folder
 
 OF_MACOS = ("__MACOSX", ".DS_Store")  # next to the folder that was packed
 NAME_IS_UTF8 = 0x800  # a bit of an entry's flags
@@ -22,7 +23,7 @@ def unpack(archive: Path, target: Path, *, parts: Collection[str] = ()) -> Path:
     A single top folder is stripped, unless it is one of `parts`. zipfile makes no links. Raises TpukitError
     for a damaged archive, for another format, for a name that leads outside (`../a`, `/a`), for two of one
     name, for more than the disk has room for, and for a folder that cannot be written."""
-    with files.atomic_folder(target) as work:
+    with atomic_folder(target) as work:
         packed = Path(tempfile.mkdtemp(dir=work))  # a random name, which no entry of the archive has
         try:
             with zipfile.ZipFile(archive, metadata_encoding=_encoding_of_names(archive)) as opened:

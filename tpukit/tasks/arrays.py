@@ -12,6 +12,7 @@ import numpy as np
 
 from tpukit.host import cache, files
 from tpukit.host.errors import TpukitError, reading
+from tpukit.host.folders import atomic_folder
 
 Arrays = dict[str, np.ndarray]
 PARTS = "whole.json"  # in the folder of `mapped`: the names of the arrays
@@ -37,7 +38,7 @@ def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     with files.file_lock(folder):
         if not files.exists(folder):
             arrays = make()
-            with files.atomic_folder(folder) as work:
+            with atomic_folder(folder) as work:
                 for part, value in arrays.items():
                     np.save(work / f"{part}.npy", value, allow_pickle=False)
                 (work / PARTS).write_text(json.dumps([*arrays]))

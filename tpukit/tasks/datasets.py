@@ -13,7 +13,7 @@ import numpy as np
 
 from tpukit.host import drive, environment
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import say
+from tpukit.host.text import say
 from tpukit.tasks import TASKS, find, part_of
 
 if TYPE_CHECKING:
@@ -216,10 +216,11 @@ def _synthetic(env, name, size, why):
 def _made(folder, make):
     """Return a folder that `make` fills, whole or not at all; kept if already there."""
     from tpukit.host import files
+    from tpukit.host.folders import atomic_folder
 
     with files.file_lock(folder):
         if not folder.exists():
-            with files.atomic_folder(folder) as work:
+            with atomic_folder(folder) as work:
                 make(work)
     return folder
 

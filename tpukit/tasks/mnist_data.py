@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tpukit.host.errors import TpukitError, explained, reading
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.tasks import arrays, downloads, pictures
 
 if TYPE_CHECKING:

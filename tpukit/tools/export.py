@@ -10,6 +10,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
+from tpukit.host.folders import atomic_folder
 from tpukit.tasks import part_of
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def export(
     weights.load(model, best)
     if export_folder is None:
         return _export_onnx(task, model, path, weights.metadata(best))
-    with files.atomic_folder(path) as work:
+    with atomic_folder(path) as work:
         difference = export_folder(model, to, work)
     return Exported(path, difference)
 

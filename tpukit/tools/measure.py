@@ -22,7 +22,8 @@ import numpy as np
 from tpukit import __version__
 from tpukit.host import environment, files, known_errors
 from tpukit.host.errors import TpukitError, reading
-from tpukit.host.tables import GIB, Table, format_duration
+from tpukit.host.tables import Table
+from tpukit.host.text import GIB, format_duration
 from tpukit.runs.run import Run
 from tpukit.tools import child
 from tpukit.tools.child import from_request, to_request

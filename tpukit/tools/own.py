@@ -15,7 +15,7 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.spreadsheets import as_csv
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.reporting import figures, presenting
 from tpukit.reporting.display import panels_of, predictions_figure
 from tpukit.reporting.presenting import present_figure

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError, explained
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.tasks import part_of
 from tpukit.tasks.arrays import Arrays
 from tpukit.tasks.datasets import is_demo

@@ -9,7 +9,7 @@ from tpukit.host import environment, known_errors
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 
 if TYPE_CHECKING:
     from tpukit.runs.run import Run

@@ -14,7 +14,7 @@ from tests.conftest import ROOT, refuses, wait_for
 from tests.launching.conftest import are_gone
 from tpukit import MNIST, MSHNet, TpukitError, cli
 from tpukit.devices import lanes
-from tpukit.host.tables import GIB
+from tpukit.host.text import GIB
 from tpukit.reporting import display
 from tpukit.tools import plan as package
 from tpukit.tools.plan import Plan, compiler

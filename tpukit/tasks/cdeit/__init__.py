@@ -12,7 +12,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained, reading
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
 from tpukit.tasks import arrays

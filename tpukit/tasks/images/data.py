@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from tpukit.host.errors import TpukitError, as_unreadable, first_line
-from tpukit.host.tables import GIB
+from tpukit.host.text import GIB
 from tpukit.tasks import arrays, pictures, splits
 from tpukit.tasks.images.augment import NUM_UNIFORMS
 from tpukit.tasks.images.lists import Sample

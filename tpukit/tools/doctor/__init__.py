@@ -15,7 +15,8 @@ from tpukit.host import environment
 from tpukit.host.environment import Environment, release
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import KNOWN_ERRORS, KnownError, fix_for, match
-from tpukit.host.tables import GIB, Table
+from tpukit.host.tables import Table
+from tpukit.host.text import GIB
 from tpukit.tools.child import last_line, run_python
 
 LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the worst first

@@ -25,7 +25,7 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files, known_errors
 from tpukit.host.environment import Environment, detect
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import GIB, printable, say
+from tpukit.host.text import GIB, printable, say
 from tpukit.tasks.datasets import make_synthetic
 from tpukit.tools import child
 from tpukit.training import trial

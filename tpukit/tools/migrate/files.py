@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.files import atomic_file, copy_atomic, explain_unwritable, write_atomic
-from tpukit.host.tables import printable
+from tpukit.host.text import printable
 from tpukit.tools.migrate.cells import Cells
 from tpukit.tools.migrate.checker import Checker
 from tpukit.tools.migrate.findings import Finding

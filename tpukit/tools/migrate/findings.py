@@ -4,7 +4,8 @@ import dataclasses
 import tomllib
 from pathlib import Path
 
-from tpukit.host.tables import Table, printable
+from tpukit.host.tables import Table
+from tpukit.host.text import printable
 
 TABLES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 RULES = TABLES["rules"]  # name -> (level, message)

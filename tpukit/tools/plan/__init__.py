@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tpukit.devices.chips import Chip
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import GIB, Sentences, Table
+from tpukit.host.tables import Sentences, Table
+from tpukit.host.text import GIB
 from tpukit.tools.plan.compiler import COMPILER, MACHINES, compile_graph, install_compiler
 from tpukit.tools.plan.trace import trace_step
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tpukit.devices.chips import V5E, V6E, Chip
 from tpukit.host import cache, files
 from tpukit.host.errors import TpukitError
+from tpukit.host.folders import atomic_folder
 from tpukit.host.known_errors import fix_for
 from tpukit.tools.child import last_line, run_python
 from tpukit.tools.plan import hlo
@@ -51,7 +52,7 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
         if folder.is_dir():
             return folder
         log(f"installing the TPU compiler ({', '.join(packages)}; about 1 GB, once) into {folder}")
-        with files.atomic_folder(folder) as work:
+        with atomic_folder(folder) as work:
             work.chmod(0o755)  # with a umask of 0, too
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
             options = ("--quiet", "--disable-pip-version-check", "--target", work)
