@@ -87,7 +87,7 @@ class Runtime:
     mesh: Any = None  # of the devices of SPMD
     device_seed: tuple[int, ...] = ()  # see `seed_device`
     device_calls = 0  # of compiled functions since
-    # Of random numbers: name -> (function that returns its state, a tensor on the CPU, function that sets it).
+    # Of random numbers: name -> (function that returns the state, a tensor on the CPU; function that sets it)
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "cpu": (torch.get_rng_state, torch.set_rng_state)
     }
