@@ -126,6 +126,22 @@ def test_equal_counts_of_loaded_batch_norms_have_a_buffer_each(xla):
         xla.unalias(placed.buffers())
 
 
+def test_seed_rank_and_call_decide_what_a_compiled_function_draws_whatever_was_run_before(xla):
+    def drawn(rank, number, calls):
+        runtime = type(xla)("xla")
+        runtime.world.rank = rank
+        draw = runtime.compile(lambda count: torch.rand(3, device=runtime.device), name="draw")
+        for _ in range(calls):  # the first ones begin with a sync
+            draw(3)
+        runtime.seed_device(5, number)
+        return [draw(3).tolist() for _ in range(2)]
+
+    first = drawn(0, 7, calls=0)
+    assert drawn(0, 7, calls=6) == first
+    others = [*drawn(1, 7, calls=0), *drawn(0, 8, calls=0)]
+    assert len(set(map(tuple, first + others))) == 6
+
+
 # What a training compiles
 
 

@@ -12,7 +12,9 @@ from tests.training.conftest import train_in
 from tpukit.devices import xla_graph, xla_private
 from tpukit.devices.distributed import World
 from tpukit.devices.recompiles import UnexpectedRecompilation
+from tpukit.launching.core import Core
 from tpukit.tasks.mnist import MNIST
+from tpukit.training.step import TrainingStep
 
 
 class Counting(torch.optim.SGD):
@@ -164,6 +166,35 @@ def test_a_core_of_several_replays_a_step_with_the_gradients_mean_over_all_ranks
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
     ours = state[:8] + [8 * gradient for gradient in state[8:13]]  # parameters and statistics; gradients
     torch.testing.assert_close(ours, wanted_state[:13], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("clip_norm", [0.01, None])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_core_of_several_clips_the_mean_over_all_ranks(micro_batches, clip_norm, core, xla):
+    """The other seven add nothing, so that a gradient is an eighth of what one core has."""
+    task = MNIST(channels=4, micro_batches=micro_batches, clip_norm=clip_norm)
+    norms, gradients = [], []
+    for runtime in (xla, core):
+        torch.manual_seed(0)
+        step = TrainingStep(task, runtime, task.model())
+        step.compile()
+        step(runtime.put_batch(task.example(8)), 0)
+        norms.append(float(step.sums[3]))
+        gradients.append(torch.cat([p.grad.flatten() for p in step.model.parameters()]).cpu())
+    assert norms[1] == pytest.approx(norms[0] / 8) and (norms[1] > 0.01 or clip_norm is None)
+    shares = 8 if clip_norm is None else 1  # clipped, both have the norm 0.01
+    torch.testing.assert_close(shares * gradients[1], gradients[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_loop_of_ones_own_that_adds_up_gradients_steps_by_their_mean_over_all_ranks(core):
+    model = core.to_device(torch.nn.Linear(3, 2, bias=False))
+    before = model.weight.detach().cpu()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for _ in range(2):
+        model(ones(core)).sum().backward()  # 8 in each gradient
+    Core(core).optimizer_step(optimizer)
+    torch.testing.assert_close(before - model.weight.detach().cpu(), torch.full((2, 3), 2.0))
+    assert model.weight.grad.detach().flatten().tolist() == [2.0] * 6  # by a view, too
 
 
 def test_every_rank_traces_where_one_of_them_has_to(core):

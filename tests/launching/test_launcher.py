@@ -2,13 +2,25 @@
 
 import contextlib
 import os
+import signal
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import best_weights, exact, refuses, same, scores_of
-from tests.launching.conftest import CPU, difference, launched, losses, needs_torch_xla, on_one_core, python
+from tests.conftest import best_weights, checkpoint, exact, refuses, same, scores_of, wait_for
+from tests.launching.conftest import (
+    CPU,
+    difference,
+    launched,
+    losses,
+    needs_torch_xla,
+    on_one_core,
+    output_of,
+    python,
+    started,
+    steps_logged,
+)
 from tests.launching.launched import RECIPE, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
 from tpukit.devices import processes
@@ -107,6 +119,22 @@ def test_every_rank_resumes_with_its_own_random_numbers(launches):
     assert same(best_weights(parted), best_weights(straight))
     noise = launches["noise"][1]["result"]
     assert noise[0] != noise[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", "xla"])
+def test_a_launch_that_is_killed_and_terminated_draws_what_a_straight_one_draws(kind, odd, tmp_path):
+    settings = dict(dropout=0.5, cores=2, epochs=8, save_every_s=0.0)
+    straight, _ = launched(kind, odd, tmp_path, straight=dict(settings))["straight"]
+    for number, at in ((signal.SIGKILL, 7), (signal.SIGTERM, 40)):
+        process = started(kind, odd, [dict(settings, run=tmp_path / "parted")])
+        wait_for(lambda: steps_logged(tmp_path / "parted") >= at, process)
+        process.send_signal(number)
+        output_of(process)
+    parted, _ = launched(kind, odd, tmp_path, parted=dict(settings))["parted"]
+    assert len(parted.records("start")) == 3 and len(losses(parted)) == 8 * 24
+    assert exact(parted) == exact(straight) and same(best_weights(parted), best_weights(straight))
+    assert same(checkpoint(parted)["model"], checkpoint(straight)["model"])
 
 
 @pytest.mark.slow

@@ -85,8 +85,9 @@ class Runtime:
     trusts_graphs = True
     reduces_on_the_host = False
     mesh: Any = None  # of the devices of SPMD
-    # Of random numbers: name -> (function that returns its state, function that sets it). A state is a tensor
-    # on the CPU or a number.
+    device_seed: tuple[int, ...] = ()  # see `seed_device`
+    device_calls = 0  # of compiled functions since
+    # Of random numbers: name -> (function that returns the state, a tensor on the CPU; function that sets it)
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "cpu": (torch.get_rng_state, torch.set_rng_state)
     }
@@ -302,6 +303,11 @@ class Runtime:
         dropout differs."""
         mixed = np.random.SeedSequence((*np.atleast_1d(number).tolist(), self.world.rank)).generate_state(1)
         torch.manual_seed(int(mixed[0]))
+
+    def seed_device(self, *numbers: int) -> None:
+        """Start anew the random numbers that compiled functions draw on the device: from these numbers, the
+        rank, and which call it is since. Does nothing where a checkpoint keeps the state of the device (see
+        `generators`)."""
 
     # What the device reports
 

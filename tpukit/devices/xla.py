@@ -17,7 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import lanes, xla_counters, xla_private
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import count_steps_on_device, gradients, parameters_of, state_tensors
+from tpukit.devices.optimizers import (
+    count_steps_on_device,
+    gradients,
+    parameters_of,
+    parameters_with_gradient,
+    state_tensors,
+)
 from tpukit.devices.runtime import Batch, Runtime, Stored
 from tpukit.devices.xla_graph import CompiledFunction, ReplayedStep
 from tpukit.host.errors import TpukitError
@@ -32,7 +38,6 @@ class XLARuntime(Runtime):
     device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
 
     compiles = has_graphs = True
-    generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
 
     def __init__(
@@ -165,9 +170,14 @@ class XLARuntime(Runtime):
             return
         grads = gradients(optimizer)
         if not self.reduces_on_the_host:
+            # Of clones: torch_xla writes into a tensor behind torch's back, and a gradient that a second
+            # backward pass has added to is still the old one to what reads it by a view, as clipping does.
+            means = [grad.clone() for grad in grads]
             # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each
             # gradient.
-            xm.all_reduce(xm.REDUCE_SUM, grads, scale=1 / self.world.size, pin_layout=False)
+            xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / self.world.size, pin_layout=False)
+            for parameter, mean in zip(parameters_with_gradient(optimizer), means):
+                parameter.grad = mean
             return
         flat = torch.cat([g.reshape(-1) for g in grads]).cpu()  # as one vector
         flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
@@ -203,9 +213,8 @@ class XLARuntime(Runtime):
 
     # Randomness
 
-    def seed(self, number: int | tuple[int, ...]) -> None:
-        super().seed(number)
-        xm.set_rng_state(torch.initial_seed())
+    def seed_device(self, *numbers: int) -> None:
+        self.device_seed, self.device_calls = numbers, 0
 
     # What the device reports
 

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -66,6 +67,7 @@ class CompiledFunction:
         graphs_before, seconds_before = compilations()
         is_refused = False
         self.calls += 1
+        self.runtime.device_calls += 1
         try:
             return self._call(arguments, signature)
         except UnexpectedRecompilation as error:
@@ -84,6 +86,15 @@ class CompiledFunction:
                 )
                 self.runtime.compile_events.append(event)
 
+    def _compute(self, *arguments):
+        # Not earlier: each sync moves the device's random state, and the first calls of a session begin with
+        # one.
+        runtime = self.runtime
+        if runtime.device_seed:
+            numbers = (*runtime.device_seed, runtime.device_calls, runtime.world.rank)
+            xm.set_rng_state(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+        return self.function(*arguments)
+
     def _call(self, arguments, signature):
         before, _ = compilations()
         # An all-reduce on the host cuts the step into two graphs, which cannot be counted.
@@ -91,9 +102,9 @@ class CompiledFunction:
         # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for
         # the device before it traces the next step, so only the first calls are guarded.
         if self.calls <= GUARDED_CALLS and is_one_graph:
-            result = torch_xla.compile(self.function, full_graph=True, name=self.name)(*arguments)
+            result = torch_xla.compile(self._compute, full_graph=True, name=self.name)(*arguments)
         else:
-            result = self.function(*arguments)
+            result = self._compute(*arguments)
             torch_xla.sync()
         compiled = compilations()[0] - before
         # The first call has one graph, even if this process had compiled it before, or also compiled what was
@@ -165,7 +176,6 @@ class ReplayedStep(CompiledFunction):
 
     def _first_call(self, arguments, tensors):
         """Capture the step and run its graph, or trace it as it is if it cannot be replayed."""
-        seed = xm.get_rng_state()
         try:
             graph, outputs = self._capture(arguments, tensors)
             is_fixed = not graph.draws_random_numbers and not graph.host.were_replaced()
@@ -182,8 +192,7 @@ class ReplayedStep(CompiledFunction):
             graph.host.restore()
             if not self.may_replay:
                 self._discard()
-                xm.set_rng_state(seed)
-                return self.function(*arguments)  # the end of torch_xla.compile runs it
+                return self._compute(*arguments)  # the end of torch_xla.compile runs it
             xla_private.allow_execution(True)
             xla_private.compile_graph(outputs)
             self._discard()
@@ -223,7 +232,7 @@ class ReplayedStep(CompiledFunction):
         data_of = dict(zip(xla_private.handles(held), held))
         self.state_before = [(v, data_of[handle]) for v, handle in zip(state, xla_private.handles(state))]
         host = HostNumbers(optimizer)
-        result = self.function(*arguments)
+        result = self._compute(*arguments)
         host.measure()
         written = [i for i, is_changed in enumerate(xla_private.are_pending(state)) if is_changed]
         parameters = [p for p in model.parameters() if p.grad is not None]

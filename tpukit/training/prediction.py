@@ -44,7 +44,8 @@ def predict_batches(
     batches: on the device, each with `valid`. keys: the arrays that are read back besides `valid`; None for
     all."""
     pending = collections.deque()
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        runtime.seed_device(number)
         names = batch if keys is None else (*keys, "valid")
         pending.append((predictor(batch), {name: batch[name] for name in names}))
         runtime.world.heartbeat(runtime.world.step)

@@ -103,6 +103,7 @@ class Trainer:
     def take_step(self, batch: Batch, epoch: int) -> None:
         """Take one step. batch: of `loader`; epoch: from 0."""
         number, started = self.state.step + 1, time.monotonic()
+        self.runtime.seed_device(self.task.seed, number)
         try:
             self.step(batch, epoch, self.lr_factor())
             if self.step.ema:
