@@ -240,6 +240,28 @@ def test_where_all_are_damaged_or_their_list_is_gone_nothing_starts_anew_and_not
         alone.restore()
 
 
+@pytest.mark.parametrize("reads", range(4))
+def test_a_folder_that_goes_while_it_is_restored_is_not_taken_for_an_empty_or_a_damaged_one(
+    reads, saved, monkeypatch
+):
+    away, read_bytes, done = saved.folder.with_name("away"), files.read_bytes, []
+
+    def going(path):
+        if len(done) == reads:
+            saved.folder.rename(away)
+        done.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(files, "read_bytes", going)
+    alone = Checkpoints(saved.folder, say=done.append)
+    if reads == 3:  # all was read
+        assert value_of(alone.restore()) == 2
+        return
+    with refuses(saved.folder):
+        alone.restore()
+    assert "delete" not in str(done) and len(list(away.rglob("*.pt"))) == 2 and not saved.folder.exists()
+
+
 @pytest.mark.parametrize("copies", range(3))
 def test_a_drive_that_goes_within_a_copy_is_reported_gets_no_further_file_and_ends_no_loop(
     copies, tmp_path, monkeypatch, capsys

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tpukit.host import files
-from tpukit.host.errors import Damaged, TpukitError
+from tpukit.host.errors import Damaged, TpukitError, unreadable
 from tpukit.host.text import say
 from tpukit.runs import manifest
 from tpukit.runs.backup import MOUNT, Backup, Say
@@ -126,6 +126,8 @@ class Checkpoints:
                         self.say(f"{error}; its copy in {self.spare} takes its place")
                         return self._read(name)
                     self.say(f"{error}; trying the previous checkpoint")
+        if not names:
+            raise unreadable(self.folder, "its checkpoints were there a moment ago")
         raise TpukitError(
             f"none of the {len(names)} checkpoints in {self.folder}/checkpoints is whole. Restore them from a"
             f" copy, or choose another folder to start again, with the backup of {self.folder} if it has one"
