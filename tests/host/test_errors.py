@@ -9,6 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from tests.conftest import refuses
 from tpukit import TpukitError
 from tpukit.host.errors import Damaged, Unreadable, reading
+from tpukit.host.files import explain_unwritable
 
 
 def test_a_notebook_shows_one_sentence_in_place_of_a_traceback(capsys):
@@ -48,3 +49,5 @@ def test_on_colabs_drive_the_call_that_mounts_it_again_is_named():
     path = Path("/content/drive/MyDrive/run/best.safetensors")
     with refuses(path, "errno 107", "force_remount=True"), reading(path, "wrong"):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+    with refuses(path, "force_remount=True", "another folder"), explain_unwritable(path):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(path))

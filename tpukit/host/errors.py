@@ -86,10 +86,14 @@ def as_unreadable(error: Exception, path: Path) -> Unreadable | None:
 def unreadable(path: Path, reason: str, advice: str = "") -> Unreadable:
     """Return the error for a file that cannot be read now. advice: what to do first, by default to mount the
     file's disk again."""
-    is_on_drive = str(path).startswith("/content/drive/")
-    remount = "mount Drive again, drive.mount('/content/drive', force_remount=True)"
-    advice = advice or (remount if is_on_drive else "mount its disk again")
     return Unreadable(
-        f"{path} cannot be read now ({reason}). It may be whole, so nothing is deleted: {advice}, and start"
-        " again"
+        f"{path} cannot be read now ({reason}). It may be whole, so nothing is deleted:"
+        f" {advice or remount(path)}, and start again"
     )
+
+
+def remount(path: Path) -> str:
+    """Return the advice for a file whose disk is gone."""
+    if str(path).startswith("/content/drive/"):
+        return "mount Drive again, drive.mount('/content/drive', force_remount=True)"
+    return "mount its disk again"

@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tpukit.host.errors import TpukitError, reading, unreadable
+from tpukit.host.errors import TpukitError, reading, remount, unreadable
 from tpukit.host.text import printable
 
 if sys.platform != "win32":  # where commands that need no lock work
     import fcntl
 
+DISK_GONE = {errno.EIO, errno.ENOTCONN, errno.ESTALE}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -150,7 +151,8 @@ def explain_unwritable(path: Path, *, only: Collection[int] = ()) -> Iterator[No
             free = shutil.disk_usage(path if path.is_dir() else path.parent).free
             reason += f", {free / 2**20:.0f} MiB free there; what was saved before is untouched"
         at = f": {error.filename}" if error.filename and str(error.filename) != str(path) else ""
-        raise TpukitError(f"cannot write {path} ({reason}{at}): choose another folder") from error
+        again = f"{remount(path)}, or " if error.errno in DISK_GONE else ""
+        raise TpukitError(f"cannot write {path} ({reason}{at}): {again}choose another folder") from error
 
 
 def local_path(path: str | Path, advice: str) -> Path:
