@@ -47,7 +47,13 @@ def test_the_bare_loop_trains_the_same_network_on_the_same_batches_as_tpukits(di
 
 
 @pytest.mark.slow
-def test_a_small_campaign_of_kills_and_flipped_bits_loses_nothing():
-    how = [sys.executable, "-m", "benchmarks.campaign", "--kills", "5", "--flips", "4"]
-    ran = subprocess.run(how, cwd=ROOT, capture_output=True, text=True, timeout=600)
+def test_a_small_campaign_of_kills_flipped_bits_and_faults_of_the_disk_loses_nothing():
+    often = ["--kills", "5", "--flips", "4", "--read-faults", "6", "--write-faults", "6"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.campaign", *often],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert ran.returncode == 0 and "lost: 0" in ran.stdout, ran.stdout + ran.stderr
