@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.reporting.hostile import SPEED, evaluated
+from tpukit import MNIST, Run
 from tpukit.host import language
 from tpukit.reporting import evaluation_figures, findings, run_report
 
@@ -160,8 +161,14 @@ def test_a_verdict_is_one_sentence_where_the_kept_scores_need_one(scores, words)
     assert bool(verdict) == bool(words) and (words or "") in verdict
 
 
-def test_a_run_has_the_scores_of_its_task_and_the_epochs_that_it_is_to_train():
-    for settings, epochs in ((dict(epochs=7), 7), ({}, 0)):
-        for task, scores in (("mshnet", ["iou", "pd", "fa"]), ("unknown", [])):
-            labels = findings.labels_of(dict(task=task, settings=settings))
-            assert labels.epochs == epochs and list(labels.names) == scores
+def test_a_run_has_the_scores_of_its_task_even_of_a_users_own_and_the_epochs_that_it_is_to_train(tmp_path):
+    class Mine(MNIST):
+        name = "mine"
+        score_names = dict(accuracy="share that is right")
+
+    run = Run.open(tmp_path / "run", Mine(epochs=7))
+    labels = findings.labels_of(run.config)
+    assert labels == findings.Labels("accuracy", dict(accuracy="share that is right"), 7)
+    assert findings.labels_of(dict(settings={})) == findings.NO_LABELS
+    wrong = dict(score=["iou"], score_names=dict(iou=3), settings=dict(epochs="7"))
+    assert findings.labels_of(wrong) == findings.NO_LABELS

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from tpukit.devices import LONG_COMPILE_S
 from tpukit.host.tables import Table
 from tpukit.host.text import format_duration
-from tpukit.tasks import TASKS, find
 
 Record = dict[str, Any]
 Series = dict[str, tuple[list[float], list[float]]]  # name -> (x, y)
@@ -197,7 +196,7 @@ def steps_per_epoch(records: list) -> int:
 
 
 class Labels(NamedTuple):
-    """A task's names of its scores. Empty for a task that tpukit does not know.
+    """A task's names of its scores.
 
     score: the one that decides which weights are best. names: the scores worth a curve, with unit; all if
     there are none. epochs: those that the run is to train; 0 if its settings do not say."""
@@ -211,13 +210,10 @@ NO_LABELS = Labels(None, {})
 
 
 def labels_of(config: dict) -> Labels:
-    """Return the `Labels` of a run. config: `Run.config`."""
-    epochs = config["settings"].get("epochs")
-    epochs = epochs if _are_numbers(epochs) else 0
-    if config["task"] not in TASKS:
-        return NO_LABELS._replace(epochs=epochs)
-    kind = find(config["task"])
-    return Labels(kind.score, kind.score_names, epochs)
+    """Return the `Labels` of a run. config: `Run.config`, a file in which anybody may have written."""
+    epochs, score, names = config["settings"].get("epochs"), config.get("score"), config.get("score_names")
+    names = names if isinstance(names, dict) and all(isinstance(unit, str) for unit in names.values()) else {}
+    return Labels(score if isinstance(score, str) else None, names, epochs if _are_numbers(epochs) else 0)
 
 
 def of_kept_weights(records: list, name: str) -> Any:

@@ -108,6 +108,8 @@ class Run:
         if run.backup:
             run.backup.check(run.path, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
+        # So that charts name the scores of a task of the user's own, too.
+        values |= dict(score=getattr(task, "score", None), score_names=getattr(task, "score_names", {}))
         with files.explain_unwritable(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
         with run.lock(), files.explain_unwritable(run.path):
