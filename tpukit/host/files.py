@@ -233,18 +233,25 @@ def blocks(path: Path, size: int | None = 1 << 20) -> Iterator[bytes]:
 
 def exists(path: Path) -> bool:
     """Return whether there is a file or a folder. Raises Unreadable if the disk does not tell."""
-    return _mode(path) is not None
+    return _stat(path) is not None
 
 
 def is_folder(path: Path) -> bool:
     """Return whether there is a folder. Raises Unreadable if the disk does not tell."""
-    return stat.S_ISDIR(_mode(path) or 0)
+    found = _stat(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
 
 
-def _mode(path: Path) -> int | None:
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes, 0 if it is missing. Raises Unreadable if the disk does not tell."""
+    found = _stat(path)
+    return found.st_size if found else 0
+
+
+def _stat(path: Path) -> os.stat_result | None:
     with reading(path, f"{path} is not there"):
         try:
-            return path.stat().st_mode
+            return path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
 

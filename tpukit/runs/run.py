@@ -239,8 +239,7 @@ class Run:
 
     def records_size(self) -> int:
         """Return the size of the records in bytes."""
-        path = self.path / "records.jsonl"
-        return path.stat().st_size if files.exists(path) else 0
+        return files.size_of(self.path / "records.jsonl")
 
     def mark_records(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the records: dict(records_size: bytes in the file, unwritten)."""
