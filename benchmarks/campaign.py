@@ -33,6 +33,7 @@ from tests.runs.store import alike, kill_before
 from tpukit import MNIST, Run, TpukitError, export, predict, show, show_report, train
 from tpukit.devices.runtime import Runtime
 from tpukit.runs import manifest, weights
+from tpukit.runs import run as run_module
 from tpukit.tasks.datasets import make_synthetic
 
 SETTINGS = dict(batch_size=8, channels=2, log_every=3, num_workers=0, save_every_s=0.0, ema_decay=0.9)
@@ -275,6 +276,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    run_module.RETRY_AFTER_S = (0.0, 0.0)
     warnings.simplefilter("ignore")
     # A kill loses nothing of what was written, there or on a disk.
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
