@@ -94,7 +94,7 @@ def export(
     if to not in choices:
         raise TpukitError(f"to={to!r} is not for the task {task.name}: choose one of {', '.join(choices)}")
     path = Path(out) if out else best.with_name("best.onnx" if to == "onnx" else to)
-    if path.exists() and (out or to in FOLDERS):
+    if files.exists(path) and (out or to in FOLDERS):
         raise TpukitError(f"{path} exists: choose another name")
     model = task.model().eval()
     weights.load(model, best)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tpukit.host import environment, known_errors
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
-from tpukit.host.files import explain_unwritable
+from tpukit.host.files import explain_unwritable, names_in
 from tpukit.host.text import printable
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def predict(
             out = Path(out)
             with explain_unwritable(out):
                 out.mkdir(parents=True, exist_ok=True)
-            if names := [entry.name for entry in out.iterdir() if not entry.name.startswith(".")]:
+            if names := names_in(out, "[!.]*"):
                 raise TpukitError(
                     f"{out} is not empty (it has {names[0]}): choose a new folder for the results"
                 )
