@@ -70,7 +70,7 @@ def test_where_torch_tpu_finds_no_tpu_the_error_says_so(monkeypatch):
 # Launches
 
 
-def test_a_launch_is_refused_where_this_process_has_used_the_chips_by_spmd_and_under_torchrun(
+def test_a_launch_is_refused_where_this_process_has_used_the_chips_and_by_spmd(
     mock, digits, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(environment, "detect", lambda: torch_tpu_mock.machine(8))
@@ -80,9 +80,6 @@ def test_a_launch_is_refused_where_this_process_has_used_the_chips_by_spmd_and_u
     for parallel, words in dict(processes=("already initialized", "Restart"), spmd=("torch_xla",)).items():
         with refuses(*words):
             launcher.launch(train, task, run, parallel=parallel)
-    os.environ.update(TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="1", WORLD_SIZE="2")
-    with refuses("torchrun is for GPUs"):
-        launcher.launch(train, task, run)
 
 
 def test_a_launch_is_refused_where_other_chips_are_set(mock):

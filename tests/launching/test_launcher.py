@@ -203,21 +203,24 @@ def test_all_cores_are_taken_unless_fewer_are_requested_and_impossible_shapes_ar
         assert launcher._count_cores(env, requested, parallel) == wanted
 
 
-@pytest.mark.parametrize(
-    "accelerator, variables",
-    [
-        ("tpu", dict(TPU_WORKER_HOSTNAMES="host-0,host-1")),
-        ("cuda", dict(TORCHELASTIC_RUN_ID="1", RANK="0", GROUP_WORLD_SIZE="2")),
-    ],
-)
-def test_one_of_several_hosts_is_refused(accelerator, variables, digits, tmp_path, monkeypatch):
-    here = machine(accelerator, 8)
+def test_one_of_several_hosts_is_refused(digits, tmp_path, monkeypatch):
+    here = machine("tpu", 8)
     monkeypatch.setattr(environment, "detect", lambda: here)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1")
     task = Watched(dataset_dir=digits)
     with refuses("one of 2 hosts", "trains on one host"):
         launch(train, task, Run.open(tmp_path, task))
+
+
+@pytest.mark.parametrize("accelerator, cores", [("cuda", 2), ("tpu", 8), ("cpu", 1)])
+def test_a_process_of_torchrun_is_told_to_start_without_it(accelerator, cores, monkeypatch):
+    here, called = machine(accelerator, cores), []
+    monkeypatch.setattr(environment, "detect", lambda: here)
+    for name, value in dict(TORCHELASTIC_RUN_ID="none", RANK="1", WORLD_SIZE="2").items():
+        monkeypatch.setenv(name, value)
+    with refuses("torchrun", "without torchrun", "itself"):
+        launch(called.append, 1, cores=1)
+    assert not called
 
 
 @pytest.mark.parametrize(

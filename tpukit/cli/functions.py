@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro import conf
 
 import tpukit
-from tpukit.host import environment, files
+from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import Sentences
@@ -47,7 +47,7 @@ def train(
     task = with_dataset(task, env)
     opened = tpukit.Run.open(run or env.outputs / task.name, task, backup=backup)
     scores = tpukit.launch(tpukit.train, task, opened, cores=cores, parallel=parallel)
-    if scores and environment.rank() == 0:
+    if scores:
         if table := last_and_kept_table(opened.records()):
             print(f"\n{table}")
         print(f"\nrun: {opened.path}  (tpukit show {opened.path})")
@@ -84,7 +84,7 @@ def test(
         with explain_unwritable(scored.path):
             scored.path.mkdir(parents=True, exist_ok=True)
     scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
-    if scores and environment.rank() == 0:
+    if scores:
         print(f"\n{findings.scores_table(scores)}")
         if display.load_predictions(trained, scored.path / "predictions"):
             tpukit.show_predictions(scored, trained, count=8)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tpukit.host.environment import ONE_HOST, Environment, under_torchrun
+from tpukit.host.environment import ONE_HOST, TORCHRUN, Environment
 from tpukit.host.errors import TpukitError
 
 # Both name the same bounds; torch_xla reads the second if the first is not set.
@@ -69,7 +69,7 @@ def is_busy(device: Path) -> bool:
 def count_started(env: Environment) -> int:
     """Return how many processes torchrun, torch.distributed or torch_xla has made of this program; 1 if it is
     alone. Opens no device."""
-    if under_torchrun():
+    if TORCHRUN in os.environ:
         return int(os.environ["WORLD_SIZE"])
     if dist.is_initialized():
         return dist.get_world_size()

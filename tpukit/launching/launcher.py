@@ -38,25 +38,23 @@ def launch(
     must be longer than reading the dataset, the first compilation, and an evaluation. A plain function is
     watched from its first `core.optimizer_step` on.
 
-    On one core the function runs in this process. Under `torchrun` this process already is one of the cores,
-    and returns its own result. Otherwise the result may hold numbers, strings and tensors, in lists, tuples
-    and dicts. Raises TpukitError before anything starts; `CoreFailed`, leaving no process behind, when a core
-    fails, hangs, or has not started after `Job.start_timeout_s`."""
+    On one core the function runs in this process. On several, the result may hold numbers, strings and
+    tensors, in lists, tuples and dicts. Raises TpukitError before anything starts; `CoreFailed`, leaving no
+    process behind, when a core fails, hangs, or has not started after `Job.start_timeout_s`."""
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
     if hang_timeout_s <= 0:
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
+    if environment.TORCHRUN in os.environ:
+        raise TpukitError(
+            "this process was started by torchrun: start your program without torchrun, because tpukit starts"
+            " the processes itself"
+        )
     env = environment.detect()
     os.environ.update(environment.failed_lookups(os.environ))
     environment.check_one_host(env)
     plan = plan_of(args)
     job = Job(function, plan, env, hang_timeout_s)
-    if environment.under_torchrun():
-        from tpukit.launching.joining import call_under_torchrun
-
-        if cores and cores != int(os.environ["WORLD_SIZE"]):
-            raise TpukitError(f"cores={cores}: torchrun's --nproc-per-node sets the number; leave cores out")
-        return call_under_torchrun(job, parallel)
     count = _count_cores(env, cores, parallel)
     if cores is None and env.accelerator == "cuda" and count > 1 and (why := plan.why_one_gpu(count)):
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
