@@ -32,21 +32,19 @@ def train(
     run: Path | None = None,
     backup: Path | None = None,
     cores: Cores = None,
-    parallel: Literal["processes", "spmd"] = "processes",
 ) -> None:
     """Train a task, or resume a run that was stopped.
 
     Args:
         run: folder of the run; by default TASK in this machine's output folder.
         backup: folder (on Drive or in a mounted bucket, say) that gets a copy of the run at every checkpoint.
-        parallel: processes: one for each core. spmd: one process and one graph over all TPU cores of a host.
     """
     from tpukit.reporting.findings import last_and_kept_table
 
     env = tpukit.detect()
     task = with_dataset(task, env)
     opened = tpukit.Run.open(run or env.outputs / task.name, task, backup=backup)
-    scores = tpukit.launch(tpukit.train, task, opened, cores=cores, parallel=parallel)
+    scores = tpukit.launch(tpukit.train, task, opened, cores=cores)
     if scores:
         if table := last_and_kept_table(opened.records()):
             print(f"\n{table}")

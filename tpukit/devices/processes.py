@@ -32,9 +32,9 @@ LEFTOVER_VARIABLES = (
 ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 
 
-def clear_variables(processes: int) -> None:
+def clear_variables() -> None:
     """Remove from the environment what would send the processes of this host to the wrong chips and peers."""
-    for name in LEFTOVER_VARIABLES + (ONE_PROCESS_VARIABLES if processes > 1 else ()):
+    for name in LEFTOVER_VARIABLES + ONE_PROCESS_VARIABLES:
         value = os.environ.pop(name, None)
         asks_google = not os.environ.get("TPU_SKIP_MDS_QUERY")  # torch_xla, if a name is not set
         if value and name in BOUNDS and not asks_google:

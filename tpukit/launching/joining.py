@@ -114,11 +114,11 @@ def open_core(job: Job, world: World) -> Runtime:
     # to an accelerator.
     one_thread = job.env.accelerator != "cpu" or "ipykernel" in sys.modules
     torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // job.processes))
-    runtime = open_runtime(job.env, job.plan.precision, world=world, spmd_cores=job.spmd_cores)
+    runtime = open_runtime(job.env, job.plan.precision, world=world)
     memory = runtime.memory()
     size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
-    mine = [f"{device}{size}" for device in runtime.device_names()]
-    if lines := sum(world.gather(mine), start=[]):  # rank 0 has those of all
+    mine = f"{runtime.device_name()}{size}"
+    if lines := world.gather(mine):  # rank 0 has those of all
         for number, line in enumerate(lines):
             job.plan.say(f"core {number}: {line}")
         job.plan.say(f"all {len(lines)} cores started")
@@ -133,15 +133,13 @@ def join(job: Job, index: int) -> World:
     only."""
     by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
     if job.env.accelerator == "tpu":
-        processes.clear_variables(job.processes)
+        processes.clear_variables()
     if by_torch_xla:  # before `open_chip`: libtpu reads them once
-        add_libtpu_args(job.plan.libtpu_args(job.spmd_cores or job.processes))
+        add_libtpu_args(job.plan.libtpu_args(job.processes))
     else:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
         # torch_tpu opens no chip without an address; they meet in a file.
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
-    if job.spmd_cores:
-        return World()
     rank, size = index, job.processes
     if by_torch_xla:
         rank, size = processes.open_chip(index, job.processes)
