@@ -83,7 +83,7 @@ WRONG = [
     ("train mshnet --no-tpu", ["--no-tpu"]),
     ("train mshnet --batch-size 0", ["batch_size=0"]),
     ("train mshnet --epochs many", ["--epochs", "many"]),
-    ("train mnist --parallel threads", ["threads", "spmd"]),
+    ("train mnist --parallel spmd", ["--parallel"]),
     ("plan mnist --chip v3-8", ["v3-8", "v5e-1", "v5e-8", "v6e-1"]),
     ("show", ["RUN"]),
 ]
@@ -186,11 +186,9 @@ def test_help_lists_commands_tasks_and_settings_with_their_explanations(helps):
 
 
 def test_the_choices_of_the_command_line_are_those_of_the_library():
-    from tpukit.launching.launcher import PARALLEL
     from tpukit.tools.plan.compiler import MACHINES
 
     assert get_args(COMMANDS["plan"].__annotations__["chip"]) == tuple(MACHINES)
-    assert get_args(COMMANDS["train"].__annotations__["parallel"]) == tuple(PARALLEL)
 
 
 def test_options_of_published_scripts_are_taken_as_todays():

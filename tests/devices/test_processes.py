@@ -10,16 +10,12 @@ from tpukit.devices import processes
 from tpukit.tools import child
 
 
-@pytest.mark.parametrize(
-    "count, kept",
-    [(8, ()), (1, processes.ONE_PROCESS_VARIABLES)],  # by SPMD one process stays
-)
-def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(count, kept, monkeypatch):
+def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(monkeypatch):
     names = {*processes.ONE_PROCESS_VARIABLES, *processes.LEFTOVER_VARIABLES}
     environ = dict(TPU_HOST_BOUNDS="1,1,1") | dict.fromkeys(names, "0")
     monkeypatch.setattr(os, "environ", environ)
-    processes.clear_variables(count)
-    assert names & os.environ.keys() == set(kept) and os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
+    processes.clear_variables()
+    assert not names & os.environ.keys() and os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
 
 
 KAGGLE = dict(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_ID="0")
@@ -47,7 +43,7 @@ def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(le
             monkeypatch.delenv(name)
         for name, value in (KAGGLE | left).items():
             monkeypatch.setenv(name, value)
-        processes.clear_variables(8)
+        processes.clear_variables()
         tpu.configure_topology(index, 8)
         found.append(tpu_variables())
     for name in ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID"):

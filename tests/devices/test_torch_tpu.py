@@ -52,12 +52,10 @@ def test_a_resumed_training_gives_the_records_and_weights_of_the_cpu(mock, digit
     assert {name for name, _ in compiled} == {"loss", "without_gradient", "compose"}
 
 
-def test_a_chip_computes_in_bf16_and_refuses_fp16_and_spmd(mock):
+def test_a_chip_computes_in_bf16_and_refuses_fp16(mock):
     assert TorchTPURuntime("tpu").precision == "bf16"
     with refuses("fp16", "use 'bf16' or 'auto'"):
         TorchTPURuntime("tpu", "fp16")
-    with refuses("spmd", "processes"):
-        open_runtime(torch_tpu_mock.machine(8), spmd_cores=8)
 
 
 def test_where_torch_tpu_finds_no_tpu_the_error_says_so(monkeypatch):
@@ -70,18 +68,12 @@ def test_where_torch_tpu_finds_no_tpu_the_error_says_so(monkeypatch):
 # Launches
 
 
-def test_a_launch_is_refused_where_this_process_has_used_the_chips_by_spmd_and_under_torchrun(
-    mock, digits, tmp_path, monkeypatch
-):
+def test_a_launch_is_refused_where_this_process_has_used_the_chips(mock, digits, tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "detect", lambda: torch_tpu_mock.machine(8))
     monkeypatch.setattr(torch.tpu, "is_initialized", lambda: True)
     task = MNIST(dataset_dir=digits, **SMALL)
     run = Run.open(tmp_path, task)
-    for parallel, words in dict(processes=("already initialized", "Restart"), spmd=("torch_xla",)).items():
-        with refuses(*words):
-            launcher.launch(train, task, run, parallel=parallel)
-    os.environ.update(TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="1", WORLD_SIZE="2")
-    with refuses("torchrun is for GPUs"):
+    with refuses("already initialized", "Restart"):
         launcher.launch(train, task, run)
 
 

@@ -2,7 +2,6 @@
 
 import os
 
-import pytest
 import torch.distributed as dist
 
 from tests.launching.launched import machine
@@ -17,8 +16,7 @@ class Flagged(MNIST):
         return f"--images={batch_size}"
 
 
-@pytest.mark.parametrize("is_spmd", [False, True], ids=["processes", "SPMD"])
-def test_tpu_cores_meet_in_a_file_after_the_compilers_flags(is_spmd, group, tmp_path, monkeypatch):
+def test_tpu_cores_meet_in_a_file_after_the_compilers_flags(group, tmp_path, monkeypatch):
     os.environ.pop("LIBTPU_INIT_ARGS", None)
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.21.1")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
@@ -29,13 +27,9 @@ def test_tpu_cores_meet_in_a_file_after_the_compilers_flags(is_spmd, group, tmp_
         return 5, 8
 
     monkeypatch.setattr(processes, "open_chip", open_chip)
-    shape = dict(spmd_cores=8) if is_spmd else dict(processes=8, rendezvous=tmp_path / "rendezvous")
-    env, task = machine("tpu", 8), Flagged(batch_size=128)
-    world = joining.join(Job(train, task.launch_plan(Run(tmp_path)), env, 60.0, **shape), 3)
-    assert os.environ["LIBTPU_INIT_ARGS"] == "--images=16"
-    if is_spmd:
-        assert not flags and not group and world.size == 1
-        return
+    plan, meeting = Flagged(batch_size=128).launch_plan(Run(tmp_path)), tmp_path / "rendezvous"
+    job = Job(train, plan, machine("tpu", 8), 60.0, processes=8, rendezvous=meeting)
+    world = joining.join(job, 3)
     [(backend, how)] = group
     assert (flags, backend, world.rank, world.size) == (["--images=16"], "gloo", 5, 8)
     assert isinstance(how["store"], dist.FileStore) and (how["rank"], how["world_size"]) == (5, 8)

@@ -158,66 +158,47 @@ def test_the_dataset_is_held_once_for_all_processes_of_a_host(launches, odd):
     assert sum(private for *_, private in rows) == 0
 
 
-SPMD = """
-task = Watched(dataset_dir=Path(sys.argv[1]), log_every=1, num_workers=1)
-scores = launch(train, task, Run.open(sys.argv[2], task), cores=8, parallel="spmd")
-print("ALL", scores["images"])
-"""
-
-
-@pytest.mark.slow
-def test_one_graph_over_eight_devices_gives_the_losses_and_weights_of_one(odd, tmp_path):
-    """Batch norm, whose statistics are those of the whole batch, included."""
-    needs_torch_xla()
-    ran = python(SPMD, odd, tmp_path / "eight")
-    assert "all 8 cores started" in ran.stdout and "ALL 37" in ran.stdout, ran.stdout + ran.stderr[-3000:]
-    one, _ = on_one_core(tmp_path / "one", odd)
-    eight = Run(tmp_path / "eight")
-    assert difference(losses(eight), losses(one)) < 1e-4
-    ours, theirs = best_weights(eight), best_weights(one)
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)  # running statistics too
-    assert [r["programs"] for r in eight.records("compile") if r["what"] == "step"] == [1]
-
-
 # What is refused before anything starts
 
 
 @pytest.mark.parametrize(
-    "env, requested, parallel, wanted",
+    "env, requested, wanted",
     [
-        (machine("tpu", 8), None, "processes", 8),
-        (machine("tpu", 8), 1, "processes", 1),
-        (machine("cuda", 4), 2, "processes", 2),
-        (machine("cpu", 1), None, "processes", 1),
-        (machine("xla", 1), 8, "processes", 8),
-        (machine("tpu", 1, "colab"), 8, "processes", ["8", "found 1", environment.TPU_MENU["colab"]]),
-        (machine("tpu", 8), 4, "processes", ["4 of 8", "cores=1", "cores=8"]),
-        (machine("tpu", 8), 0, "processes", ["cores=0"]),
-        (machine("cuda", 2), None, "spmd", ["parallel='spmd'", "GPU", "'processes'"]),
+        (machine("tpu", 8), None, 8),
+        (machine("tpu", 8), 1, 1),
+        (machine("cuda", 4), 2, 2),
+        (machine("cpu", 1), None, 1),
+        (machine("xla", 1), 8, 8),
+        (machine("tpu", 1, "colab"), 8, ["8", "found 1", environment.TPU_MENU["colab"]]),
+        (machine("tpu", 8), 4, ["4 of 8", "cores=1", "cores=8"]),
+        (machine("tpu", 8), 0, ["cores=0"]),
     ],
 )
 def test_all_cores_are_taken_unless_fewer_are_requested_and_impossible_shapes_are_refused(
-    env, requested, parallel, wanted
+    env, requested, wanted
 ):
     with refuses(*wanted) if isinstance(wanted, list) else contextlib.nullcontext():
-        assert launcher._count_cores(env, requested, parallel) == wanted
+        assert launcher._count_cores(env, requested) == wanted
 
 
-@pytest.mark.parametrize(
-    "accelerator, variables",
-    [
-        ("tpu", dict(TPU_WORKER_HOSTNAMES="host-0,host-1")),
-        ("cuda", dict(TORCHELASTIC_RUN_ID="1", RANK="0", GROUP_WORLD_SIZE="2")),
-    ],
-)
-def test_one_of_several_hosts_is_refused(accelerator, variables, digits, tmp_path, monkeypatch):
-    here = machine(accelerator, 8)
+def test_one_of_several_hosts_is_refused(digits, tmp_path, monkeypatch):
+    here = machine("tpu", 8)
     monkeypatch.setattr(environment, "detect", lambda: here)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1")
     task = Watched(dataset_dir=digits)
     with refuses("one of 2 hosts", "trains on one host"):
         launch(train, task, Run.open(tmp_path, task))
+
+
+@pytest.mark.parametrize("accelerator, cores", [("cuda", 2), ("tpu", 8), ("cpu", 1)])
+def test_a_process_of_torchrun_is_told_to_start_without_it(accelerator, cores, monkeypatch):
+    here, called = machine(accelerator, cores), []
+    monkeypatch.setattr(environment, "detect", lambda: here)
+    for name, value in dict(TORCHELASTIC_RUN_ID="none", RANK="1", WORLD_SIZE="2").items():
+        monkeypatch.setenv(name, value)
+    with refuses("torchrun", "without torchrun", "itself"):
+        launch(called.append, 1, cores=1)
+    assert not called
 
 
 @pytest.mark.parametrize(
@@ -259,11 +240,10 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
     "options, data",
     [
         ({}, [environment.NAMES["xla"], "Restart the session"]),  # this kernel has used the device
-        (dict(parallel="threads"), ["parallel='threads'"]),
         (dict(hang_timeout_s=-1), ["hang_timeout_s=-1"]),
     ],
 )
-def test_a_kernel_that_used_the_device_an_unknown_way_and_no_time_until_a_core_hangs_are_refused(
+def test_a_kernel_that_used_the_device_and_no_time_until_a_core_hangs_are_refused(
     options, data, digits, tmp_path, xla
 ):
     task = Watched(dataset_dir=digits)
@@ -284,7 +264,7 @@ environment.detect = lambda: gpus
 set_device = torch.cuda.set_device
 cuda.check_cuda = torch.cuda.set_device = lambda *_: None
 dist.init_process_group = lambda backend, **how: init("gloo", **how)
-joining.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
+joining.open_runtime = lambda env, precision, world: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1)
 run = Run.open(sys.argv[2], task)
 torch.ones(1, requires_grad=True).backward()  # on the CPU alone autograd starts no threads

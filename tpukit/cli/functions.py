@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro import conf
 
 import tpukit
-from tpukit.host import environment, files
+from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import Sentences
@@ -32,22 +32,20 @@ def train(
     run: Path | None = None,
     backup: Path | None = None,
     cores: Cores = None,
-    parallel: Literal["processes", "spmd"] = "processes",
 ) -> None:
     """Train a task, or resume a run that was stopped.
 
     Args:
         run: folder of the run; by default TASK in this machine's output folder.
         backup: folder (on Drive or in a mounted bucket, say) that gets a copy of the run at every checkpoint.
-        parallel: processes: one for each core. spmd: one process and one graph over all TPU cores of a host.
     """
     from tpukit.reporting.findings import last_and_kept_table
 
     env = tpukit.detect()
     task = with_dataset(task, env)
     opened = tpukit.Run.open(run or env.outputs / task.name, task, backup=backup)
-    scores = tpukit.launch(tpukit.train, task, opened, cores=cores, parallel=parallel)
-    if scores and environment.rank() == 0:
+    scores = tpukit.launch(tpukit.train, task, opened, cores=cores)
+    if scores:
         if table := last_and_kept_table(opened.records()):
             print(f"\n{table}")
         print(f"\nrun: {opened.path}  (tpukit show {opened.path})")
@@ -84,7 +82,7 @@ def test(
         with explain_unwritable(scored.path):
             scored.path.mkdir(parents=True, exist_ok=True)
     scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
-    if scores and environment.rank() == 0:
+    if scores:
         print(f"\n{findings.scores_table(scores)}")
         if display.load_predictions(trained, scored.path / "predictions"):
             tpukit.show_predictions(scored, trained, count=8)

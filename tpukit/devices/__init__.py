@@ -25,14 +25,13 @@ def open_runtime(
     precision: str = "auto",
     *,
     world: World | None = None,
-    spmd_cores: int | None = None,
     libtpu_args: str = "",
 ) -> Runtime:
     """Return the runtime of the accelerator that `environment.detect()` found. This is where a device is
     first touched.
 
-    world: this process among others; by default it is alone. spmd_cores: run one graph over that many XLA
-    devices. libtpu_args: of the task, for torch_xla on a TPU."""
+    world: this process among others; by default it is alone. libtpu_args: of the task, for torch_xla on a
+    TPU."""
     from tpukit.devices.runtime import Runtime
 
     if env.accelerator == "tpu":
@@ -43,15 +42,13 @@ def open_runtime(
     if env.uses_torch_tpu:
         from tpukit.devices.torch_tpu import TorchTPURuntime
 
-        if spmd_cores:
-            raise TpukitError("parallel='spmd' is torch_xla's: with torch_tpu use 'processes'")
         return TorchTPURuntime(env.accelerator, precision, world)
     if env.accelerator == "tpu":
         add_libtpu_args(libtpu_args)
     if env.accelerator in ("tpu", "xla"):
         from tpukit.devices.xla import XLARuntime
 
-        return XLARuntime(env.accelerator, precision, world, spmd_cores)
+        return XLARuntime(env.accelerator, precision, world)
     if env.accelerator == "cuda":
         from tpukit.devices.cuda import CUDARuntime
 

@@ -53,8 +53,8 @@ class CUDARuntime(Runtime):
         # An emulated bf16 (T4, V100) is slower than fp16.
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
-    def device_names(self) -> list[str]:
-        return [torch.cuda.get_device_name()]
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name()
 
     def _computes_faster_channels_last(self, model: nn.Module) -> bool:
         # Tensor cores take channels last, and would transpose all else.

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tpukit.host.environment import ONE_HOST, Environment, under_torchrun
+from tpukit.host.environment import ONE_HOST, TORCHRUN, Environment
 from tpukit.host.errors import TpukitError
 
 # Both name the same bounds; torch_xla reads the second if the first is not set.
@@ -32,9 +32,9 @@ LEFTOVER_VARIABLES = (
 ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 
 
-def clear_variables(processes: int) -> None:
+def clear_variables() -> None:
     """Remove from the environment what would send the processes of this host to the wrong chips and peers."""
-    for name in LEFTOVER_VARIABLES + (ONE_PROCESS_VARIABLES if processes > 1 else ()):
+    for name in LEFTOVER_VARIABLES + ONE_PROCESS_VARIABLES:
         value = os.environ.pop(name, None)
         asks_google = not os.environ.get("TPU_SKIP_MDS_QUERY")  # torch_xla, if a name is not set
         if value and name in BOUNDS and not asks_google:
@@ -69,7 +69,7 @@ def is_busy(device: Path) -> bool:
 def count_started(env: Environment) -> int:
     """Return how many processes torchrun, torch.distributed or torch_xla has made of this program; 1 if it is
     alone. Opens no device."""
-    if under_torchrun():
+    if TORCHRUN in os.environ:
         return int(os.environ["WORLD_SIZE"])
     if dist.is_initialized():
         return dist.get_world_size()

@@ -84,7 +84,6 @@ class Runtime:
     notes = ""
     trusts_graphs = True
     reduces_on_the_host = False
-    mesh: Any = None  # of the devices of SPMD
     device_seed: tuple[int, ...] = ()  # see `seed_device`
     device_calls = 0  # of compiled functions since
     # Of random numbers: name -> (function that returns the state, a tensor on the CPU; function that sets it)
@@ -115,11 +114,11 @@ class Runtime:
 
     def __str__(self) -> str:
         several = f"{self.cores} x " if self.cores > 1 else ""
-        return f"{several}{self.accelerator} ({self.device_names()[0]}), {self.precision}"
+        return f"{several}{self.accelerator} ({self.device_name()}), {self.precision}"
 
-    def device_names(self) -> list[str]:
-        """Return the name of every device that this process uses."""
-        return ["host processor"]
+    def device_name(self) -> str:
+        """Return the name of this process's device."""
+        return "host processor"
 
     # Moving
 

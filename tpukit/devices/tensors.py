@@ -47,13 +47,3 @@ def recomputed(function: Callable, tensor: Tensor, *others: Any) -> Any:
     else:
         from torch.utils.checkpoint import checkpoint
     return checkpoint(function, tensor, *others, use_reentrant=True, preserve_rng_state=False)
-
-
-def cores_sharing(tensor: Tensor) -> int:
-    """Return how many cores share the first axis of a tensor on the device: several if one graph runs over
-    them (SPMD)."""
-    if tensor.device.type != "xla":
-        return 1
-    import torch_xla.runtime as xr
-
-    return xr.global_runtime_device_count() if xr.is_spmd() else 1

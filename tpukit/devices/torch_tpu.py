@@ -38,8 +38,8 @@ class TorchTPURuntime(Runtime):
     def _best_precision(self) -> str:
         return "bf16"
 
-    def device_names(self) -> list[str]:
-        return [torch.tpu.get_device_name() + " through torch_tpu"]
+    def device_name(self) -> str:
+        return torch.tpu.get_device_name() + " through torch_tpu"
 
     def to_device(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)  # whose compiler chooses its own layouts

@@ -1,7 +1,5 @@
-"""The runtime of XLA devices: a TPU chip, the CPU XLA device, or by SPMD all devices of a host in one
-graph."""
+"""The runtime of XLA devices: a TPU chip, or the CPU XLA device."""
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,8 +7,6 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,47 +20,25 @@ from tpukit.devices.optimizers import (
     parameters_with_gradient,
     state_tensors,
 )
-from tpukit.devices.runtime import Batch, Runtime, Stored
+from tpukit.devices.runtime import Runtime, Stored
 from tpukit.devices.xla_graph import CompiledFunction, ReplayedStep
-from tpukit.host.errors import TpukitError
 
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 
 
 class XLARuntime(Runtime):
-    """One XLA device in this process, or, with spmd_cores, one graph over that many of them.
-
-    Under SPMD the batch axis of every batch is sharded over the devices; the model is written as for one
-    device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
+    """One XLA device in this process."""
 
     compiles = has_graphs = True
     runs_graphs = True  # a plan only exports them
 
-    def __init__(
-        self,
-        accelerator: str,
-        precision: str = "auto",
-        world: World | None = None,
-        spmd_cores: int | None = None,
-    ):
-        self.spmd_cores = spmd_cores
+    def __init__(self, accelerator: str, precision: str = "auto", world: World | None = None):
         super().__init__(accelerator, precision, world)
         self._fallbacks_before = xla_counters.counters()["fallbacks"]
-        self.cores = spmd_cores or self.world.size
         # CPU XLA devices of different processes share no link.
         self.reduces_on_the_host = self.world.size > 1 and accelerator != "tpu"
 
     def _open_device(self) -> torch.device:
-        if self.spmd_cores:
-            if self.accelerator == "xla":
-                os.environ["CPU_NUM_DEVICES"] = str(self.spmd_cores)
-            xr.use_spmd()
-            count = xr.global_runtime_device_count()
-            if count != self.spmd_cores:
-                raise TpukitError(
-                    f"requested {self.spmd_cores} cores, found {count}: leave cores out to use all"
-                )
-            self.mesh = xs.Mesh(np.arange(count), (count,), ("data",))
         if self.accelerator == "tpu":
             # Otherwise a TPU rounds fp32 factors to bfloat16, even those that a bf16 training run keeps in
             # fp32, such as pixels that it augments.
@@ -74,8 +48,8 @@ class XLARuntime(Runtime):
     def _best_precision(self) -> str:
         return "bf16" if self.accelerator == "tpu" else "fp32"
 
-    def device_names(self) -> list[str]:
-        return [xla_counters.device_name()] * (self.spmd_cores or 1)
+    def device_name(self) -> str:
+        return xla_counters.device_name()
 
     # Moving
 
@@ -87,8 +61,7 @@ class XLARuntime(Runtime):
         model = model.to(self.device)  # whose compiler chooses its own layouts
         self._separate(model.buffers(), values)
         with torch.no_grad():
-            # A tensor that was never written in place is traced differently the first time; and SPMD marks as
-            # replicated what a graph wrote.
+            # A tensor that was never written in place is traced differently the first time.
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(value.clone())
         return model
@@ -113,14 +86,6 @@ class XLARuntime(Runtime):
         sent: Any = xm.send_cpu_data_to_device([tensor], self.device)
         return sent[0]
 
-    def put_batch(self, arrays: Mapping[str, Any]) -> Batch:
-        batch = self.put(arrays)
-        if self.mesh is not None:
-            for value in batch.values():
-                axes = ("data",) + (None,) * (value.dim() - 1)
-                xla_private.shard(value, self.mesh.get_op_sharding(axes))
-        return batch
-
     def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Stored]:
         rows = {name: torch.as_tensor(lanes.to_rows(array)).to(self.device) for name, array in arrays.items()}
         return {name: Stored(rows[name], array.shape) for name, array in arrays.items()}
@@ -130,7 +95,6 @@ class XLARuntime(Runtime):
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == self.device]
 
     def to_cpu(self, tree: Any) -> Any:
-        tree = self._whole(tree)
         # All in one call: one by one, each of a model's hundreds of tensors waits for a transfer of its own.
         copied = iter(xla_private.to_cpu(self._on_device(tree)))
 
@@ -138,21 +102,6 @@ class XLARuntime(Runtime):
             return (next(copied) if value.device == self.device else value.clone()).detach()
 
         return tree_map_only(Tensor, on_cpu, tree)
-
-    def _whole(self, tree: Any) -> Any:
-        """Return the tree with each of its sharded tensors whole on every device, by one graph: to read a
-        sharded one, torch_xla compiles a program of its own, every time."""
-        if self.mesh is None:
-            return tree
-        on_device = self._on_device(tree)
-        whole = {}
-        for tensor, sharding in zip(on_device, xla_private.shardings(on_device)):
-            if "devices=" in sharding:
-                copy = whole[id(tensor)] = tensor.detach().clone()
-                xla_private.annotate_sharding(copy, self.mesh.get_op_sharding((None,) * copy.dim()))
-        if whole:
-            torch_xla.sync()
-        return tree_map_only(Tensor, lambda tensor: whole.get(id(tensor), tensor), tree)
 
     # Computing
 

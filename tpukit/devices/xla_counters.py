@@ -27,7 +27,7 @@ def counters() -> dict[str, Any]:
     execute_s, to_device_s, from_device_s: seconds; fallbacks: Counter of the operations that XLA could not
     lower and the CPU ran instead."""
     compilations, compile_s = timed("CompileTime")
-    executions = timed("ExecuteTime"), timed("ExecuteReplicatedTime")  # the second: SPMD's
+    executions = timed("ExecuteTime"), timed("ExecuteReplicatedTime")  # the second: a user's own SPMD
     sent, to_device_s = timed("TransferToDeviceTime")
     read, from_device_s = timed("TransferFromDeviceTime")
     fallbacks = [name for name in met.counter_names() if name.startswith("aten::")]

@@ -4,7 +4,7 @@ torch_xla traces a function at every call, only to find that it has compiled the
 a thousand operations that can take the host longer than the device needs for it. Here the traced graph is
 kept with the list of its inputs, and later steps hand it the current tensors. (The calls are those of
 torch_xla's own bridge to torch.compile, which takes no optimizer.) With several cores every process does so,
-and the all-reduce is part of the graph; under SPMD it is the one graph of all cores.
+and the all-reduce is part of the graph.
 
     first call         capture: trace the step twice, check that both traces agree, compile and run the graph
     later calls        replay: run the graph, move its outputs into the model, the optimizer, the gradients
@@ -135,8 +135,8 @@ class ReplayedStep(CompiledFunction):
     and buffers of the model and the state of the optimizer.
 
     may_replay: False if a replay would be wrong on some rank, so that all trace every step: it draws
-    random numbers on the device, replaces numbers of the optimizer's state on the host, has other constants
-    in each trace, or under SPMD shards the state in another way than it found it."""
+    random numbers on the device, replaces numbers of the optimizer's state on the host, or has other
+    constants in each trace."""
 
     mutates: tuple[nn.Module, Optimizer]
     may_replay = True
@@ -151,7 +151,7 @@ class ReplayedStep(CompiledFunction):
         if not self.may_replay:
             return super()._call(arguments, signature)
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        key = repr((signature, self._shardings(tensors)))
+        key = repr(signature)
         if self.graph is None:
             result = self._traced(self._first_call, arguments, tensors)
             self.key, self.check_at = key, self.calls + CHECK_AFTER
@@ -167,12 +167,6 @@ class ReplayedStep(CompiledFunction):
         # full_graph: a hidden `.item()` raises instead of cutting the step.
         traced: Any = torch_xla.compile(function, full_graph=True, name=self.name)
         return traced(arguments, tensors)
-
-    def _shardings(self, tensors):
-        """Return how SPMD spreads each tensor over the devices, as text; nothing without SPMD."""
-        if self.runtime.mesh is None:
-            return []
-        return [sharding or "{replicated}" for sharding in xla_private.shardings(tensors)]
 
     def _first_call(self, arguments, tensors):
         """Capture the step and run its graph, or trace it as it is if it cannot be replayed."""
@@ -201,11 +195,7 @@ class ReplayedStep(CompiledFunction):
             self._discard()
             raise
         self.graph = graph
-        shardings = self._shardings(graph.state)
-        result = self._replay(graph, tensors)
-        # The next replay reads what this one wrote.
-        self.may_replay = self._shardings(graph.state) == shardings
-        return result
+        return self._replay(graph, tensors)
 
     def _check(self, arguments, tensors):
         """Capture the step again; raise UnexpectedRecompilation if it has become another graph."""
@@ -239,7 +229,7 @@ class ReplayedStep(CompiledFunction):
         outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
         ids, values = xla_private.graph_inputs(outputs)
         inputs, constants = [], []
-        for handle, value in zip(xla_private.handles(values), values):  # the ids of tensors change under SPMD
+        for handle, value in zip(xla_private.handles(values), values):
             kind, number = source_of.get(handle, ("constant", len(constants)))
             inputs.append((kind, number))
             if kind == "constant":

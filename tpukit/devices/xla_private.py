@@ -4,7 +4,6 @@ bridge to torch.compile.
 A handle is the number of the data that a tensor has on the device; what is still to be computed has none."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 from torch_xla import _XLAC
@@ -31,16 +30,6 @@ random_seed_id: Callable[[], int] = _XLAC._get_seed_info_id
 set_donated: Callable[[Tensor, bool], None] = _XLAC._set_buffer_donation
 # Forget what is still to be computed on a device, "xla:0".
 discard_pending: Callable[[str], None] = _XLAC._clear_pending_irs
-
-# SPMD
-
-# Spread a tensor over the devices, by a sharding of `Mesh.get_op_sharding`. (`xs.mark_sharding` tries to
-# import torchax and jax at every call.)
-shard: Callable[[Tensor, Any], None] = _XLAC._xla_mark_sharding
-# `shard` within a graph, for what is still to be computed.
-annotate_sharding: Callable[[Tensor, Any], None] = _XLAC._xla_annotate_custom_sharding
-# How each tensor is spread over the devices, as text; "" if it is not.
-shardings: Callable[[list[Tensor]], list[str]] = _XLAC._get_xla_sharding_specs
 
 # Graphs that were traced
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" if `require("cpu")` chose the processor over an accelerator
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # is set in the processes that torchrun starts
 ONE_HOST = "tpukit trains on one host: use one machine that has all the chips or GPUs, such as a v5litepod-8"
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -192,16 +193,6 @@ def _host(environ):
     return "tpu-vm" if environ.get("TPU_ACCELERATOR_TYPE") or environ.get("TPU_NAME") else "local"
 
 
-def under_torchrun() -> bool:
-    """Return True if torchrun started this process, as one of several."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def rank() -> int:
-    """Return this process's number among those that torchrun started; 0 elsewhere."""
-    return int(os.environ.get("RANK", 0)) if under_torchrun() else 0
-
-
 def version_of(package: str) -> str | None:
     """Return the installed version of a package, or None. Reads metadata, imports nothing."""
     try:
@@ -267,9 +258,9 @@ def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[s
 
 
 def check_one_host(env: Environment) -> None:
-    """Raise TpukitError if the variables name several hosts, of a TPU slice or of torchrun."""
+    """Raise TpukitError if the variables name several hosts of a TPU slice."""
     names = os.environ.get("TPU_WORKER_HOSTNAMES", "") if env.accelerator == "tpu" else ""
-    hosts = max(names.count(",") + 1, int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+    hosts = names.count(",") + 1
     if hosts > 1:
         raise TpukitError(f"this is one of {hosts} hosts: {ONE_HOST}")
 

@@ -69,8 +69,8 @@ def _alone() -> Core:
     if (count := processes.count_started(env)) > 1:  # each would train, and save, as if it were the only one
         raise TpukitError(
             f"tpukit.core(): this process is one of {count}, started by torchrun, torch_xla.launch, xmp.spawn"
-            " or the like. Let `tpukit.launch(function)` call the function that asks: it joins torchrun's"
-            " processes, and otherwise starts them itself."
+            " or the like. Start your program without these, and let `tpukit.launch(function)` call the"
+            " function that asks: it starts the processes itself."
         )
     return Core(open_runtime(env, "fp32"))
 

@@ -67,7 +67,6 @@ class Job:
     env: Environment
     hang_timeout_s: float
     processes: int = 1
-    spmd_cores: int | None = None  # how many the one process drives, with parallel="spmd"
     folder: Path = Path()  # where the forked processes leave their files
     rendezvous: Path | None = None  # the file in which they meet
 

@@ -5,7 +5,6 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import itertools
 import json
 import os
 import signal
@@ -22,17 +21,16 @@ import torch.distributed as dist
 # Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep
 # the group, and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import add_libtpu_args, open_runtime, processes
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
-from tpukit.host import environment, files
+from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.known_errors import fix_for
-from tpukit.host.signals import end_with_parent, is_stop
+from tpukit.host.signals import is_stop
 from tpukit.host.text import GIB
 from tpukit.launching.core import Core, running
 from tpukit.launching.job import PRINTED, Job
@@ -85,33 +83,6 @@ def _ending(error: BaseException, where: str) -> dict[str, Any]:
     return dict(outcome="failed", where=where, time=time.time(), description=description)
 
 
-_launches_under_torchrun = itertools.count()  # of this process; all ranks make the same
-
-
-@record  # torchrun's report then shows the traceback of the rank that failed first
-def call_under_torchrun(job: Job, parallel: str) -> Any:
-    """Call the job's function in this process, which is one of torchrun's; torchrun watches over it."""
-    end_with_parent(os.getppid())
-    if job.env.accelerator == "tpu" or parallel == "spmd":
-        raise TpukitError(
-            "torchrun is for GPUs. On TPUs run `tpukit train` without it, which starts all cores of this host"
-        )
-    core = None
-    try:
-        store, rank, size = next(dist.rendezvous("env://"))
-        store.set_timeout(_group_timeout(job))
-        # torch uses the same names for each process group, and so would read addresses of the launch before,
-        # at which nobody listens any more.
-        store = dist.PrefixStore(f"launch-{next(_launches_under_torchrun)}", store)
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        world = join_group(job, local_rank, rank=rank, world_size=size, store=store)
-        with joined(job, world, sys.stderr, kills_process=True) as core:
-            return job.call(core)
-    except Exception as error:
-        print(f"{describe(job, environment.rank(), core)} failed: {error}", file=sys.stderr)
-        raise
-
-
 def describe(job: Job, index: int, core: Core | None) -> str:
     """Describe where this process's core, number `index`, is; None before it has started."""
     return job.describe(index, core.world.step, core.rank) if core else job.describe(index, None)
@@ -141,15 +112,13 @@ def open_core(job: Job, world: World) -> Runtime:
     # OpenMP's threads do not survive a fork, and it waits for them forever: if the launching process may
     # have computed with torch, as in a notebook, each core's host part uses one thread, which is enough next
     # to an accelerator.
-    is_forked = not environment.under_torchrun()
-    one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
-    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))  # torchrun's, or ours
-    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // processes_here))
-    runtime = open_runtime(job.env, job.plan.precision, world=world, spmd_cores=job.spmd_cores)
+    one_thread = job.env.accelerator != "cpu" or "ipykernel" in sys.modules
+    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // job.processes))
+    runtime = open_runtime(job.env, job.plan.precision, world=world)
     memory = runtime.memory()
     size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
-    mine = [f"{device}{size}" for device in runtime.device_names()]
-    if lines := sum(world.gather(mine), start=[]):  # rank 0 has those of all
+    mine = f"{runtime.device_name()}{size}"
+    if lines := world.gather(mine):  # rank 0 has those of all
         for number, line in enumerate(lines):
             job.plan.say(f"core {number}: {line}")
         job.plan.say(f"all {len(lines)} cores started")
@@ -164,15 +133,13 @@ def join(job: Job, index: int) -> World:
     only."""
     by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
     if job.env.accelerator == "tpu":
-        processes.clear_variables(job.processes)
+        processes.clear_variables()
     if by_torch_xla:  # before `open_chip`: libtpu reads them once
-        add_libtpu_args(job.plan.libtpu_args(job.spmd_cores or job.processes))
+        add_libtpu_args(job.plan.libtpu_args(job.processes))
     else:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
         # torch_tpu opens no chip without an address; they meet in a file.
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
-    if job.spmd_cores:
-        return World()
     rank, size = index, job.processes
     if by_torch_xla:
         rank, size = processes.open_chip(index, job.processes)

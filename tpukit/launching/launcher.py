@@ -1,7 +1,7 @@
 """One function on one core or on all cores of a machine: `launch(function, *args)`.
 
-The notebook's process forks one process for each core (a single one for SPMD) and watches them
-(supervisor.py). It opens no device itself, so that it can launch again. What a core does is in joining.py."""
+The notebook's process forks one process for each core and watches them (supervisor.py). It opens no device
+itself, so that it can launch again. What a core does is in joining.py."""
 
 import dataclasses
 import os
@@ -17,14 +17,11 @@ from tpukit.host.errors import TpukitError
 from tpukit.launching.core import Core, running
 from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchPlan
 
-PARALLEL = ("processes", "spmd")
-
 
 def launch(
     function: Callable,
     *args: Any,
     cores: int | None = None,
-    parallel: str = "processes",
     hang_timeout_s: float = HANG_TIMEOUT_S,
 ) -> Any:
     """Call `function(*args)` on every core and return what rank 0's call returned.
@@ -32,32 +29,27 @@ def launch(
     function: any function, even of a notebook cell; `tpukit.core()` tells it which core it runs on. A
     function of a task and a run, like `tpukit.train`, gets the keyword `runtime`.
     cores: by default all of this host (one on a CPU, where any number of processes can be tried, and one GPU
-    if more would not serve a task). parallel: "processes", one for each core, or "spmd", one process for all
-    TPU cores of this host.
+    if more would not serve a task). Each has a process of its own.
     hang_timeout_s: when no step completes for this long, every core's stack is shown and the launch ends; it
     must be longer than reading the dataset, the first compilation, and an evaluation. A plain function is
     watched from its first `core.optimizer_step` on.
 
-    On one core the function runs in this process. Under `torchrun` this process already is one of the cores,
-    and returns its own result. Otherwise the result may hold numbers, strings and tensors, in lists, tuples
-    and dicts. Raises TpukitError before anything starts; `CoreFailed`, leaving no process behind, when a core
-    fails, hangs, or has not started after `Job.start_timeout_s`."""
-    if parallel not in PARALLEL:
-        raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
+    On one core the function runs in this process. On several, the result may hold numbers, strings and
+    tensors, in lists, tuples and dicts. Raises TpukitError before anything starts; `CoreFailed`, leaving no
+    process behind, when a core fails, hangs, or has not started after `Job.start_timeout_s`."""
     if hang_timeout_s <= 0:
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
+    if environment.TORCHRUN in os.environ:
+        raise TpukitError(
+            "this process was started by torchrun: start your program without torchrun, because tpukit starts"
+            " the processes itself"
+        )
     env = environment.detect()
     os.environ.update(environment.failed_lookups(os.environ))
     environment.check_one_host(env)
     plan = plan_of(args)
     job = Job(function, plan, env, hang_timeout_s)
-    if environment.under_torchrun():
-        from tpukit.launching.joining import call_under_torchrun
-
-        if cores and cores != int(os.environ["WORLD_SIZE"]):
-            raise TpukitError(f"cores={cores}: torchrun's --nproc-per-node sets the number; leave cores out")
-        return call_under_torchrun(job, parallel)
-    count = _count_cores(env, cores, parallel)
+    count = _count_cores(env, cores)
     if cores is None and env.accelerator == "cuda" and count > 1 and (why := plan.why_one_gpu(count)):
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
         count = 1
@@ -66,7 +58,7 @@ def launch(
     if count == 1:
         with running(Core(open_runtime(env, plan.precision, libtpu_args=plan.libtpu_args(1)))) as core:
             return job.call(core)
-    return _call_in_processes(job, count, parallel)
+    return _call_in_processes(job, count)
 
 
 def plan_of(args: tuple) -> LaunchPlan:
@@ -78,13 +70,10 @@ def plan_of(args: tuple) -> LaunchPlan:
     return plan or LaunchPlan(arguments=lambda core: (args, {}))
 
 
-def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
+def _count_cores(env: Environment, cores: int | None) -> int:
     """Return how many cores a launch uses."""
     if cores is not None and cores < 1:
         raise TpukitError(f"cores={cores}: give 1 or more, or leave it out to use all")
-    if parallel == "spmd" and (env.uses_torch_tpu or env.accelerator not in ("tpu", "xla")):
-        here = "with torch_tpu" if env.uses_torch_tpu else f"on a {environment.NAMES[env.accelerator]}"
-        raise TpukitError(f"parallel='spmd' is for TPU cores through torch_xla; {here} use 'processes'")
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
     if cores is None or cores == env.cores:
@@ -114,7 +103,7 @@ def _check_device(env: Environment, count: int, say: Callable[[str], None]) -> N
         processes.wait_until_free(say)
 
 
-def _call_in_processes(job: Job, count: int, parallel: str) -> Any:
+def _call_in_processes(job: Job, count: int) -> Any:
     """Call the job's function on several cores, in forked processes. Return rank 0's result."""
     from tpukit.launching.supervisor import Supervisor
 
@@ -122,9 +111,9 @@ def _call_in_processes(job: Job, count: int, parallel: str) -> Any:
         from tpukit.devices import torch_tpu
 
         torch_tpu.set_launch_variables(count)
-    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     # In `private`, which is this user's alone, the cores leave their addresses for each other.
     private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
     with job.plan.reserve() as folder, private as meeting:
-        job = dataclasses.replace(job, folder=folder, rendezvous=Path(meeting) / "rendezvous", **shape)
+        rendezvous = Path(meeting) / "rendezvous"
+        job = dataclasses.replace(job, folder=folder, rendezvous=rendezvous, processes=count)
         return Supervisor(job).wait()

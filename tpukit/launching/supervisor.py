@@ -52,7 +52,7 @@ class Supervisor:
 
     def wait(self) -> Any:
         """Start the cores and wait until all have ended. Return rank 0's result; raise `CoreFailed`."""
-        self.plan.say(f"starting {self.job.spmd_cores or self.job.processes} cores")
+        self.plan.say(f"starting {self.job.processes} cores")
         sys.stdout.flush()
         sys.stderr.flush()
         with StopSignal(AFTER_THIS_STEP if self.plan.trains else "ending all cores") as stop:

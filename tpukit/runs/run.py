@@ -88,8 +88,6 @@ class Run:
         run = cls(path, backup)
         if task.weights:
             weights.local(task.weights)  # refuses an address: config.json would keep a password that is in it
-        if environment.rank() != 0:
-            return run.read_only()  # rank 0 prints and writes for all
         config = run.path / "config.json"
         if run.backup:
             run.backup.check_writable()

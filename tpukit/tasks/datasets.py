@@ -71,8 +71,7 @@ def find_dataset(
     not mounted yet, for which the user is asked once; a download, if the task has one and its server answers;
     a synthetic set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo`
     False. The path "demo" is that set, too. Archives (.zip) at these places are unpacked below `env.outputs`;
-    env is what `detect()` returns, if it is not given. Of the processes that torchrun started, rank 0
-    prints.
+    env is what `detect()` returns, if it is not given.
 
     Raises TpukitError for a given `path` that does not exist, and for a name that no task has, if no place
     holds it."""
@@ -90,7 +89,7 @@ def find_dataset(
             if place.is_file() and archive_stem(place):
                 why = f"{why}, unpacked from {place.name}"
                 place = _unpacked(env.outputs / "datasets" / name, place, _task_of(name))
-            _say(f"dataset {name}: {place} ({why})")
+            say(f"dataset {name}: {place} ({why})")
             return place
     if path:
         raise TpukitError(
@@ -110,7 +109,7 @@ def find_dataset(
                 f" tpukit makes (--dataset-dir {DEMO})"
             ) from error
         return _synthetic(env, name, size, why)
-    _say(f"dataset {name}: {folder} (downloaded, checksums verified)")
+    say(f"dataset {name}: {folder} (downloaded, checksums verified)")
     return folder
 
 
@@ -141,11 +140,6 @@ def is_synthetic(folder: Path | str) -> bool:
     """Return whether `make_synthetic` made this dataset."""
     note = Path(folder) / "README.txt"
     return note.is_file() and note.read_bytes() == SYNTHETIC_NOTE.encode()
-
-
-def _say(text):
-    if environment.rank() == 0:
-        say(text)
 
 
 def _places(env, name, fallback):
@@ -197,7 +191,7 @@ def _unpacked(folder, archive, task):
     folder = folder.with_name(f"{folder.name}-{arrays.digest(arrays.state_of([archive]))[:8]}")
     with files.file_lock(folder):
         if not folder.exists():
-            _say(f"unpacking {archive}")
+            say(f"unpacking {archive}")
             archives.unpack(archive, folder, parts=part_of(task, Findable, "dataset_parts"))
     return folder
 
@@ -209,7 +203,7 @@ def _synthetic(env, name, size, why):
         size = part_of(task, Findable, "synthetic_size_accelerator")
     size = size or task.synthetic_size
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
-    _say(f"dataset {name}: {folder} ({size} synthetic samples; not real data, {why})")
+    say(f"dataset {name}: {folder} ({size} synthetic samples; not real data, {why})")
     return folder
 
 

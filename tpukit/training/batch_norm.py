@@ -33,10 +33,9 @@ def note(model: nn.Module, batch_size: int, micro_batches: int, runtime: Runtime
     if runtime.world.size == 1 or not _has_statistics_of_the_batch(model):
         return ""
     share = batch_size // runtime.cores // micro_batches
-    spmd = "parallel='spmd' or " if runtime.accelerator == "tpu" else ""
     return (
-        f"batch norm takes its statistics from each core's {share} of {batch_size} samples; {spmd}cores=1"
-        " takes them from the whole batch"
+        f"batch norm takes its statistics from each core's {share} of {batch_size} samples; cores=1 takes"
+        " them from the whole batch"
     )
 
 

@@ -28,7 +28,7 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
     is open already. A core that fails prints its rank, step and error, and all end."""
     env = environment.detect()
     if env.uses_torch_tpu or env.accelerator not in ("tpu", "xla"):
-        raise TpukitError("train_core is for torch_xla's processes; here use tpukit.launch or torchrun")
+        raise TpukitError("train_core is for torch_xla's processes; here use tpukit.launch")
     _, size = processes.rank_of_opened_chip()
     run = Run(run_folder)
     job = Job(train, launch_plan(task, run), env, HANG_TIMEOUT_S, processes=size)

@@ -48,7 +48,7 @@ def train_step(
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)
     value = add_gradients(task, loss, model, optimizer, runtime, batch, epoch)
-    runtime.all_reduce_gradients(optimizer)  # SPMD has done so in backward
+    runtime.all_reduce_gradients(optimizer)
     grad_norm = clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
     return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler.is_enabled())
@@ -75,7 +75,7 @@ def add_gradients(
     count, losses = task.micro_batches, []
     for number in range(count):
         part = batch
-        if count > 1:  # every count-th sample: each core of SPMD has a contiguous share, and keeps its own
+        if count > 1:  # every count-th sample
             part = {name: values.unflatten(0, (-1, count))[:, number] for name, values in batch.items()}
         part = after_gradients(part, gradients(optimizer))
         with runtime.autocast():

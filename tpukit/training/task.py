@@ -142,8 +142,8 @@ class Task:
     """Seconds between two checkpoints."""
     batch_norm: Literal["per-core", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: of each core's share of the batch; rank 0's
-    running statistics are kept (parallel="spmd" uses the whole batch). frozen: the running statistics, which
-    no longer change; scale and offset still train."""
+    running statistics are kept. frozen: the running statistics, which no longer change; scale and offset
+    still train."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
     compile: Literal["auto", "yes", "no"] = setting("auto", free=True)

@@ -183,12 +183,11 @@ def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_whose_arithmeti
     assert "error" not in compile_graph(graph, MACHINES["v5e-1"], "", lambda text: None)
 
 
-@pytest.mark.parametrize("cores, biased", [(1, False), (2, False), (1, True)])
-def test_attention_in_slices_is_attention_forward_and_backward(cores, biased, xla, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PAIRS", 2 * 4 * 24**2)  # 2 of a core's 3 images
-    monkeypatch.setattr(module, "cores_sharing", lambda tensor: cores)
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_in_slices_is_attention_forward_and_backward(biased, xla, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PAIRS", 2 * 4 * 24**2)  # 2 of 3 images
     torch.manual_seed(0)
-    inputs = [torch.randn(3 * cores, 24, 3 * 32).double(), torch.randn(1, 4, 24, 24).double()][: 1 + biased]
+    inputs = [torch.randn(3, 24, 3 * 32).double(), torch.randn(1, 4, 24, 24).double()][: 1 + biased]
     on_xla = [x.to(xla.device).requires_grad_() for x in inputs]
     found = with_gradients(attention(on_xla[0], 4, *on_xla[1:]), on_xla)
     for a, b in zip(found, wanted(inputs[0], 4, *inputs[1:])):
@@ -225,11 +224,11 @@ def test_what_a_kernel_cannot_take_is_computed_in_slices_and_of_the_others_a_pla
     assert [call["flops"] for call in found] == ([2 * product, 5 * product] if uses_kernel else [])
 
 
-def runtime_of(accelerator="tpu", precision="bf16", mesh=None, error=None, others=()):
+def runtime_of(accelerator="tpu", precision="bf16", error=None, others=()):
     """error: what the trial raises on this rank. others: whether the other ranks can use the kernels."""
     world = types.SimpleNamespace(all_gather=lambda values: [list(values), *([works] for works in others)])
     return types.SimpleNamespace(
-        accelerator=accelerator, precision=precision, mesh=mesh, world=world, runs_graphs=True, device=error
+        accelerator=accelerator, precision=precision, world=world, runs_graphs=True, device=error
     )
 
 
@@ -239,7 +238,6 @@ CHOICES = [
     (runtime_of(others=[1.0, 1.0]), None),
     (runtime_of(others=[1.0, 0.0, 0.0]), "on rank 2, 3"),
     (runtime_of("xla"), "for TPUs"),
-    (runtime_of(mesh="mesh"), "SPMD"),
     (runtime_of(precision="fp32"), "fp32"),
     (runtime_of(error=OLD_LIBTPU, others=[1.0]), "expected <= 3"),
 ]

@@ -11,12 +11,6 @@ from tpukit.tasks.mshnet.tpu import block, network, tiling, upsampling
 from tpukit.training import batch_norm
 
 
-@pytest.fixture(params=[1, 2], ids=["one core", "two share the batch"])
-def cores(request, monkeypatch):
-    monkeypatch.setattr(tiling, "cores_sharing", lambda tensor: request.param)
-    return request.param
-
-
 def test_xla_alone_takes_the_way_for_tpus(xla):
     image = torch.zeros(2, 1, 32, 32)
     assert network_for(image) is model and network_for(image.to(xla.device)) is network
@@ -24,7 +18,7 @@ def test_xla_alone_takes_the_way_for_tpus(xla):
 
 @pytest.mark.parametrize("mode", ["train", "eval", "frozen"])
 @pytest.mark.parametrize("tiles", [1, 2, 4])
-def test_a_network_on_tiles_has_the_outputs_gradients_and_statistics_of_the_plain_one(tiles, mode, cores):
+def test_a_network_on_tiles_has_the_outputs_gradients_and_statistics_of_the_plain_one(tiles, mode):
     torch.manual_seed(0)
     plain, tiled = (Narrow().model().double().train(mode != "eval") for _ in range(2))
     if mode == "frozen":
@@ -51,18 +45,11 @@ def test_a_network_on_tiles_has_the_outputs_gradients_and_statistics_of_the_plai
     torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-9)
 
 
-@pytest.mark.parametrize("tiles", [2, 4])
-def test_the_tiles_of_an_image_stay_on_the_core_that_has_the_image(cores, tiles):
-    image = torch.arange(4.0)[:, None, None, None].expand(4, 1, 32, 2)
-    on_core = tiling.split(image, tiles)[:, 0, 0, 0].view(cores, -1)
-    assert [sorted(set(found.tolist())) for found in on_core] == torch.arange(4.0).view(cores, -1).tolist()
-
-
 @pytest.mark.parametrize(
     "batch, size, tiles", [(32, 256, 4), (4, 256, 16), (128, 256, 1), (16, 64, 4), (1, 48, 2), (1, 16, 1)]
 )
-def test_tiles_fill_the_lanes_of_a_core(batch, size, tiles, cores):
-    assert tiling.num_tiles(torch.zeros(cores * batch, 3, size, size)) == tiles
+def test_tiles_fill_the_lanes_of_a_core(batch, size, tiles):
+    assert tiling.num_tiles(torch.zeros(batch, 3, size, size)) == tiles
 
 
 def test_the_gradient_that_the_convolutions_of_a_backward_pass_read_is_computed_once(xla):

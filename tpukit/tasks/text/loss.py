@@ -6,7 +6,7 @@ Shapes: B batch, T positions, t of them at a time, W width of the model, V entri
 import torch
 from torch import Tensor
 
-from tpukit.devices.tensors import cores_sharing, is_on_xla, with_optimization_barrier
+from tpukit.devices.tensors import is_on_xla, with_optimization_barrier
 
 MAX_LOGITS = 2**26  # at a time, in float32: 256 MiB
 MEMORY_SHARE = 8  # the logits may take 1 / MEMORY_SHARE of a GPU's memory, if the step leaves half of it free
@@ -33,10 +33,10 @@ class _CrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.dtype
         weight = head.to(dtype)  # once, not for each part
         rows, positions, is_xla = hidden.to(dtype), labels, is_on_xla(hidden)
-        if not is_xla:  # whose cores may share the rows; elsewhere all positions are one row
+        if not is_xla:  # all positions are one row
             rows, positions = rows.flatten(0, 1)[None], positions.flatten()[None]
         most = _most_logits(hidden.is_cuda)
-        count = max(1, most // (len(rows) // cores_sharing(rows) * len(weight)))
+        count = max(1, most // (len(rows) * len(weight)))
         for h, label in zip(rows.split(count, 1), positions.split(count, 1)):  # (B, t, W), (B, t)
             if each:  # XLA may else hold the logits of all parts at a time
                 h = with_optimization_barrier(h, each[-1])

@@ -61,7 +61,7 @@ def opens(env: Environment) -> Found:
     is_right = multiplies(runtime)
     memory = runtime.memory()
     size = f"{memory[0][1] / GIB:.1f} GiB" if memory else "memory of unknown size"
-    text = f"{runtime.device_names()[0]}, {size}; precision auto is {runtime.precision}"
+    text = f"{runtime.device_name()}, {size}; precision auto is {runtime.precision}"
     return is_right and (bool(memory) or env.accelerator not in HARDWARE), text
 
 

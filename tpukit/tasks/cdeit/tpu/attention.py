@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tpukit.devices import xla_private
 from tpukit.devices.chips import LANES
 from tpukit.devices.kernel_counts import count_kernel
-from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
+from tpukit.devices.tensors import with_optimization_barrier
 from tpukit.host.errors import first_line
 
 if TYPE_CHECKING:
@@ -79,8 +79,6 @@ def _reason_here(runtime):
     global _disabled_reason
     if runtime.accelerator != "tpu":
         return "it is for TPUs"
-    if runtime.mesh is not None:
-        return "it is for one core, not for a graph over several (SPMD)"
     if runtime.precision != "bf16":
         return f"it computes in bf16, not in {runtime.precision}"
     _disabled_reason = None  # so that the trial uses them
@@ -202,7 +200,7 @@ class SlicedAttention(torch.autograd.Function):
             s = _logits(q, k)
             lses.append(s.to(torch.promote_types(s.dtype, torch.float32)).logsumexp(-1, keepdim=True))
             outs.append(_weights(s, lses[-1]) @ v)
-        out, lse = _joined(outs), _joined(lses)
+        out, lse = torch.cat(outs), torch.cat(lses)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -219,20 +217,13 @@ class SlicedAttention(torch.autograd.Function):
             ds = (p * (d @ v.mT - mean)).to(q.dtype) * q.shape[-1] ** -0.5
             last = ds @ k, ds.mT @ q, p.mT @ d
             parts.append(last)
-        return tuple(map(_joined, zip(*parts)))
+        return tuple(map(torch.cat, zip(*parts)))
 
 
 def _slices(*tensors):
     """Tuples of a slice of each tensor (N, ...)."""
-    count, cores = max(1, MAX_PAIRS // tensors[0].shape[1] ** 2), cores_sharing(tensors[0])
-    by_core = (x.unflatten(0, (cores, -1)).split(count, 1) for x in tensors)
-    return zip(*([part.flatten(0, 1) for part in parts] for parts in by_core))
-
-
-def _joined(slices):
-    """The tensor (N, ...) of its slices."""
-    cores = cores_sharing(slices[0])
-    return torch.cat([part.unflatten(0, (cores, -1)) for part in slices], 1).flatten(0, 1)
+    count = max(1, MAX_PAIRS // tensors[0].shape[1] ** 2)
+    return zip(*(x.split(count) for x in tensors))
 
 
 def _logits(q, k):

@@ -3,12 +3,11 @@ numbers.
 
 A TPU works on 128 numbers side by side, its lanes. If channels are few, its compiler puts the batch there,
 and a batch of 32 leaves three quarters of every load, store and product empty. So images are split into T
-tiles of whole rows that lie side by side in the batch: tile t of image b is sample t * B + b. If cores share
-the batch (SPMD), each orders its own images so, and no tile leaves its core. Only layers that read
-neighbouring rows or whole images differ.
+tiles of whole rows that lie side by side in the batch: tile t of image b is sample t * B + b. Only layers
+that read neighbouring rows or whole images differ.
 
 Shapes: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a
-kernel, D cores that share the batch."""
+kernel."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -18,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tpukit.devices.chips import LANES
-from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
+from tpukit.devices.tensors import with_optimization_barrier
 
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice
 
 
 def num_tiles(image: Tensor) -> int:
-    """Return how many tiles of each image fill the lanes with a core's images of (B, C, H, W)."""
-    batch, tiles, height = image.shape[0] // cores_sharing(image), 1, image.shape[2]
+    """Return how many tiles of each image fill the lanes with images (B, C, H, W)."""
+    batch, tiles, height = image.shape[0], 1, image.shape[2]
     while 2 * tiles * batch <= LANES and height % (8 * tiles) == 0 and height // (2 * tiles) >= MIN_ROWS:
         tiles *= 2
     return tiles
@@ -33,35 +32,30 @@ def num_tiles(image: Tensor) -> int:
 
 def split(x: Tensor, tiles: int) -> Tensor:
     """(B, C, H, W) -> (T*B, C, h, W)."""
-    return torch.cat(_by_core(x).chunk(tiles, 3), 1).flatten(0, 1) if tiles > 1 else x
+    return torch.cat(x.chunk(tiles, 2), 0) if tiles > 1 else x
 
 
 def merge(x: Tensor, tiles: int) -> Tensor:
     """(T*B, C, h, W) -> (B, C, H, W)."""
-    return torch.cat(_by_core(x).chunk(tiles, 1), 3).flatten(0, 1) if tiles > 1 else x
-
-
-def _by_core(x):
-    """(T*B, ...) -> (D, T*B/D, ...)."""
-    return x.unflatten(0, (cores_sharing(x), -1))
+    return torch.cat(x.chunk(tiles, 0), 2) if tiles > 1 else x
 
 
 def by_image(x: Tensor, tiles: int) -> Tensor:
     """(T*B, ...) -> (T, B, ...)."""
-    return _by_core(x).unflatten(1, (tiles, -1)).transpose(0, 1).flatten(1, 2)
+    return x.unflatten(0, (tiles, -1))
 
 
 def for_tiles(x: Tensor, tiles: int) -> Tensor:
     """(B, ...) -> (T*B, ...): repeat the values of each image for each of its tiles."""
-    return _by_core(x).repeat(1, tiles, *[1] * (x.dim() - 1)).flatten(0, 1)
+    return x.repeat(tiles, *[1] * (x.dim() - 1))
 
 
 def rows(x: Tensor, tiles: int) -> Tensor:
     """(T*B, 1, h, 1): which row of the image, from 0, each row of the tiles (T*B, C, h, W) is."""
-    height, cores = x.shape[2], cores_sharing(x)
+    height = x.shape[2]
     row = torch.arange(tiles * height, dtype=compute_dtype(x), device=x.device)
-    row = row.view(1, tiles, 1, 1, height, 1)
-    return row.expand(cores, -1, x.shape[0] // (cores * tiles), -1, -1, -1).flatten(0, 2)
+    row = row.view(tiles, 1, 1, height, 1)
+    return row.expand(-1, x.shape[0] // tiles, -1, -1, -1).flatten(0, 1)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -72,11 +66,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def exchange_halo(x: Tensor, tiles: int, halo: int) -> Tensor:
     """(T*B, C, h, W) -> (T*B, C, h + 2 * halo, W): each tile with the nearest rows of the tiles above and
     below, or zeros."""
-    last, first = _by_core(x[:, :, -halo:]), _by_core(x[:, :, :halo])
-    batch = last.shape[1] // tiles
-    zeros = torch.zeros_like(last[:, :batch])
-    above = torch.cat([zeros, last[:, :-batch]], 1).flatten(0, 1)
-    below = torch.cat([first[:, batch:], zeros], 1).flatten(0, 1)
+    last, first = x[:, :, -halo:], x[:, :, :halo]
+    batch = len(x) // tiles
+    zeros = torch.zeros_like(last[:batch])
+    above = torch.cat([zeros, last[:-batch]])
+    below = torch.cat([first[batch:], zeros])
     return torch.cat([above, x, below], 2)
 
 
