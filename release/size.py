@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 GUESTS = ("tasks", "tools", "cli")  # of tpukit/, which are not the library
 LIBRARY, PAGES = "the library, in lines", "English pages, in words"
-ENDS = {LIBRARY: 9_000, PAGES: 25_000}
+ENDS = {LIBRARY: 8_860, PAGES: 25_000}
 
 
 def measure() -> dict[str, int]:
