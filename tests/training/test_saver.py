@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import json
 import signal
 import threading
 import time
@@ -222,6 +223,8 @@ def test_records_that_a_disk_refuses_once_are_written_by_the_next_call(at, digit
     with failing_disk([run.path], WRITES, name="records.jsonl", at=at, error="half") as disk:
         train(task, run, runtime=cpu, progress=False)
     assert disk.failed and is_the_same(run, straight)
+    for written in (run.path / "records.jsonl").read_text().splitlines():
+        json.loads(written)  # no half of a line is left
 
 
 @pytest.mark.parametrize("at", [3, 9, 30, 41])
