@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet.model import IMAGE_MEAN, IMAGE_STD
+from tpukit_tasks.mshnet.model import IMAGE_MEAN, IMAGE_STD
 
 
 class Block(nn.Module):

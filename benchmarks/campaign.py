@@ -28,13 +28,13 @@ import torch
 import torch._dynamo  # here, so that no child has to import it
 
 from tests.conftest import exact
-from tests.runs.faults import READ_ERRORS, READS, WRITE_ERRORS, WRITES, failing_disk
-from tests.runs.store import alike, kill_before
+from tests.tpukit.runs.faults import READ_ERRORS, READS, WRITE_ERRORS, WRITES, failing_disk
+from tests.tpukit.runs.store import alike, kill_before
 from tpukit import MNIST, Run, TpukitError, export, predict, show, show_report, train
+from tpukit.data.datasets import make_synthetic
 from tpukit.devices.runtime import Runtime
 from tpukit.runs import manifest, weights
 from tpukit.runs import run as run_module
-from tpukit.tasks.datasets import make_synthetic
 
 SETTINGS = dict(batch_size=8, channels=2, log_every=3, num_workers=0, save_every_s=0.0, ema_decay=0.9)
 FLIPPED_AT = 20  # steps of 40: at the end of the second epoch of four

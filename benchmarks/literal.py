@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 
 from tpukit import MSHNet
-from tpukit.tasks import mshnet
-from tpukit.tasks.mshnet import model
-from tpukit.tasks.mshnet.tpu import upsampling
+from tpukit_tasks import mshnet
+from tpukit_tasks.mshnet import model
+from tpukit_tasks.mshnet.tpu import upsampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import torch
 from benchmarks.rows import compare, print_row
 from benchmarks.steps import open_runtime
 from tpukit import MNIST, MSHNet, Run, train
-from tpukit.tasks.datasets import make_synthetic
+from tpukit.data.datasets import make_synthetic
 
 
 class Bare:

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.literal import LiteralMSHNet
 from benchmarks.small import SmallCDEIT
 from tpukit import CDEIT, MNIST, LanguageModel, MSHNet
-from tpukit.tools.plan import COMPILER, plan
+from tpukit_tools.plan import COMPILER, plan
 
 PATH = Path(__file__).with_name("plan.json")
 

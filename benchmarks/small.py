@@ -1,7 +1,7 @@
 """A small CDEIT for `plans`, in a module that the process which traces its step can import."""
 
 from tpukit import CDEIT
-from tpukit.tasks.cdeit.model import CDEITModel
+from tpukit_tasks.cdeit.model import CDEITModel
 
 
 class SmallCDEIT(CDEIT):

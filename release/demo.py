@@ -6,9 +6,9 @@ import sys
 
 import torch
 
+from tpukit.inference.trained import DEMO_FOLDER
 from tpukit.runs import weights
 from tpukit.runs.run import Run
-from tpukit.tools.trained import DEMO_FOLDER
 
 MAX_BYTES = 400_000
 

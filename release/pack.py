@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpukit.tools.trained import DEMO_FOLDER
+from tpukit.inference.trained import DEMO_FOLDER
 
 ROOT = Path(__file__).parent.parent
 

@@ -33,7 +33,7 @@ SETTINGS_OF = {
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
     "hardware_check": dict(REHEARSE=True),
 }
-KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
+KERNELS = ROOT / "tpukit_tasks/cdeit/tpu/kernels.py"
 NEEDS_INTERNET = {"finetune_llm": "peft"}  # notebook -> the package that not every image has
 # A root folder with this machine's folders and the image's; of the network, the kernel's loopback
 SANDBOX = """\

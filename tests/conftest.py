@@ -36,7 +36,7 @@ def pytest_configure(config):
 @pytest.fixture(scope="session", autouse=True)
 def _compilers():
     try:
-        from tpukit.tools.plan import compiler
+        from tpukit_tools.plan import compiler
     except ImportError:  # a tree without that tool
         yield
         return
@@ -75,7 +75,7 @@ def cpu():
 @pytest.fixture(scope="session")
 def infrared(tmp_path_factory):
     """A synthetic IRSTD-1k of 20 images: 16 to train, 4 to test."""
-    from tpukit.tasks.datasets import make_synthetic
+    from tpukit.data.datasets import make_synthetic
 
     return make_synthetic("IRSTD-1k", tmp_path_factory.mktemp("data") / "infrared", size=20)
 
@@ -83,7 +83,7 @@ def infrared(tmp_path_factory):
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
     """A synthetic MNIST of 240 images: 200 to train, 40 to test."""
-    from tpukit.tasks.datasets import make_synthetic
+    from tpukit.data.datasets import make_synthetic
 
     return make_synthetic("mnist", tmp_path_factory.mktemp("data") / "mnist", size=240)
 
@@ -91,7 +91,7 @@ def digits(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tank(tmp_path_factory):
     """A simulated set for electrical impedance tomography: 21 samples to train, 5 to test."""
-    from tpukit.tasks.cdeit import simulator
+    from tpukit_tasks.cdeit import simulator
 
     return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5)
 
@@ -99,7 +99,7 @@ def tank(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory):
     """Synthetic images in six class folders: 54 to train, 18 to test."""
-    from tpukit.tasks.datasets import make_synthetic
+    from tpukit.data.datasets import make_synthetic
 
     return make_synthetic("my-images", tmp_path_factory.mktemp("data") / "shapes", size=72)
 
@@ -107,7 +107,7 @@ def shapes(tmp_path_factory):
 @pytest.fixture(scope="session")
 def topics(tmp_path_factory):
     """Two pages of Python's documentation, one to train and one to test, cut to 1500 characters."""
-    from tpukit.tasks.datasets import make_synthetic
+    from tpukit.data.datasets import make_synthetic
 
     folder = make_synthetic("my-text", tmp_path_factory.mktemp("data") / "topics", size=10)
     for split in ("train", "test"):
@@ -153,7 +153,7 @@ def bright(monkeypatch):
     """An MSHNet that takes a pixel for a target from a grey of 129 on, with a logit of its grey level less
     128. Images keep their size."""
     from tests.tasks.mshnet.small import Narrow
-    from tpukit.tasks.mshnet import windows
+    from tpukit_tasks.mshnet import windows
 
     monkeypatch.setattr(windows, "scale", lambda image, size, smallest: image)
     monkeypatch.setattr(

@@ -114,7 +114,7 @@ def test_a_foreign_package_is_imported_in_its_layer_only(package, layers):
 
 def test_importing_tpukit_and_detecting_loads_neither_torch_nor_matplotlib():
     program = (
-        "import sys, tpukit; tpukit.detect(); from tpukit.tools import doctor;"
+        "import sys, tpukit; tpukit.detect(); from tpukit_tools import doctor;"
         "print([m for m in ('torch', 'torch_xla', 'matplotlib', 'IPython', 'skimage') if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -260,7 +260,7 @@ def test_the_library_list_of_requirements_and_of_pyproject_is_the_same_and_has_n
     start = next(i for i, line in enumerate(lines) if line.startswith("# the library"))
     assert lines[start + 1 : start + 1 + len(needed)] == needed
     assert not [name for name in needed if name.startswith("torch")]
-    from tpukit.tools import doctor
+    from tpukit_tools import doctor
 
     assert set(doctor.NEEDED) == {name.partition(">=")[0] for name in needed}
 

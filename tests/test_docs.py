@@ -24,9 +24,10 @@ from tests.tasks.cdeit.small import TINY as SIZES
 from tests.tasks.text.small import CHAT, write_model
 from tests.test_pages import ENGLISH, commands
 from tests.test_pages import name as name_of
-from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, cli, train
+from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.tasks.cdeit.model import NETWORKS
+from tpukit_tasks.cdeit.model import NETWORKS
+from tpukit_tools import cli
 
 
 def pairs(line):
@@ -270,7 +271,7 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
 
 @pytest.mark.parametrize("command", sorted({*written()} - {*chosen()}))
 def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkeypatch, capfd):
-    from tpukit.cli import commands
+    from tpukit_tools.cli import commands
 
     called = []
     for name, function in list(commands.COMMANDS.items()):

@@ -8,7 +8,7 @@ from tests.test_code import MODULES, dotted
 from tpukit import leaves
 
 COMMANDS = {name for name in leaves.COMMANDS.values() if name.startswith("tools.")}
-LEAVES = sorted({f"tpukit.tasks.{name}" for name in leaves.tasks()} | {f"tpukit.{name}" for name in COMMANDS})
+LEAVES = sorted({f"tpukit_tasks.{name}" for name in leaves.tasks()} | {f"tpukit.{name}" for name in COMMANDS})
 
 
 def is_part(name, leaf):

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tpukit.devices.chips import CHIPS, V5E
 from tpukit.host.known_errors import KNOWN_ERRORS
 from tpukit.host.text import GIB
-from tpukit.tools.doctor.hardware import CHECKS
+from tpukit_tools.doctor.hardware import CHECKS
 
 GLOSSARY = ROOT / "docs/GLOSSARY.md"  # one page for both languages, for those who write pages
 ENGLISH = sorted(

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.tasks.mshnet.published import published_scores
-from tpukit.tasks.cdeit import diffusion
-from tpukit.tasks.cdeit.data import CONVENTIONS, voltage_map
-from tpukit.tasks.cdeit.model import CDEITModel
-from tpukit.tasks.mshnet import augment, scores
-from tpukit.tasks.mshnet.data import read_image, read_mask
-from tpukit.tasks.mshnet.loss import location_loss, multiscale_loss, sums_over_images
-from tpukit.tasks.mshnet.model import MSHNetModel
+from tpukit_tasks.cdeit import diffusion
+from tpukit_tasks.cdeit.data import CONVENTIONS, voltage_map
+from tpukit_tasks.cdeit.model import CDEITModel
+from tpukit_tasks.mshnet import augment, scores
+from tpukit_tasks.mshnet.data import read_image, read_mask
+from tpukit_tasks.mshnet.loss import location_loss, multiscale_loss, sums_over_images
+from tpukit_tasks.mshnet.model import MSHNetModel
 
 
 def tensors(file):

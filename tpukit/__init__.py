@@ -7,9 +7,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors; the same names as in _HOMES
+    from tpukit.data.datasets import find_dataset as find_dataset
     from tpukit.host.drive import mount_drive as mount_drive
     from tpukit.host.environment import detect as detect
     from tpukit.host.errors import TpukitError as TpukitError
+    from tpukit.inference.export import export as export
+    from tpukit.inference.own import save_zip as save_zip
+    from tpukit.inference.own import show_own as show_own
+    from tpukit.inference.predict import predict as predict
     from tpukit.launching.core import core as core
     from tpukit.launching.launcher import launch as launch
     from tpukit.reporting.device_report import metrics_report as metrics_report
@@ -21,56 +26,51 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.reporting.live import live as live
     from tpukit.runs.checkpoints import Checkpoints as Checkpoints
     from tpukit.runs.run import Run as Run
-    from tpukit.tasks.cdeit import CDEIT as CDEIT
-    from tpukit.tasks.datasets import find_dataset as find_dataset
-    from tpukit.tasks.images import ImageClassifier as ImageClassifier
-    from tpukit.tasks.mnist import MNIST as MNIST
-    from tpukit.tasks.mshnet import MSHNet as MSHNet
-    from tpukit.tasks.text import LanguageModel as LanguageModel
-    from tpukit.tools.explore import explore as explore
-    from tpukit.tools.export import export as export
-    from tpukit.tools.own import save_zip as save_zip
-    from tpukit.tools.own import show_own as show_own
-    from tpukit.tools.plan import plan as plan
-    from tpukit.tools.predict import predict as predict
     from tpukit.training.evaluation import test as test
     from tpukit.training.loop import train as train
     from tpukit.training.spawned import train_core as train_core
     from tpukit.training.task import Task as Task
+    from tpukit_tasks.cdeit import CDEIT as CDEIT
+    from tpukit_tasks.images import ImageClassifier as ImageClassifier
+    from tpukit_tasks.mnist import MNIST as MNIST
+    from tpukit_tasks.mshnet import MSHNet as MSHNet
+    from tpukit_tasks.mshnet.explore import explore as explore
+    from tpukit_tasks.text import LanguageModel as LanguageModel
+    from tpukit_tools.plan import plan as plan
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "TpukitError": "host.errors",
-    "detect": "host.environment",
-    "find_dataset": "tasks.datasets",
-    "mount_drive": "host.drive",
-    "Checkpoints": "runs.checkpoints",
-    "Run": "runs.run",
-    "core": "launching.core",
-    "launch": "launching.launcher",
-    "live": "reporting.live",
-    "metrics_report": "reporting.device_report",
-    "train": "training.loop",
-    "train_core": "training.spawned",
-    "test": "training.evaluation",
-    "export": "tools.export",
-    "plan": "tools.plan",
-    "predict": "tools.predict",
-    "Task": "training.task",
-    "explore": "tools.explore",
-    "save_zip": "tools.own",
-    "show": "reporting.display",
-    "show_labels": "reporting.display",
-    "show_own": "tools.own",
-    "show_predictions": "reporting.display",
-    "show_report": "reporting.display",
-    "show_samples": "reporting.display",
-    "ImageClassifier": "tasks.images",
-    "LanguageModel": "tasks.text",
-    "MNIST": "tasks.mnist",
-    "MSHNet": "tasks.mshnet",
-    "CDEIT": "tasks.cdeit",
+    "TpukitError": "tpukit.host.errors",
+    "detect": "tpukit.host.environment",
+    "find_dataset": "tpukit.data.datasets",
+    "mount_drive": "tpukit.host.drive",
+    "Checkpoints": "tpukit.runs.checkpoints",
+    "Run": "tpukit.runs.run",
+    "core": "tpukit.launching.core",
+    "launch": "tpukit.launching.launcher",
+    "live": "tpukit.reporting.live",
+    "metrics_report": "tpukit.reporting.device_report",
+    "train": "tpukit.training.loop",
+    "train_core": "tpukit.training.spawned",
+    "test": "tpukit.training.evaluation",
+    "export": "tpukit.inference.export",
+    "plan": "tpukit_tools.plan",
+    "predict": "tpukit.inference.predict",
+    "Task": "tpukit.training.task",
+    "explore": "tpukit_tasks.mshnet.explore",
+    "save_zip": "tpukit.inference.own",
+    "show": "tpukit.reporting.display",
+    "show_labels": "tpukit.reporting.display",
+    "show_own": "tpukit.inference.own",
+    "show_predictions": "tpukit.reporting.display",
+    "show_report": "tpukit.reporting.display",
+    "show_samples": "tpukit.reporting.display",
+    "ImageClassifier": "tpukit_tasks.images",
+    "LanguageModel": "tpukit_tasks.text",
+    "MNIST": "tpukit_tasks.mnist",
+    "MSHNet": "tpukit_tasks.mshnet",
+    "CDEIT": "tpukit_tasks.cdeit",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll] (loaded when used)
 
@@ -78,7 +78,7 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll] (loaded 
 def __getattr__(name):
     if name not in _HOMES:
         raise AttributeError(f"module 'tpukit' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"tpukit.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__():

@@ -1,5 +1,5 @@
 import sys
 
-from tpukit.cli import main
+from tpukit_tools.cli import main
 
 sys.exit(main())

@@ -24,19 +24,19 @@ _TASKS = dict(
 )
 # Commands that need a leaf, and its module below tpukit; all others are always there.
 COMMANDS = dict(
-    doctor="tools.doctor",
-    predict="tools.predict",
-    export="tools.export",
-    plan="tools.plan",
-    compare="tools.measure",
-    migrate="tools.migrate",
-    simulate="tasks.cdeit",
+    doctor="tpukit_tools.doctor",
+    predict="tpukit.inference.predict",
+    export="tpukit.inference.export",
+    plan="tpukit_tools.plan",
+    compare="tpukit_tools.measure",
+    migrate="tpukit_tools.migrate",
+    simulate="tpukit_tasks.cdeit",
 )
 
 
 def tasks() -> dict[str, TaskEntry]:
     """Return the tasks that are there, by name, which is their module's too. Import none of them."""
-    return {name: entry for name, entry in _TASKS.items() if _is_there(f"tasks.{name}")}
+    return {name: entry for name, entry in _TASKS.items() if _is_there(f"tpukit_tasks.{name}")}
 
 
 def has_command(name: str) -> bool:
@@ -45,4 +45,4 @@ def has_command(name: str) -> bool:
 
 
 def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(f"tpukit.{module}") is not None
+    return importlib.util.find_spec(module) is not None

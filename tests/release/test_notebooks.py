@@ -82,7 +82,7 @@ def test_the_tomography_notebooks_bring_the_part_of_pyeit_that_simulates_and_its
     assert "Benyuan Liu" in files["pyeit/LICENSE.txt"].read_text() and "pyeit/eit/fem.py" in files
     program = (
         "import sys, tpukit; sys.path.insert(0, sys.argv[1]); import pyeit; print(pyeit.__file__);"
-        " from tpukit.tasks.cdeit import simulate"
+        " from tpukit_tasks.cdeit import simulate"
     )
     command = [sys.executable, "-c", program, str(folder)]
     environ = dict(os.environ, PYTHONPATH=str(folder))

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.conftest import random_run
-from tests.reporting.conftest import page as page
 from tests.tasks.cdeit.small import task_of
+from tests.tpukit.reporting.conftest import page as page
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from tests.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
+from tests.tpukit.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
 from tpukit.host import environment
-from tpukit.tools import doctor
-from tpukit.tools.doctor import BLOCKS, NOTE, OK, WARNING
+from tpukit_tools import doctor
+from tpukit_tools.doctor import BLOCKS, NOTE, OK, WARNING
 
 COLAB_GPU = {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""}
 KAGGLE_GPU = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
@@ -250,7 +250,7 @@ def test_an_import_that_fails_ends_python_or_hangs_is_the_fault_of_its_package_a
 
 
 def test_doctor_answers_where_the_parser_of_the_command_line_is_missing(monkeypatch, capsys):
-    from tpukit import cli
+    from tpukit_tools import cli
 
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert cli.main(["doctor"]) in (0, 1)

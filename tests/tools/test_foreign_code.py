@@ -5,8 +5,8 @@ import os
 import sys
 
 from tests.conftest import ROOT
-from tpukit.tools import child
-from tpukit.tools.child import from_request, to_request
+from tpukit_tools import subprocess_call
+from tpukit_tools.subprocess_call import from_request, to_request
 
 MINE = "from tpukit import MNIST\n\nclass Mine(MNIST):\n    name = 'mine'\n"
 
@@ -42,5 +42,5 @@ def test_a_task_of_the_users_own_is_found_in_a_fresh_process_and_nothing_else_be
     monkeypatch.setitem(sys.modules, "mine", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(sys.modules["mine"])
     request = to_request(sys.modules["mine"].Mine(batch_size=24))
-    assert child.call(batch_size_of, request, timeout_s=240) == 24
+    assert subprocess_call.call(batch_size_of, request, timeout_s=240) == 24
     assert not (tmp_path / "ran").exists()

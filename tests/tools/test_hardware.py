@@ -13,13 +13,13 @@ import torch
 
 import tpukit
 from tests.conftest import refuses
-from tpukit import TpukitError, cli, detect
+from tpukit import TpukitError, detect
 from tpukit.devices.runtime import Runtime
 from tpukit.host.text import GIB
 from tpukit.launching.core import Core, running
-from tpukit.tools import child
-from tpukit.tools.doctor import hardware
-from tpukit.tools.doctor.hardware import FAIL, PASS, SKIP
+from tpukit_tools import cli, subprocess_call
+from tpukit_tools.doctor import hardware
+from tpukit_tools.doctor.hardware import FAIL, PASS, SKIP
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def check(machine, monkeypatch, tmp_path):
             return result
 
         left = iter(results)
-        monkeypatch.setattr(child, "call", called)
+        monkeypatch.setattr(subprocess_call, "call", called)
         monkeypatch.setattr(hardware, "CHECKS", {name: hardware.CHECKS[name] for name in names})
         return hardware.check_hardware(machine(accelerator, cores), tmp_path / "report.json", **settings)
 
@@ -245,7 +245,7 @@ def test_without_an_accelerator_a_rehearsal_is_named(check):
 
 
 def test_doctor_prints_the_outcomes_and_ends_with_1_where_one_failed(capsys, monkeypatch, machine):
-    from tpukit.tools import doctor
+    from tpukit_tools import doctor
 
     env = machine("cuda")
     monkeypatch.setattr(doctor, "examine", lambda env: [])

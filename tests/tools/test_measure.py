@@ -8,8 +8,8 @@ import pytest
 
 from tpukit import MNIST, MSHNet, Run, TpukitError
 from tpukit.host.environment import detect
-from tpukit.tools import measure
-from tpukit.tools.measure import WARM_UP, Measurement
+from tpukit_tools import measure
+from tpukit_tools.measure import WARM_UP, Measurement
 
 
 def measured(**other):

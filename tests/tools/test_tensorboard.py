@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT, refuses
-from tpukit.tools.tensorboard import write_events
+from tpukit_tools.tensorboard import write_events
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -41,7 +41,9 @@ def test_without_tensorboard_what_to_install_is_said(trained, tmp_path, monkeypa
 
 def test_writing_events_imports_no_tensorflow_which_would_take_a_tpu(trained, tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('imported')")
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; from tpukit.cli import main; "
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; from tpukit_tools.cli import main; "
+    )
     code += (
         f"sys.exit(main(['report', {str(trained[1].path)!r}, '--tensorboard', {str(tmp_path / 'events')!r}]))"
     )

@@ -4,8 +4,9 @@ import dataclasses
 
 import torch
 
-from tpukit import MNIST, cli
-from tpukit.tools.trace import Interruptions, trace
+from tpukit import MNIST
+from tpukit_tools import cli
+from tpukit_tools.trace import Interruptions, trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

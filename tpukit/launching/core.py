@@ -63,10 +63,12 @@ def core() -> Core:
 
 @functools.cache
 def _alone() -> Core:
-    from tpukit.devices import processes
+    from tpukit.devices import chip_access
 
     env = environment.detect()
-    if (count := processes.count_started(env)) > 1:  # each would train, and save, as if it were the only one
+    if (
+        count := chip_access.count_started(env)
+    ) > 1:  # each would train, and save, as if it were the only one
         raise TpukitError(
             f"tpukit.core(): this process is one of {count}, started by torchrun, torch_xla.launch, xmp.spawn"
             " or the like. Start your program without these, and let `tpukit.launch(function)` call the"

@@ -1,4 +1,4 @@
-"""`Job`, which every process of a launch is given, and in it the `LaunchPlan` of the call."""
+"""`Job`, which every process of a launch is given, and in it the `LaunchedCall` of the call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchPlan:
+class LaunchedCall:
     """Properties of the call that a launch makes; the defaults are those of a plain function.
 
     Args:
@@ -63,7 +63,7 @@ class Job:
     start_timeout_s: ClassVar[float] = 600.0  # to import torch_xla and open the chips; eight were never timed
 
     function: Callable
-    plan: LaunchPlan
+    plan: LaunchedCall
     env: Environment
     hang_timeout_s: float
     processes: int = 1

@@ -15,7 +15,7 @@ from tpukit.host import environment
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.launching.core import Core, running
-from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchPlan
+from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchedCall
 
 
 def launch(
@@ -47,7 +47,7 @@ def launch(
     env = environment.detect()
     os.environ.update(environment.failed_lookups(os.environ))
     environment.check_one_host(env)
-    plan = plan_of(args)
+    plan = describe_call(args)
     job = Job(function, plan, env, hang_timeout_s)
     count = _count_cores(env, cores)
     if cores is None and env.accelerator == "cuda" and count > 1 and (why := plan.why_one_gpu(count)):
@@ -61,13 +61,13 @@ def launch(
     return _call_in_processes(job, count)
 
 
-def plan_of(args: tuple) -> LaunchPlan:
-    """Return the plan of a call with these arguments: what the first one's method `launch_plan(*others)`
+def describe_call(args: tuple) -> LaunchedCall:
+    """Return the plan of a call with these arguments: what the first one's method `for_launch(*others)`
     returns, as a task's does for a run; otherwise a plain function's."""
     plan = None
-    if args and hasattr(args[0], "launch_plan"):
-        plan = args[0].launch_plan(*args[1:])
-    return plan or LaunchPlan(arguments=lambda core: (args, {}))
+    if args and hasattr(args[0], "for_launch"):
+        plan = args[0].for_launch(*args[1:])
+    return plan or LaunchedCall(arguments=lambda core: (args, {}))
 
 
 def _count_cores(env: Environment, cores: int | None) -> int:
@@ -98,9 +98,9 @@ def _check_device(env: Environment, count: int, say: Callable[[str], None]) -> N
             ' "tpu") before the launch.'
         )
     if env.accelerator == "tpu" and not has_opened:
-        from tpukit.devices import processes
+        from tpukit.devices import chip_access
 
-        processes.wait_until_free(say)
+        chip_access.wait_until_free(say)
 
 
 def _call_in_processes(job: Job, count: int) -> Any:

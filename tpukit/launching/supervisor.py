@@ -217,7 +217,7 @@ class Supervisor:
 
 
 def _run_forked(job: Job, index: int, parent: int) -> None:
-    from tpukit.launching.joining import run_core  # here: the notebook's process opens no device
+    from tpukit.launching.core_process import run_core  # here: the notebook's process opens no device
 
     os.setsid()  # an interrupt in the terminal goes to the notebook's process alone, which passes it on
     end_with_parent(parent)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tpukit.host.tables import Notice, Sentences, Table
 from tpukit.host.text import GIB
-from tpukit.reporting import words
+from tpukit.reporting import device_words
 from tpukit.reporting.presenting import present
 
 READ_A_VALUE = "aten::_local_scalar_dense"  # what `.item()` calls
@@ -69,7 +69,7 @@ class MetricsReport:
             )
         if operations := self._operations_on_the_cpu():
             problems.append(
-                f"{words.describe_fallbacks(operations)} Choose by `torch.where` or a product instead of"
+                f"{device_words.describe_fallbacks(operations)} Choose by `torch.where` or a product instead of"
                 " `x[mask]` and `nonzero`; `tpukit migrate FILE` names such lines."
             )
         if _is_often(self.counters.get("read", 0), executions):
@@ -87,9 +87,14 @@ class MetricsReport:
         if self.counters:
             compiled, executed = self.compilations, self.counters["executions"]
             sentences = [f"{self.device}, {self.where}: graphs compiled: {compiled}, executed: {executed}."]
-            return sentences + ([] if self._operations_on_the_cpu() else [words.describe_fallbacks({})])
+            return sentences + (
+                [] if self._operations_on_the_cpu() else [device_words.describe_fallbacks({})]
+            )
         if self.device:
-            return [f"{self.device}.", f"{words.NOTHING_COMPILES} Graphs of `torch.compile` are not counted."]
+            return [
+                f"{self.device}.",
+                f"{device_words.NOTHING_COMPILES} Graphs of `torch.compile` are not counted.",
+            ]
         if "torch_tpu" in sys.modules:
             return ["torch_tpu does not report what it compiles."]
         return [
@@ -103,8 +108,8 @@ class MetricsReport:
         rows = [
             ("compilations", counted["compilations"], counted["compile_s"]),
             ("executions of a graph", counted["executions"], counted["execute_s"]),
-            (words.SENDING, counted["sent"], counted["to_device_s"]),
-            (words.READING, counted["read"], counted["from_device_s"]),
+            (device_words.SENDING, counted["sent"], counted["to_device_s"]),
+            (device_words.READING, counted["read"], counted["from_device_s"]),
         ]
         rows = [(what, count, f"{seconds:.2f}") for what, count, seconds in rows if count]
         names = {name: f"{name} on the CPU" for name in self.fallbacks}
@@ -113,7 +118,7 @@ class MetricsReport:
         tables = (
             Table(f"What the XLA device did {self.where}", ("what", "how often", "seconds"), rows),
             Table("Likely causes of compilations", ("cause", "graphs"), self.causes.most_common()),
-            words.memory_table(self.memory),
+            device_words.memory_table(self.memory),
         )
         return [table for table in tables if table.rows]
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tpukit.data.datasets import is_synthetic
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Notice, Sentences, Table
 from tpukit.host.text import say
+from tpukit.leaves import part_of
 from tpukit.reporting import figures, findings
 from tpukit.reporting.figures import RIGHT, WRONG, Panel
 from tpukit.reporting.presenting import present, present_figure
 from tpukit.runs.run import Run
 from tpukit.runs.settings import settings_dict
-from tpukit.tasks import part_of
-from tpukit.tasks.datasets import is_synthetic
 from tpukit.training.task import Task, check_dataset_dir
 
 if TYPE_CHECKING:

@@ -4,14 +4,14 @@ import math
 
 from tpukit.host.tables import Table
 from tpukit.host.text import format_duration
-from tpukit.reporting import findings, words
+from tpukit.reporting import device_words, findings
 
 # Times of an interval by their names in the report -> field of the record's `speed`.
 TIMES = {
     "step": "seconds",
     "waiting for data": "wait_s",
-    words.SENDING: "to_device_s",
-    words.READING: "from_device_s",
+    device_words.SENDING: "to_device_s",
+    device_words.READING: "from_device_s",
 }
 
 
@@ -51,13 +51,13 @@ def _describe_graphs(session, speeds):
                 sentences.append(f"The training step is not captured as a CUDA graph{reason}.")
         if session[0].get("compile") == "yes":
             sentences.append("torch.compile compiled the loss; it does not report when.")
-        return sentences or [words.NOTHING_COMPILES]
+        return sentences or [device_words.NOTHING_COMPILES]
     if speeds and not expected:
         sentences.append("The training step was not compiled: this session had already compiled this graph.")
     if speeds:
         fallbacks = speeds[-1]["counters"].get("fallbacks") or {}
         hint = " `tpukit report RUN --trace` names their lines." if fallbacks else ""
-        sentences.append(words.describe_fallbacks(fallbacks) + hint)
+        sentences.append(device_words.describe_fallbacks(fallbacks) + hint)
     return sentences
 
 
@@ -126,6 +126,6 @@ def accelerator_tables(records: list) -> list[Table]:
     tables = (
         Table("Compilations", ("step", "function", "seconds", "why"), compilations),
         Table("Where a step's time went, ms per step", ("steps", *timed, "samples per second"), steps),
-        words.memory_table(memory),
+        device_words.memory_table(memory),
     )
     return [table for table in tables if table.rows]

@@ -71,7 +71,7 @@ class BatchLoader:
             raise TpukitError(
                 f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or"
                 " 'host', or implement device_arrays, device_nbytes, sample_parameters and compose"
-                " (tpukit/tasks/mnist.py has them)"
+                " (tpukit_tasks/mnist.py has them)"
             )
         where = f"{workers} threads prepare batches in advance" if workers else "batches are made on demand"
         if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):

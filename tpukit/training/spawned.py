@@ -8,14 +8,14 @@ import os
 import sys
 from pathlib import Path
 
-from tpukit.devices import processes
+from tpukit.devices import chip_access
 from tpukit.devices.distributed import World
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
+from tpukit.launching.core_process import describe, join_group, joined
 from tpukit.launching.job import HANG_TIMEOUT_S, Job
-from tpukit.launching.joining import describe, join_group, joined
 from tpukit.runs.run import Run
-from tpukit.training.launch_plan import launch_plan
+from tpukit.training.launched_call import launched_call
 from tpukit.training.loop import train
 from tpukit.training.task import Task
 
@@ -29,9 +29,9 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
     env = environment.detect()
     if env.uses_torch_tpu or env.accelerator not in ("tpu", "xla"):
         raise TpukitError("train_core is for torch_xla's processes; here use tpukit.launch")
-    _, size = processes.rank_of_opened_chip()
+    _, size = chip_access.rank_of_opened_chip()
     run = Run(run_folder)
-    job = Job(train, launch_plan(task, run), env, HANG_TIMEOUT_S, processes=size)
+    job = Job(train, launched_call(task, run), env, HANG_TIMEOUT_S, processes=size)
     core = None
     try:
         world = join_group(job, index, init_method="xla://") if size > 1 else World()

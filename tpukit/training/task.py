@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tpukit.devices.runtime import Runtime
-    from tpukit.launching.job import LaunchPlan
+    from tpukit.launching.job import LaunchedCall
     from tpukit.training.data import Batch
 
 
@@ -86,7 +86,7 @@ class Task:
 
     def _missing(self, method: str) -> TpukitError:
         kind = type(self).__name__
-        return TpukitError(f"{kind} must implement {method}() for this: tpukit/tasks/mnist.py shows how")
+        return TpukitError(f"{kind} must implement {method}() for this: tpukit_tasks/mnist.py shows how")
 
     # What a task may say of itself
 
@@ -215,11 +215,11 @@ class Task:
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data:
         the test set."""
 
-    def launch_plan(self, *others: Any) -> LaunchPlan | None:
+    def for_launch(self, *others: Any) -> LaunchedCall | None:
         """Return what `launch(function, task, run)` must know about the call; None without a run."""
-        from tpukit.training.launch_plan import launch_plan
+        from tpukit.training.launched_call import launched_call
 
-        return launch_plan(self, *others) if others and isinstance(others[0], Run) else None
+        return launched_call(self, *others) if others and isinstance(others[0], Run) else None
 
     def libtpu_args(self, batch_size: int) -> str:
         """Return flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one

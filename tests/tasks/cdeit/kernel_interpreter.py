@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tpukit/tasks/cdeit/tpu"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tpukit_tasks/cdeit/tpu"))
 import kernels
 
 kind, heads, path, results = sys.argv[1:]

@@ -1,7 +1,7 @@
 """A CDEIT that trains in seconds."""
 
 from tpukit import CDEIT
-from tpukit.tasks.cdeit.model import CDEITModel
+from tpukit_tasks.cdeit.model import CDEITModel
 
 TINY = dict(patch=16, width=16, heads=2, window=4, levels=1)
 SMALL = dict(batch_size=8, lr=1e-2, objective="l2", log_every=2, num_workers=1)

@@ -17,9 +17,9 @@ from release import twins
 from tests.conftest import ROOT
 from tests.tasks.cdeit.small import Windowed
 from tpukit.devices import kernel_counts, xla_private
-from tpukit.tasks.cdeit.tpu import attention as module
-from tpukit.tasks.cdeit.tpu.attention import attention
-from tpukit.tools.plan.compiler import (
+from tpukit_tasks.cdeit.tpu import attention as module
+from tpukit_tasks.cdeit.tpu.attention import attention
+from tpukit_tools.plan.compiler import (
     COMPILER,
     MACHINES,
     compile_graph,
@@ -27,7 +27,7 @@ from tpukit.tools.plan.compiler import (
     read_answer,
     run_compiler,
 )
-from tpukit.tools.plan.trace import trace_step
+from tpukit_tools.plan.trace import trace_step
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
 COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -141,8 +141,8 @@ TRACER = """
 import os, sys
 from pathlib import Path
 import torch
-from tpukit.tools.plan.xla_export import ExportRuntime
-from tpukit.tasks.cdeit.tpu import attention as module
+from tpukit_tools.plan.xla_export import ExportRuntime
+from tpukit_tasks.cdeit.tpu import attention as module
 
 runtime = ExportRuntime("bf16")
 module.choose(runtime)

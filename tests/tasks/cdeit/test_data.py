@@ -9,7 +9,7 @@ import torch
 
 from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
-from tpukit.tasks.cdeit.data import read_voltages, voltage_map
+from tpukit_tasks.cdeit.data import read_voltages, voltage_map
 
 
 def test_a_batch_holds_images_maps_times_and_keys(tank):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tpukit.tasks.cdeit import diffusion
+from tpukit_tasks.cdeit import diffusion
 
 
 def test_noise_is_normal_and_depends_on_its_key_alone():

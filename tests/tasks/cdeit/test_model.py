@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests.tasks.cdeit.small import TINY
 from tpukit import CDEIT, TpukitError
-from tpukit.tasks.cdeit.model import Attention, CDEITModel, Norm
+from tpukit_tasks.cdeit.model import Attention, CDEITModel, Norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tpukit.tasks.cdeit import simulator
-from tpukit.tasks.cdeit.scores import image_scores
+from tpukit_tasks.cdeit import simulator
+from tpukit_tasks.cdeit.scores import image_scores
 
 
 @pytest.mark.parametrize("seed", range(3))

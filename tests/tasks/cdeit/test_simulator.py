@@ -9,7 +9,7 @@ import pytest
 from scipy import ndimage
 
 from tpukit import TpukitError
-from tpukit.tasks.cdeit import simulator
+from tpukit_tasks.cdeit import simulator
 
 
 @pytest.fixture(scope="session")

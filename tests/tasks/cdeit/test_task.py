@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from tests.tasks.cdeit.small import task_of
-from tests.training.conftest import train_in
+from tests.tpukit.training.conftest import train_in
 from tpukit import Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.tasks.cdeit import simulator
 from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
+from tpukit_tasks.cdeit import simulator
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn.functional import affine_grid, grid_sample
 
-from tpukit.tasks.images import augment
-from tpukit.tasks.images.augment import NUM_UNIFORMS, normalise
+from tpukit_tasks.images import augment
+from tpukit_tasks.images.augment import NUM_UNIFORMS, normalise
 
 IMAGES = torch.randint(60, 180, (4, 3, 20, 20), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 NUMBERS = np.random.default_rng(1).random((4, NUM_UNIFORMS))

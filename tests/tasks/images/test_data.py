@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tests.tasks.images.small import COLOURS, check_colours, make, paint, task
-from tpukit.tasks.images.samples import find_samples
+from tpukit_tasks.images.samples import find_samples
 
 
 def test_class_folders_in_split_folders_give_each_image_its_class(tmp_path):

@@ -13,14 +13,14 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from tests.conftest import best_weights, refuses
 from tests.tasks.images.small import make
-from tests.training.conftest import train_in
+from tests.tpukit.training.conftest import train_in
 from tpukit import ImageClassifier, Run, predict, show, train
 from tpukit import test as score_run
 from tpukit.devices.runtime import Runtime
+from tpukit.inference.own import show_own
 from tpukit.reporting import findings
 from tpukit.reporting.display import predictions_figure
 from tpukit.runs import weights
-from tpukit.tools.own import show_own
 
 pytest.importorskip("timm")
 RESNET = dict(model_name="test_resnet", pretrained="no")

@@ -5,7 +5,7 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tests.tasks.images.small import check_colours, grey, make, task, write_list
-from tpukit.tasks.images.samples import find_samples
+from tpukit_tasks.images.samples import find_samples
 
 
 @pytest.mark.parametrize("name, ending", [("list.csv", ".png"), ("Labels.CSV", "")])

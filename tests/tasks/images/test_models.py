@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.conftest import refuses
 from tpukit import ImageClassifier
-from tpukit.tasks.images.models import build, describe, find_pretrained
+from tpukit_tasks.images.models import build, describe, find_pretrained
 
 timm = pytest.importorskip("timm")
 

@@ -12,8 +12,8 @@ from PIL import Image
 from tests.conftest import refuses
 from tests.tasks.images.small import make, paint, task
 from tpukit.runs.weights import serialize
-from tpukit.tasks.images import data
-from tpukit.tasks.images.data import read_image
+from tpukit_tasks.images import data
+from tpukit_tasks.images.data import read_image
 
 
 def test_more_pixels_than_the_disk_holds_are_refused_before_decoding(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy import special
 
-from tpukit.tasks.mshnet.scores import THRESHOLDS, match, regions
+from tpukit_tasks.mshnet.scores import THRESHOLDS, match, regions
 
 
 def published_scores(logits, target):

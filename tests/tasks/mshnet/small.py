@@ -3,7 +3,7 @@
 import dataclasses
 
 from tpukit import MSHNet
-from tpukit.tasks.mshnet.model import MSHNetModel
+from tpukit_tasks.mshnet.model import MSHNetModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

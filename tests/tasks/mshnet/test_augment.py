@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 from torch.overrides import TorchFunctionMode
 
-from tpukit.tasks.mshnet import augment
-from tpukit.tasks.mshnet.data import InfraredSet
+from tpukit_tasks.mshnet import augment
+from tpukit_tasks.mshnet.data import InfraredSet
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from PIL import ExifTags, Image
 
 from tests.conftest import refuses
 from tpukit import MSHNet
+from tpukit.data import pictures
 from tpukit.runs import weights
-from tpukit.tasks import pictures
-from tpukit.tasks.mshnet import labels
-from tpukit.tasks.mshnet.data import InfraredSet, read_image, read_mask
-from tpukit.tasks.mshnet.lists import read_list
-from tpukit.tasks.mshnet.scores import regions
+from tpukit_tasks.mshnet import labels
+from tpukit_tasks.mshnet.data import InfraredSet, read_image, read_mask
+from tpukit_tasks.mshnet.lists import read_list
+from tpukit_tasks.mshnet.scores import regions
 
 BOTH = ("trainval.txt", "test.txt")
 
@@ -180,7 +180,7 @@ def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_
     infrared, tmp_path
 ):
     """The same scenes as counts of 14 bits, as uint16 and as float32, are what they are in 8 bits."""
-    from tpukit.tasks.mshnet.synthetic import infrared_scene
+    from tpukit_tasks.mshnet.synthetic import infrared_scene
 
     scenes = [infrared_scene(np.random.default_rng(seed), 64) for seed in range(4)]
     for kind, scale in (("uint16", (14000, 1)), ("float32", (0, 1 / 255)), ("uint8", (0, 1))):

@@ -8,7 +8,7 @@ from PIL import Image
 from tests.conftest import refuses
 from tests.tasks.mshnet.test_data import write_set
 from tpukit import MSHNet, show_labels
-from tpukit.tasks.mshnet.data import read_mask
+from tpukit_tasks.mshnet.data import read_mask
 
 
 def write(folder, masks):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet.loss import multiscale_loss
+from tpukit_tasks.mshnet.loss import multiscale_loss
 
 
 @pytest.fixture

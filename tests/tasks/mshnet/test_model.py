@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MSHNet, TpukitError
 from tpukit.runs import weights
-from tpukit.tasks.mshnet import model as network
 from tpukit.training import batch_norm, layers
+from tpukit_tasks.mshnet import model as network
 
 
 def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrared):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tpukit.tasks.mshnet.overlay import FALSE, HIT, MISSED, WINDOW, row
-from tpukit.tasks.mshnet.scores import count, match, regions, summary
+from tpukit_tasks.mshnet.overlay import FALSE, HIT, MISSED, WINDOW, row
+from tpukit_tasks.mshnet.scores import count, match, regions, summary
 
 
 def is_colour(picture, colour):

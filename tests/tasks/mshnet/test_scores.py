@@ -7,7 +7,7 @@ from scipy import special
 
 from tests.tasks.mshnet.published import published_scores
 from tpukit import MSHNet
-from tpukit.tasks.mshnet.scores import THRESHOLDS, count, regions
+from tpukit_tasks.mshnet.scores import THRESHOLDS, count, regions
 
 
 def square(size, corner, side):

@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from tests.tasks.mshnet.small import Narrow
-from tpukit.tasks.mshnet import model, network_for
-from tpukit.tasks.mshnet.loss import loss_of_sums, sums_of_scales
-from tpukit.tasks.mshnet.tpu import block, network, tiling, upsampling
 from tpukit.training import batch_norm
+from tpukit_tasks.mshnet import model, network_for
+from tpukit_tasks.mshnet.loss import loss_of_sums, sums_of_scales
+from tpukit_tasks.mshnet.tpu import block, network, tiling, upsampling
 
 
 def test_xla_alone_takes_the_way_for_tpus(xla):

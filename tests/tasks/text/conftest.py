@@ -3,7 +3,7 @@
 import pytest
 
 from tests.tasks.text.small import CHAT
-from tpukit.tasks.text import hub
+from tpukit_tasks.text import hub
 
 
 @pytest.fixture

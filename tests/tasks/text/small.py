@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tpukit import LanguageModel
-from tpukit.tasks.text import conversations, data, hub, reading
+from tpukit_tasks.text import conversations, data, hub, reading
 
 LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2

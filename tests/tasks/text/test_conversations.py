@@ -17,7 +17,7 @@ from tests.tasks.text.small import (
     turns,
     write_lines,
 )
-from tpukit.tasks.text import conversations, reading
+from tpukit_tasks.text import conversations, reading
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.conftest import refuses
 from tests.tasks.text.small import CHAT, TEXT_END, everything, opened, parts_of, said, turns, write_lines
-from tpukit.tasks.text import conversations, data, reading
+from tpukit_tasks.text import conversations, data, reading
 
 pytest.importorskip("tokenizers")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tasks.text.small import CONFIGS, plain_model
-from tpukit.tasks.text import network
+from tpukit_tasks.text import network
 
 pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpukit.tasks.text import loss
+from tpukit_tasks.text import loss
 
 B, T, W, V = 3, 14, 4, 97
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import refuses
 from tests.tasks.text.small import CONFIGS, plain_model, write_config, write_model
-from tpukit.tasks.text import hub, network
-from tpukit.tasks.text.loss import cross_entropy as in_parts
+from tpukit_tasks.text import hub, network
+from tpukit_tasks.text.loss import cross_entropy as in_parts
 
 peft = pytest.importorskip("peft")
 TOKENS = torch.randint(300, (3, 20), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import refuses
 from tests.tasks.text.small import TEXT_END, opened, parts_and_counts, parts_of, said, turns, write_lines
-from tpukit.tasks.text import reading
+from tpukit_tasks.text import reading
 
 pytest.importorskip("tokenizers")
 

@@ -22,15 +22,16 @@ from tests.tasks.text.small import (
     write_lines,
     write_model,
 )
-from tests.training.conftest import train_in
-from tpukit import LanguageModel, cli, export, predict
+from tests.tpukit.training.conftest import train_in
+from tpukit import LanguageModel, export, predict
 from tpukit import test as score_run
+from tpukit.inference.trained import task_of as task_of_run
 from tpukit.reporting import display
 from tpukit.runs import weights
-from tpukit.tasks.text import conversations, data, hub
-from tpukit.tools.trained import task_of as task_of_run
 from tpukit.training.prediction import predict_test_images
 from tpukit.training.step import TrainingStep
+from tpukit_tasks.text import conversations, data, hub
+from tpukit_tools import cli
 
 pytest.importorskip("peft")
 

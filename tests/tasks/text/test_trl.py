@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.tasks.text.small import END, TEMPLATES, TURNS, task_of, tokens_of, write_family
-from tpukit.tasks.text import conversations, hub
 from tpukit.training.step import add_gradients
+from tpukit_tasks.text import conversations, hub
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.nightly

@@ -7,10 +7,10 @@ import pytest
 
 from tests.tools.migrate.helpers import written
 from tpukit.host.language import translate
-from tpukit.tools import migrate
-from tpukit.tools.migrate.checker import Checker
-from tpukit.tools.migrate.findings import TABLES
-from tpukit.tools.migrate.surroundings import Surroundings
+from tpukit_tools import migrate
+from tpukit_tools.migrate.checker import Checker
+from tpukit_tools.migrate.findings import TABLES
+from tpukit_tools.migrate.surroundings import Surroundings
 
 IMPORTS = """
 import logging

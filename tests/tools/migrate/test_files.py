@@ -10,9 +10,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.tools.migrate.helpers import written
-from tpukit import TpukitError, cli
-from tpukit.tools import migrate
-from tpukit.tools.migrate import files
+from tpukit import TpukitError
+from tpukit_tools import cli, migrate
+from tpukit_tools.migrate import files
 
 NESTED = b"[" * 100_000 + b"]" * 100_000
 # name -> bytes; those that a Python of another version reads have nothing in them to be found

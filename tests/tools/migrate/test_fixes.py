@@ -7,9 +7,8 @@ import runpy
 import pytest
 
 from tests.tools.migrate.helpers import written
-from tpukit import cli
-from tpukit.tools import migrate
-from tpukit.tools.migrate.checker import Checker
+from tpukit_tools import cli, migrate
+from tpukit_tools.migrate.checker import Checker
 
 # What the findings of the example tell to write, which is left to its author.
 BY_HAND = {

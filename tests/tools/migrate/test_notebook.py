@@ -6,8 +6,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.tools.migrate.helpers import notebook, written
-from tpukit.tools import migrate
-from tpukit.tools.migrate import examine
+from tpukit_tools import migrate
+from tpukit_tools.migrate import examine
 
 
 def sources(examined):

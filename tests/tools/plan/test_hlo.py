@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpukit.tools.plan import hlo
+from tpukit_tools.plan import hlo
 
 TILE = 8 * 128 * 4  # bytes of a tile of float32
 

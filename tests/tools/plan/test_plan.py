@@ -11,15 +11,16 @@ import pytest
 
 from benchmarks import plans
 from tests.conftest import ROOT, refuses, wait_for
-from tests.launching.conftest import are_gone
-from tpukit import MNIST, MSHNet, TpukitError, cli
+from tests.tpukit.launching.conftest import are_gone
+from tpukit import MNIST, MSHNet, TpukitError
 from tpukit.devices import lanes
 from tpukit.host.text import GIB
 from tpukit.reporting import display
-from tpukit.tools import plan as package
-from tpukit.tools.plan import Plan, compiler
-from tpukit.tools.plan import trace as tracing
-from tpukit.tools.plan.compiler import MACHINES
+from tpukit_tools import cli
+from tpukit_tools import plan as package
+from tpukit_tools.plan import Plan, compiler
+from tpukit_tools.plan import trace as tracing
+from tpukit_tools.plan.compiler import MACHINES
 
 COMMITTED = json.loads(plans.PATH.read_text())
 TINY = MNIST(batch_size=32, channels=8)
@@ -234,7 +235,7 @@ def test_a_plan_that_is_killed_leaves_no_compiler_behind(tmp_path):
     """The compiler is a package that says in which process it is imported, and waits."""
     package_text = "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(60)"
     (tmp_path / "jaxlib.py").write_text(package_text)
-    program = "from tpukit.tools.plan.compiler import *; run_compiler('', MACHINES['v5e-1'], Path.cwd())"
+    program = "from tpukit_tools.plan.compiler import *; run_compiler('', MACHINES['v5e-1'], Path.cwd())"
     environ = dict(os.environ, PYTHONPATH=str(ROOT))
     with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environ) as parent:
         told = tmp_path / "pid"

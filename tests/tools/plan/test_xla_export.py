@@ -3,11 +3,11 @@
 import pytest
 
 pytest.importorskip("torch_xla")
-from tpukit.tools.child import run_python
+from tpukit_tools.subprocess_call import run_python
 
 STEP = """
 import os, torch
-from tpukit.tools.plan.xla_export import ExportRuntime
+from tpukit_tools.plan.xla_export import ExportRuntime
 
 runtime = ExportRuntime("fp32", cores=4)
 model = runtime.to_device(torch.nn.Linear(3, 2))

@@ -1,0 +1,289 @@
+"""The command line, as a user types it."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import torch
+
+import tpukit
+from tests.conftest import ROOT
+from tpukit import MNIST, Run
+from tpukit.leaves import TASKS, find
+from tpukit.runs import weights
+from tpukit_tools import cli
+from tpukit_tools.cli.commands import COMMANDS, WITH_TASK, todays
+
+TINY = "--base-size 32 --crop-size 32 --batch-size 4 --warm-epoch 0 --eval-every 1".split()
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_and_test_and_show_agree_with_it(infrared, tmp_path, capsys):
+    train = ["train", "mshnet", "--dataset-dir", str(infrared), "--run", "run", "--lr", "0.05", *TINY]
+    assert cli.main([*train, "--epochs", "1"]) == 0
+    assert "dataset IRSTD-1k" in capsys.readouterr().out
+    assert cli.main([*train, "--epochs", "2"]) == 0
+    assert "resuming at step 4 of 8" in capsys.readouterr().out
+    best = max(r["scores"]["iou"] for r in Run.find("run").records("evaluation"))
+    for source in ("run", "run/best.safetensors"):  # both know the dataset's sizes and the task
+        assert cli.main(["test", source, "--dataset-dir", str(infrared)]) == 0
+        out = capsys.readouterr().out
+        assert f"{best:.4f}" in out or f"{best:.3e}" in out
+    assert all(score in out for score in ("iou", "niou", "pixel_recall", "pd", "fa"))
+    assert cli.main(["show", "run"]) == 0
+    assert "Scores after epoch 2" in capsys.readouterr().out
+    assert (tmp_path / "run/pictures/curves.png").exists()
+
+
+def test_the_last_lines_of_a_training_give_the_kept_scores_beside_the_last_ones(digits, monkeypatch, capsys):
+    accuracies = iter((0.75, 0.25))
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, predictions: dict(accuracy=next(accuracies)))
+    train = f"train mnist --dataset-dir {digits} --epochs 2 --channels 4 --run run"
+    assert cli.main(train.split()) == 0
+    end = capsys.readouterr().out.partition("Scores after epoch 2")[2]
+    assert "0.2500" in end and "0.7500" in end.partition("epoch 1")[2]
+
+
+def test_a_weights_file_of_a_run_or_a_published_one_is_tested_in_a_folder_of_its_own(trained, digits):
+    best = trained[1].path / "best.safetensors"
+    shutil.copy(best, "mine.safetensors")
+    torch.save({"state_dict": weights.read(best), "epoch": 7}, "published.tar")
+    outputs = tpukit.detect().outputs
+    mine, published = "test mine.safetensors", f"test published.tar --task mnist --dataset-dir {digits}"
+    for line in (f"{mine} --precision fp32", published):  # the second in the folder that the first one made
+        assert cli.main(line.split()) == 0
+    assert not (outputs / "mnist-test/records.jsonl").exists()
+    assert cli.main([*mine.split(), "--batch-size", "0"]) == 1  # and not the size of the training
+    (outputs / "mnist-test/config.json").write_text("{}")  # a run of this name has other weights
+    assert cli.main(mine.split()) == 1
+
+
+# Command line -> what must stand in its explanation: what was wrong, and the choices or the command that
+# helps.
+EXPLAINED = [
+    ("train mshnet --dataset-dir /nowhere", ["/nowhere"]),
+    ("compare --epochs 9", ["tpukit compare TASK"]),
+    ("migrate", ["scripts"]),
+    ("plan mshnet --chip v5e-8 --batch-sizes 12", ["8 cores", "12"]),
+    ("compare t4.json", ["t4.json", "tpukit compare TASK"]),
+    ("show nothing-here", ["nothing-here"]),
+    ("train images", ["--dataset-dir FOLDER", "--dataset-dir demo"]),
+    ("test none.pth", ["none.pth", "the folder of a run, or a weights file"]),
+]
+# Command line -> what the parser must name: the wrong word, or the choices.
+WRONG = [
+    ("", list(COMMANDS)),
+    ("-- train", list(COMMANDS)),
+    ("train", ["mnist", "mshnet", "cdeit"]),
+    ("train resnet", ["resnet", "mnist", "mshnet"]),
+    ("train mshnet --no-tpu", ["--no-tpu"]),
+    ("train mshnet --batch-size 0", ["batch_size=0"]),
+    ("train mshnet --epochs many", ["--epochs", "many"]),
+    ("train mnist --parallel spmd", ["--parallel"]),
+    ("plan mnist --chip v3-8", ["v3-8", "v5e-1", "v5e-8", "v6e-1"]),
+    ("show", ["RUN"]),
+]
+
+
+# Command line -> what was probably meant.
+MISSPELT = [
+    ("trian mnist", "did you mean train?"),
+    ("compare mnits", "did you mean mnist?"),
+    ("train images --image-sizes 64", "--image-size"),
+    ("predict run photos --out new --batch 3", "--batch-size"),
+    ("doctor --hardwear", "--hardware"),
+    ("doctor --json", "has no option --json"),
+]
+
+
+@pytest.mark.parametrize("line, meant", MISSPELT, ids=[line for line, _ in MISSPELT])
+def test_a_misspelt_word_gets_one_line_with_one_suggestion(line, meant, capsys):
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert meant in err and len(err.splitlines()) == 1
+
+
+def test_the_demo_is_a_synthetic_set_and_a_folder_of_that_name_is_that_folder(here, tmp_path):
+    from tpukit import TpukitError, find_dataset
+    from tpukit.data.datasets import is_synthetic
+
+    drawn = find_dataset("my-images", "demo", size=12, env=here)
+    assert drawn.name == "my-images-synthetic-12" and is_synthetic(drawn)
+    with pytest.raises(TpukitError, match="--dataset-dir demo"):
+        find_dataset("my-images", demo=False, env=here)
+    (tmp_path / "demo").mkdir()
+    assert find_dataset("my-images", "demo", env=here).resolve() == tmp_path / "demo"
+    assert not is_synthetic(tmp_path / "demo")
+
+
+@pytest.mark.parametrize("line, words", EXPLAINED, ids=[line for line, _ in EXPLAINED])
+def test_an_error_is_explained_without_a_traceback(line, words, capsys):
+    assert cli.main(line.split()) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("tpukit: ") and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("line, words", WRONG, ids=[line for line, _ in WRONG])
+def test_wrong_usage_ends_with_2_and_names_the_choices(line, words, capsys):
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert all(word in out + err for word in words), out + err
+
+
+HELPS = [[], *([name] for name in COMMANDS if name != "simulate"), ["simulate", "eit"]]
+HELPS += [[name, task] for name in WITH_TASK for task in TASKS]
+# Prints the exit code and what was loaded after a help text, for many command lines in one process.
+PROGRAM = """
+import contextlib, io, json, sys
+from tpukit import cli
+for argv in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        code = cli.main([*argv, "--help"])
+    loaded = sorted({"torch", "torch_xla", "matplotlib", "skimage", "scipy"} & set(sys.modules))
+    print(json.dumps([code, text.getvalue(), loaded]))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps():
+    """Words of a command line -> (exit code, help text, heavy packages that were loaded)."""
+    command = [sys.executable, "-c", PROGRAM, json.dumps(HELPS)]
+    wide = os.environ | dict(COLUMNS="400")
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, env=wide)
+    answers = map(json.loads, ran.stdout.splitlines())
+    return {" ".join(argv): answer for argv, answer in zip(HELPS, answers, strict=True)}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_default_is_of_a_type_which_the_parser_would_take_for_another_of_equal_value(name):
+    """tyro's cache asks for equality alone: 16 and an int's subclass that is 16 are one to it."""
+    for field in dataclasses.fields(find(name)):
+        assert type(field.default) in (bool, int, float, str, tuple, type(None))
+
+
+@pytest.mark.parametrize("words", HELPS, ids=" ".join)
+def test_every_command_has_help_which_loads_no_torch(words, helps):
+    code, text, loaded = helps[" ".join(words)]
+    assert code == 0 and loaded == [] and text.startswith(" ".join(["usage: tpukit", *words[:1]]))
+
+
+def test_help_lists_commands_tasks_and_settings_with_their_explanations(helps):
+    assert all(f" {name} " in helps[""][1] for name in COMMANDS)
+    for name in WITH_TASK:
+        assert all(f" {task} " in helps[name][1] for task in TASKS)
+    text = helps["train mshnet"][1]
+    flags = "--dataset-dir --base-size --crop-size --warm-epoch --batch-size --epochs --lr --run"
+    assert all(f" {flag} " in text for flag in flags.split())
+    assert "Learning rate of Adagrad" in text and "(default: 0.05)" in text
+    assert " mshnet options " in text
+    # The source breaks this line after "about a sixteenth of the".
+    assert "None: about a sixteenth of the training images, from 8 to 64." in helps["train images"][1]
+    assert not any("{None}" in text for _, text, _ in helps.values())
+
+
+def test_the_choices_of_the_command_line_are_those_of_the_library():
+    from tpukit_tools.plan.compiler import MACHINES
+
+    assert get_args(COMMANDS["plan"].__annotations__["chip"]) == tuple(MACHINES)
+
+
+def test_options_of_published_scripts_are_taken_as_todays():
+    line = "--data_path=a --model x --global-batch-size 8 --num-cores 8"
+    wanted = "--dataset-dir=a --model-name x --batch-size 8 --cores 8"
+    assert list(map(todays, line.split())) == wanted.split()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train mshnet --batch-size 32 --mode train --use-tpu",
+        "train cdeit --mode=test",
+        "train mshnet --use_tpu",
+        "main_tpu.py --dataset-dir ./datasets/IRSTD-1k",
+    ],
+)
+def test_commands_of_the_old_guides_are_answered_with_todays(line, capsys):
+    assert cli.main(line.split()) == 1
+    error = capsys.readouterr().err
+    assert "from the old guides" in error and ("tpukit train" in error or "leave it out" in error)
+
+
+def test_a_script_of_the_users_own_may_have_the_name_of_one_of_the_old_guides(tmp_path, capsys):
+    (tmp_path / "main.py").write_text("model.cuda()\n")
+    assert cli.main(["migrate", "main.py"]) == 1
+    assert "main.py:1" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_with_130(infrared, monkeypatch):
+    from tpukit.training import loop
+
+    monkeypatch.setattr(loop, "train", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert cli.main(["train", "mshnet", "--dataset-dir", str(infrared), *TINY]) == 130
+
+
+@pytest.mark.slow
+def test_a_training_whose_reader_goes_away_is_trained_to_its_end(digits, tmp_path):
+    words = f"train mnist --dataset-dir {digits} --run {tmp_path / 'run'} --epochs 1 --batch-size 16".split()
+    command = [sys.executable, "-u", "-m", "tpukit", *words]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    ran = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    assert ran.stdout.readline().startswith("dataset mnist")
+    ran.stdout.close()
+    assert "Traceback" not in ran.stderr.read() and ran.wait() == 1
+    assert Run(tmp_path / "run").records("evaluation")[-1]["step"] == 12
+
+
+@pytest.mark.parametrize(
+    "line, code",
+    [("--version", 0), (f"migrate {ROOT}/tpukit/leaves.py", 0), ("train mnist", 1), ("plan mnist", 1)],
+)
+def test_where_torch_is_broken_what_needs_none_runs_and_the_rest_names_doctor(line, code, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "tpukit", *line.split()]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert ran.returncode == code and "Traceback" not in ran.stderr
+    assert ("tpukit doctor" in ran.stderr) == bool(code)
+    assert ran.stderr.startswith("tpukit: torch is broken") if code else ran.stdout
+
+
+LEAVING = """
+import atexit, os, sys, types
+torch_version, cudnn_version, used, *sys.argv = sys.argv[1:]
+cudnn = types.SimpleNamespace(version=lambda: int(cudnn_version))
+cuda = types.SimpleNamespace(is_initialized=lambda: used == "used")
+backends = types.SimpleNamespace(cudnn=cudnn)
+sys.modules["torch"] = types.SimpleNamespace(__version__=torch_version, cuda=cuda, backends=backends)
+atexit.register(os._exit, 99)  # in place of the libraries' end, which comes after what a command registers
+from tpukit import cli
+def command(argv):
+    atexit.register(print, "saved")
+    if argv == ["stopped"]:
+        sys.exit(143)
+    return 2
+cli._run = command
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "versions, use, command, code",
+    [
+        (("2.9.0+cu128", "91002"), "used", "finished", 2),
+        (("2.9.1", "91002"), "used", "stopped", 143),
+        (("2.9.0", "91002"), "unused", "finished", 99),
+        (("2.9.0", "90900"), "used", "finished", 99),
+        (("2.10.0", "91002"), "used", "finished", 99),
+    ],
+)
+def test_a_command_ends_before_cudnn_does_where_that_crashes_and_after_all_else(versions, use, command, code):
+    """99: the process ended as usual."""
+    words = [sys.executable, "-c", LEAVING, *versions, use, "tpukit", command]
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == code, ran.stderr
+    assert code == 99 or "saved" in ran.stdout

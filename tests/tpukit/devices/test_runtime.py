@@ -1,0 +1,182 @@
+"""The runtime of CPUs and GPUs (of which there is none here)."""
+
+import dataclasses
+import json
+import os
+import platform
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.conftest import refuses
+from tpukit import detect
+from tpukit.devices import open_runtime
+from tpukit.devices.cuda import CUDARuntime
+from tpukit.devices.runtime import Runtime
+from tpukit_tools.subprocess_call import run_python
+
+
+def gpu(monkeypatch):
+    """Let torch find a GPU, on which nothing can be computed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+
+
+def test_gpus_without_bf16_take_fp16_with_a_scaler(monkeypatch):
+    gpu(monkeypatch)
+    assert CUDARuntime("cuda").precision == "fp16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert CUDARuntime("cuda").precision == "bf16"
+
+
+def test_a_gpu_measures_its_algorithms_and_one_that_torch_cannot_use_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    gpu(monkeypatch)
+    assert CUDARuntime("cuda").device.type == "cuda" and torch.backends.cudnn.benchmark
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with refuses("built without CUDA, or the driver is too old"):
+        CUDARuntime("cuda")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The environment variables with which each runtime of an XLA device was opened."""
+    pytest.importorskip("torch_xla")
+    seen = []
+    monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(dict(os.environ)))
+    return seen
+
+
+COUNT_FAULTS = """
+import os, resource, torch
+from tpukit.devices.runtime import Runtime
+
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
+
+def faults():
+    for step in range(20):
+        if step == 15:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults())
+for name in ("NOTHING", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"):
+    if os.fork() == 0:
+        os.environ[name] = "glibc.malloc.top_pad=131072"
+        Runtime("cpu")
+        print(faults(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="another malloc than glibc's"
+)
+def test_memory_that_a_step_on_a_cpu_frees_is_there_for_the_next_unless_the_user_sets_malloc():
+    unset = dict.fromkeys(name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES")))
+    ran = run_python("-u", "-c", COUNT_FAULTS, variables=unset, timeout_s=120)
+    alone, kept, *with_settings = map(int, ran.stdout.split())
+    assert alone >= 5 * 32  # of 2 MiB each, where the system has large pages
+    assert kept < alone / 10 and len(with_settings) == 2 and min(with_settings) >= alone / 10
+
+
+def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_otherwise(monkeypatch):
+    gpu(monkeypatch)
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    expected = {
+        torch.optim.Adam(weights): dict(fused=True, capturable=True),
+        # whose fused step fails where a gradient comes later
+        torch.optim.SGD(weights, 0.1): dict(fused=None),
+        torch.optim.AdamW(weights, fused=False): dict(fused=False, capturable=True),
+        torch.optim.Adagrad(weights): dict(fused=None),  # torch has its fused kernel for CPUs only
+        torch.optim.RMSprop(weights): dict(capturable=True),
+    }
+    for optimizer, wanted in expected.items():
+        assert CUDARuntime("cuda", "bf16").init_optimizer_state(optimizer)
+        assert {name: optimizer.param_groups[0][name] for name in wanted} == wanted
+    adam = torch.optim.Adam(weights)
+    Runtime("cpu").init_optimizer_state(adam)
+    assert not adam.param_groups[0]["capturable"] and adam.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize(
+    ("version", "chips", "given", "wanted"),
+    [
+        ("0.0.21", 1, None, "--a=1 --b=2"),
+        ("0.0.17", 8, "--c=3", "--c=3 --a=1 --b=2"),
+        ("0.0.21", 1, "--c=3 --a=5", "--c=3 --a=5 --b=2"),  # the user's own win
+        # as torch_xla does for chips on a bus
+        ("0.0.17", 0, None, "--a=1 --b=2 --xla_tpu_use_enhanced_launch_barrier=false"),
+        ("0.0.17", 0, *["--xla_tpu_use_enhanced_launch_barrier=true --a=1 --b=2"] * 2),
+        ("0.0.99", 0, "--c=3", "--c=3"),  # a flag that it does not know would end the process
+        (None, 1, None, None),
+    ],
+)
+def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
+    monkeypatch, opened, version, chips, given, wanted
+):
+    monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: chips)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", given or "")  # so that it is as before when the test has ended
+    if given is None:
+        monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
+    for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
+        env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False, versions={})
+        open_runtime(env, libtpu_args="--a=1 --b=2")
+    assert [environ.get("LIBTPU_INIT_ARGS") for environ in opened] == [given, wanted, wanted]
+
+
+FP32 = """
+import json, os, sys, warnings, torch
+from tpukit.devices.cuda import CUDARuntime
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+class Opened(CUDARuntime):
+    _open_device = lambda self: torch.device("cpu")
+cudnn = torch.backends.cudnn
+for setting in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        exec(setting)  # by the user
+        Opened("cuda", "fp32")
+        matmul = torch.backends.cuda.matmul
+        found = [matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()]
+        if hasattr(cudnn, "conv"):
+            precisions = matmul, cudnn.conv, cudnn.rnn
+            found += [one.fp32_precision for one in precisions]
+            torch.backends.fp32_precision = "tf32"
+            found.append(cudnn.conv.fp32_precision)
+        print(json.dumps(found), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set():
+    settings = [
+        "",
+        "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('high')",
+    ]
+    has_newer = hasattr(torch.backends.cudnn, "conv")
+    if has_newer:
+        settings += [
+            "torch.backends.fp32_precision = 'tf32'",
+            "cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        ]
+    ran = run_python("-c", FP32, json.dumps(settings), timeout_s=120)
+    found = list(map(json.loads, ran.stdout.splitlines()))
+    assert found == len(settings) * [[False, False, "highest", *["ieee"] * 4 * has_newer]], ran.stderr
+
+
+@pytest.mark.parametrize("installed, value", [(["torch_tpu"], "1"), ([], None)])
+def test_on_a_machine_without_a_tpu_torch_tpu_looks_for_none(installed, value, monkeypatch):
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    versions = dict.fromkeys(installed, "0.2.0")
+    open_runtime(dataclasses.replace(detect(), accelerator="cpu", versions=versions))
+    assert os.environ.get("TPU_SKIP_MDS_QUERY") == value

@@ -1,0 +1,45 @@
+"""The small MSHNet that comes with tpukit."""
+
+import json
+
+import pytest
+
+import tpukit
+from release import demo as release_demo
+from tpukit.host.errors import TpukitError
+from tpukit.inference.trained import DEMO_FOLDER, find_trained
+from tpukit.runs import weights
+
+IMAGES = {"XDU674.png", "XDU889.png", "XDU516.png", "XDU637.png"}
+TARGETS = 2  # of each of these images, at least, as labelled in IRSTD-1k
+
+
+def test_the_demo_finds_targets_in_its_images():
+    results = tpukit.predict("demo", "demo", progress=False)
+    assert {result["name"] for result in results} == IMAGES
+    found = [result["targets"] for result in results]
+    assert sum(map(bool, found)) >= 3 and max(found) <= 3 * TARGETS
+
+
+def test_the_demo_is_small_and_says_how_it_was_trained():
+    path = DEMO_FOLDER / "weights.safetensors"
+    assert path.stat().st_size <= release_demo.MAX_BYTES
+    metadata = weights.metadata(path)
+    assert json.loads(metadata["settings"])["network"] == "small"
+    assert float(metadata["iou"]) > 0.5
+    assert "/" not in metadata["settings"]
+
+
+def test_a_folder_called_demo_is_taken_for_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    with pytest.raises(TpukitError, match="demo"):
+        find_trained("demo")
+
+
+def test_show_own_shows_the_detections_in_the_images_of_the_demo(monkeypatch):
+    shown = []
+    monkeypatch.setattr("tpukit.inference.own.present_figure", shown.append)
+    tpukit.show_own("demo")
+    titles = [axis.get_title() for axis in shown[0].axes]
+    assert all(any(name in title for title in titles) for name in IMAGES)

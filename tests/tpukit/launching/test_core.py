@@ -1,0 +1,191 @@
+"""`launch` of a plain function, which asks `core()` where it runs."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tpukit
+from tests.conftest import loaded_by, refuses
+from tests.tpukit.launching.conftest import CPU, needs_torch_xla, python, xla_environ
+from tpukit.launching import core as core_module
+
+PLAIN = """
+import tpukit
+
+def line(steps, seed=0):
+    core = tpukit.core()
+    print("native words of", core.rank)
+    if core.rank > 0:
+        print("caf\\udce9")  # a name that is not UTF-8
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1).to(core.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        x = torch.randn(6, 2, generator=generator)[core.rank :: core.size].to(core.device)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        core.optimizer_step(optimizer)
+    core.print(f"{core.size} cores, {steps} steps")
+    print("no end of line", end="")
+    weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    return dict(weights=weights, shape=(core.rank, core.size), ranks=core.world.all_gather(core.rank))
+"""
+
+
+def printed(ran):
+    """What a program printed after the word RESULT, evaluated."""
+    assert "RESULT " in ran.stdout, ran.stdout[-2000:] + ran.stderr[-3000:]
+    return eval(ran.stdout.partition("RESULT ")[2], dict(tensor=torch.tensor))
+
+
+def test_outside_of_a_launch_the_core_is_the_only_one_and_has_this_machines_device(xla):
+    core = tpukit.core()
+    assert (core.rank, core.size, core.device) == (0, 1, xla.device)
+    assert tpukit.core() is core
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "init_process_group", "xmp.spawn"])
+def test_one_of_several_processes_that_no_launch_started_is_not_taken_for_the_only_one(
+    starter, xla, monkeypatch
+):
+    core_module._alone.cache_clear()
+    if starter == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    elif starter == "init_process_group":
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    else:
+        import torch_xla.runtime as xr
+
+        monkeypatch.setattr(xr, "world_size", lambda: 2)
+    with refuses("one of 2", "tpukit.launch"):
+        tpukit.core()
+
+
+def test_on_one_core_a_function_runs_in_this_process_and_a_step_updates_and_counts(xla, capsys):
+    def function(lr, steps):
+        core = tpukit.core()
+        weight = torch.ones(2, device=core.device, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=lr)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            weight.sum().backward()
+            core.optimizer_step(optimizer)
+        core.print("rank", core.rank)
+        return weight.tolist(), core.world.step, os.getpid()
+
+    values, steps, pid = tpukit.launch(function, 0.25, 2, cores=1)
+    assert (values, steps, pid) == ([0.5, 0.5], 2, os.getpid())
+    assert capsys.readouterr().out == "rank 0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", "xla"])
+def test_three_cores_return_rank_0s_result_and_learn_what_one_does(kind):
+    if kind == "xla":
+        needs_torch_xla()
+    env = CPU if kind == "cpu" else xla_environ()
+    program = """
+three = launch(line, 5, cores=3)
+one = launch(line, 5, cores=1)
+print("RESULT", [three, one])
+"""
+    ran = python(PLAIN + program, env=env)
+    three, one = printed(ran)
+    assert three["shape"] == (0, 3) and one["shape"] == (0, 1) and three["ranks"] == [0.0, 1.0, 2.0]
+    for name, values in one["weights"].items():
+        torch.testing.assert_close(three["weights"][name], values, atol=1e-3, rtol=0)  # printed to 4 digits
+    lines = ran.stdout.splitlines()
+    assert lines.count("3 cores, 5 steps") == 1 and {"all 3 cores started", "no end of line"} <= {*lines}
+    assert [line for line in lines if line.startswith("native")] == ["native words of 0"] * 2
+
+
+FAILURES = """
+import glob, tempfile
+from tests.tpukit.launching.launched import cause, children
+
+def fail(accident, steps):
+    core = tpukit.core()
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(steps):
+        weight.sum().backward()
+        core.optimizer_step(optimizer)
+    if core.rank == 1:
+        cause(accident)
+    core.world.all_gather(0)
+
+def unknown():
+    return object()
+
+def slow():
+    time.sleep(8)
+
+def outcome(function, *args, **how):
+    try:
+        return launch(function, *args, cores=2, **how)
+    except CoreFailed as error:
+        return str(error)
+
+left = lambda: glob.glob(tempfile.gettempdir() + "/tpukit-*")
+whole = [outcome(fail, "", 1), left()]
+Job.start_timeout_s = 6
+whole.append(outcome(slow))
+messages = [
+    outcome(fail, "raise", 3),
+    outcome(fail, "raise", 0),
+    outcome(fail, "hang", 1, hang_timeout_s=4),
+    outcome(unknown),
+]
+print("RESULT", [whole, messages, children(os.getpid())])
+"""
+
+
+@pytest.mark.slow
+def test_a_core_of_a_plain_function_that_fails_ends_the_launch_in_its_own_words(tmp_path):
+    ran = python(PLAIN + FAILURES, env={**CPU, "TMPDIR": str(tmp_path)})
+    whole, messages, left = printed(ran)
+    # Nothing stays after a launch that went well, and a call without steps may take its time.
+    assert whole == [None, [], None] and left == []
+    raised, at_once, hung, unknown = messages
+    assert "core 1 (rank 1) in step 4 failed" in raised and "core 1 (rank 1) failed" in at_once
+    for message in (raised, at_once):
+        assert "ValueError: sample 7 is broken" in message and "in cause" in message
+        assert 'raise ValueError("sample 7 is broken")' in message  # its line
+    assert "no core completed a step for 4 s" in hung and "in cause" in hung and "in all_gather" in hung
+    assert "core 0 (rank 0) failed" in unknown and "may return numbers" in unknown
+    log = raised.rpartition("What each core printed: ")[2].replace("NN", "01")
+    assert os.path.exists(log)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_plain_function_at_once():
+    program = """
+import signal, threading
+def wait():
+    core = tpukit.core()
+    core.print("waiting")
+    time.sleep(600)
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Timer(8, interrupt).start()
+try:
+    launch(wait, cores=2)
+except KeyboardInterrupt:
+    from tests.tpukit.launching.launched import children
+    print("RESULT", children(os.getpid()))
+"""
+    ran = python(PLAIN + program, env=CPU, timeout=120)
+    assert printed(ran) == [] and "ending all cores" in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_process_that_launches_a_plain_function_loads_1600_lines_of_tpukit_at_most(cores, tmp_path):
+    program = f"import tpukit\nassert tpukit.launch(lambda: tpukit.core().size, cores={cores}) == {cores}"
+    _, parts, lines = loaded_by(program, tmp_path, CPU)
+    assert parts == {"devices", "host", "launching"} and lines <= 1600

@@ -1,0 +1,117 @@
+"""Scores of weights: all samples once, in the order of one device, recorded in one order."""
+
+import dataclasses
+import math
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import refuses, scores_of
+from tests.tasks.mshnet.small import Narrow
+from tests.tpukit.training.conftest import DIGITS, train_in
+from tpukit import MNIST, TpukitError
+from tpukit.devices.distributed import World
+from tpukit.runs import weights
+from tpukit.training import evaluation
+
+
+def test_a_set_without_samples_is_an_error_that_says_which(digits, tmp_path, cpu, monkeypatch):
+    task = MNIST(dataset_dir=digits)
+    empty = task.test_set()
+    empty.images, empty.labels = empty.images[:0], empty.labels[:0]
+    with pytest.raises(TpukitError, match=f"{task.dataset_dir}.* test set"):
+        scores_of(task, task.model(), empty, cpu)
+    monkeypatch.setattr(MNIST, "datasets", lambda task: (empty, empty))
+    with refuses("batch_size=128", "training set", "0 samples"):
+        train_in(tmp_path, task, cpu)
+
+
+def trained_with_scores(scores, digits, cpu, folder, monkeypatch, **settings):
+    """A run of MNIST whose evaluations return these, one after the other."""
+    remaining = iter(scores)
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: next(remaining))
+    task = MNIST(dataset_dir=digits, **dict(DIGITS, epochs=len(scores), **settings))
+    return train_in(folder, task, cpu)
+
+
+def test_scores_of_numpy_and_torch_are_recorded_as_plain_numbers(digits, cpu, tmp_path, monkeypatch):
+    scores = [dict(accuracy=np.float32(0.5), of=dict(each=np.arange(2), one=torch.tensor(3)))]
+    [record] = trained_with_scores(scores, digits, cpu, tmp_path, monkeypatch).records("evaluation")
+    assert record["scores"] == dict(accuracy=0.5, of=dict(each=[0, 1], one=3)) and record["kept"]
+
+
+@pytest.mark.parametrize(
+    "scores", [dict(loss=1.0), dict(accuracy="high"), dict(accuracy=1j), [0.5], None], ids=str
+)
+def test_scores_that_cannot_be_recorded_or_do_not_decide_are_refused(
+    scores, digits, cpu, tmp_path, monkeypatch
+):
+    with pytest.raises(TpukitError, match="evaluate"):
+        trained_with_scores([scores], digits, cpu, tmp_path, monkeypatch)
+
+
+def test_a_score_that_is_not_a_number_is_kept_only_until_there_is_one(digits, cpu, tmp_path, monkeypatch):
+    scores = [dict(accuracy=value) for value in (math.nan, 0.2, math.nan, 0.1, 0.3)]
+    run = trained_with_scores(scores, digits, cpu, tmp_path, monkeypatch)
+    kept = [record["kept"] for record in run.records("evaluation")]
+    assert kept == [True, True, False, False, True] and weights.epoch_of(run.best()) == 4
+
+
+def test_scores_that_are_never_a_number_end_a_training_with_patience(digits, cpu, tmp_path, monkeypatch):
+    run = trained_with_scores([dict(accuracy=math.nan)] * 9, digits, cpu, tmp_path, monkeypatch, patience=2)
+    assert len(run.records("evaluation")) == 3
+
+
+@pytest.mark.parametrize(
+    "batch_size, peak, ranks, wanted",
+    [
+        (4, 0.5, 1, 64),
+        (5, 0.5, 1, 60),  # whole batches
+        (4, 2, 1, 20),  # half of 20 GiB holds what 5 batches take
+        (4, 11, 1, 4),
+        (128, 0.5, 1, 128),
+        (4, 0.5, 2, 4),
+    ],
+)
+def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(
+    batch_size, peak, ranks, wanted, cpu
+):
+    memory = [(peak * 2**30, 20 * 2**30)]
+    gpu = SimpleNamespace(device=torch.device("cuda"), world=World(0, ranks), memory=lambda: memory)
+    assert evaluation.evaluation_batch(batch_size, gpu) == wanted
+    assert evaluation.evaluation_batch(batch_size, cpu) == batch_size
+
+
+class Noted(Narrow):
+    """Notes how many samples it predicts at once, and is interrupted when it predicts this often."""
+
+    def predict(self, model, batch, epoch=None):
+        sizes.append(len(batch["image"]))
+        if len(sizes) == interrupted_at:
+            signal.raise_signal(signal.SIGINT)
+        return super().predict(model, batch, epoch)
+
+
+sizes, interrupted_at = [], 0
+
+
+@pytest.fixture
+def noted(infrared, monkeypatch):
+    """A task whose evaluations have four samples, three times as many at once as in training if that fits."""
+    sizes.clear()
+    monkeypatch.setattr(evaluation, "evaluation_batch", lambda batch_size, runtime: 3 * batch_size)
+    return Noted(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1, epochs=1)
+
+
+@pytest.mark.parametrize("data_on, wanted", [("device", [3, 3]), ("host", [1, 1, 1, 1])])
+def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_scores(
+    data_on, wanted, noted, cpu, tmp_path, monkeypatch
+):
+    task = dataclasses.replace(noted, data_on=data_on)
+    large = train_in(tmp_path / "large", task, cpu).records("evaluation")[0]["scores"]
+    assert sizes == wanted
+    monkeypatch.undo()
+    assert train_in(tmp_path / "plain", task, cpu).records("evaluation")[0]["scores"] == large

@@ -1,0 +1,163 @@
+"""The training loop: what it learns, and what a stopped, killed or resumed run keeps."""
+
+import contextlib
+import dataclasses
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+
+from tests.conftest import SMALL, best_weights, checkpoint, exact, same
+from tests.tasks.cdeit.small import Tiny
+from tests.tasks.mshnet.small import Narrow
+from tests.tpukit.training.conftest import DIGITS, train_in
+from tpukit import MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitError, train
+from tpukit.reporting import display
+from tpukit.runs import weights
+from tpukit.runs.settings import setting
+
+TASKS = {  # the class, its data, its settings
+    "mnist": (MNIST, "digits", {}),
+    "mshnet": (MSHNet, "infrared", dict(warm_epoch=0, base_size=32, crop_size=32)),
+    "cdeit": (Tiny, "tank", dict(lr=1e-3)),
+    "images": (ImageClassifier, "shapes", dict(model_name="test_vit", image_size=32, lr=1e-3)),
+    "text": (LanguageModel, "topics", dict(sequence_length=48, new_tokens=4, lr=1e-3)),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+def test_every_task_moves_its_weights_scores_and_shows(name, device, tmp_path, request, capsys):
+    kind, data, settings = TASKS[name]
+    kind = Narrow if kind is MSHNet and device == "xla" else kind
+    runtime = request.getfixturevalue(device)
+    task = kind(dataset_dir=request.getfixturevalue(data), epochs=2, **SMALL | settings)
+    run = Run.open(tmp_path / "run", task)
+    torch.manual_seed(task.seed)
+    before = task.model().state_dict()
+    scores = train(task, run, runtime=runtime, progress=False)
+    after = checkpoint(run)["model"]
+    still = [n for n in before if n.endswith("weight") and torch.equal(before[n], after[n])]
+    assert not still and all(value.device.type == "cpu" for value in after.values())
+    assert -6 <= scores[task.score] <= 1 and run.records("train")[-1]["grad_norm"] > 0
+    display.show(task)
+    display.show_samples(task)
+    display.show(run)
+    display.show_report(run)
+    display.show_predictions(run, task)
+    assert (run.path / "pictures/curves.png").stat().st_size > 5000
+    assert (run.path / "pictures/predictions.png").stat().st_size > 3000
+    assert f"It ran on {runtime}" in capsys.readouterr().out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remembered(MNIST):
+    """MNIST whose models can be asked for afterwards, and which may want more memory than there is."""
+
+    models: list = dataclasses.field(default_factory=list)
+    full_at: int = 99
+
+    def model(self):
+        model = super().model().insert(1, torch.nn.BatchNorm2d(4))
+        self.models.append(weakref.ref(model))
+        return model
+
+    def loss(self, model, batch, epoch):
+        if self.full_at < 99 and epoch >= self.full_at:  # on XLA the epoch is a tensor
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().loss(model, batch, epoch)
+
+
+@pytest.fixture
+def without_gc():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+ENDS = [dict(ema_decay=0.9), dict(batch_norm="frozen"), dict(epochs=2, full_at=1)]
+# On XLA the epoch is a tensor: nothing can fail at its value.
+ON_XLA = [pytest.param("xla", settings, marks=pytest.mark.slow) for settings in ENDS[:2]]
+
+
+@pytest.mark.parametrize("device, settings", [*(("cpu", settings) for settings in ENDS), *ON_XLA], ids=str)
+def test_the_model_of_a_training_is_freed_as_soon_as_it_ends_or_runs_out_of_memory_and_its_error_is_kept(
+    device, settings, digits, tmp_path, request, without_gc
+):
+    task = Remembered(dataset_dir=digits, **DIGITS | dict(epochs=1) | settings)
+    ends = pytest.raises(TpukitError, match="smaller batch_size")
+    with ends if "full_at" in settings else contextlib.nullcontext() as kept:
+        train_in(tmp_path, task, request.getfixturevalue(device))
+    assert (kept is None or kept.value.__cause__ is not None) and task.models[0]() is None
+
+
+class DrawsARandomSplit(MNIST):
+    def datasets(self):
+        torch.rand(7)
+        return super().datasets()
+
+
+def test_datasets_that_draw_random_numbers_do_not_change_the_weights(digits, tmp_path, cpu):
+    runs = [
+        train_in(tmp_path / kind.__name__, kind(dataset_dir=digits, epochs=1, **DIGITS), cpu)
+        for kind in (MNIST, DrawsARandomSplit)
+    ]
+    assert exact(runs[0]) == exact(runs[1])
+
+
+# Early stopping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scripted(MNIST):
+    """Its evaluations have these scores, each after a while."""
+
+    accuracies: tuple[float, ...] = (0.5, 0.4, 0.6, 0.6, 0.1, 0.7, 0.7, 0.65, 0.2, 0.9)
+    evaluated: list = setting(None, free=True)
+
+    def evaluate(self, predictions):
+        time.sleep(0.02)
+        self.evaluated.append(1)
+        return dict(super().evaluate(predictions), accuracy=self.accuracies[len(self.evaluated) - 1])
+
+
+def scripted(folder, cpu, digits, earlier=0, **settings):
+    """(run, epochs that were trained) of a training that follows `earlier` evaluations."""
+    settings = DIGITS | dict(epochs=10, batch_size=100) | settings
+    run = train_in(folder, Scripted(dataset_dir=digits, evaluated=[1] * earlier, **settings), cpu)
+    return run, len(run.records("epoch"))
+
+
+@pytest.mark.parametrize("patience, epochs", [(None, 10), (1, 2), (3, 9), (4, 10)])
+def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(
+    patience, epochs, digits, tmp_path, cpu
+):
+    run, trained = scripted(tmp_path, cpu, digits, patience=patience)
+    assert trained == epochs == len(run.records("evaluation"))
+    assert checkpoint(run)["state"]["step"] == 2 * epochs
+    stopped = [(r["step"], r["epoch"], r["patience"]) for r in run.records("stopped")]
+    assert stopped == ([(2 * epochs, epochs - 1, patience)] if epochs < 10 else [])
+    assert (run.path / "log.txt").read_text().count("stopped early") == (epochs < 10)
+
+
+def test_only_evaluations_count_and_the_best_weights_are_those_of_the_best_one(digits, tmp_path, cpu):
+    scores = (0.3, 0.5, 0.4, 0.5, 0.9)
+    run, epochs = scripted(tmp_path, cpu, digits, patience=2, eval_every=2, accuracies=scores)
+    assert epochs == 8 and weights.metadata(run.path / "best.safetensors")["epoch"] == "3"
+
+
+def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equals_one_that_had_it(
+    digits, tmp_path, cpu
+):
+    straight, _ = scripted(tmp_path / "straight", cpu, digits, patience=3)
+    run, epochs = scripted(tmp_path / "parted", cpu, digits, patience=2)
+    stopped = checkpoint(run)["model"]
+    _, again = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=2)
+    assert again == epochs == 5 and same(checkpoint(run)["model"], stopped)
+    assert (run.path / "log.txt").read_text().count("stopped early after epoch 5") == 2
+    _, more = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=3)
+    assert more == 9 and same(best_weights(run), best_weights(straight))
+    assert [r for r in exact(run) if r["step"] != 10 or r["kind"] != "stopped"] == exact(straight)

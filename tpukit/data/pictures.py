@@ -1,0 +1,178 @@
+"""Image files of users: which formats are opened, how large one may be, grey deeper than 8 bits, and errors
+that name the file."""
+
+import collections
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from tpukit.data import arrays
+from tpukit.host.errors import TpukitError, as_unreadable, first_line
+from tpukit.runs import weights
+
+# No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+STACKS = ("PNG", "WEBP", "GIF", "TIFF")  # may have several pages; what phones put into a JPEG is a preview
+DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats that can have more than 8 bits of grey
+ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
+# Of files that belong next to images: they are left out without a word.
+BESIDE = ".txt .csv .tsv .json .jsonl .xml .md .html .yaml .yml .db .ini .py".split()
+LEVELS = 256
+PERCENTILES = (0, 0.5, 99.5, 100)
+Levels = tuple[float, float]  # values of grey that become 0 and 255
+MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
+
+
+@contextlib.contextmanager
+def opened(path: Path | str) -> Iterator[Image.Image]:
+    """Context manager: the Pillow image of a file, not decoded yet.
+
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS, for several pages or frames, and
+    for colours deeper than 8 bits, of which Pillow would keep the upper 8."""
+    with Image.open(path, formats=FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise TpukitError(
+                f"its header declares {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}"
+            )
+        if image.format in STACKS and getattr(image, "is_animated", False):
+            raise TpukitError("it has several pages or frames: save the one that is meant as its own file")
+        if _has_deep_colours(image):
+            raise TpukitError("its channels have 16 bits: convert it to 8 bits, or to one channel of 16")
+        yield image
+
+
+def is_turned(path: Path) -> bool:
+    """Return whether the EXIF orientation of a file says that it is stored turned or mirrored."""
+    with Image.open(path, formats=FORMATS) as image:
+        return "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+
+
+def left_out(paths: Iterable[Path]) -> list[str]:
+    """Return a sentence that counts the files, by their endings, that are not read as images; none if there
+    are none."""
+    # A file without an ending may be an image, README and LICENSE are none.
+    paths = [path for path in paths if path.name[0] != "." and not (path.name.isupper() and not path.suffix)]
+    endings = [path.suffix.lower() for path in paths]
+    counts = collections.Counter(each for each in endings if each not in (*ENDINGS, *BESIDE))
+    listed = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in counts.most_common(5))
+    return [f"files that are not read, and so left out: {listed} (convert images to PNG)"] if counts else []
+
+
+# Colours and grey deeper than 8 bits
+
+
+def _has_deep_colours(image):
+    """Whether Pillow is about to keep 8 bits of 16. It can keep all of them only for grey."""
+    if image.mode.startswith(("I", "F")) or not image.tile:
+        return False
+    how = image.tile[0][3]  # as "RGB;16B" of a PNG, or ("RGB", the largest value) of a PPM
+    return how[-1] >= LEVELS if image.format == "PPM" and isinstance(how, tuple) else ";16" in str(how)
+
+
+def upright_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
+    """Turn a Pillow image upright by its EXIF orientation, and make 8 bits of 16 or 32 bits of grey.
+
+    levels: of the training set. Raises TpukitError for deep grey without them, or so far from them that
+    nothing would be visible."""
+    image = ImageOps.exif_transpose(image)
+    if not image.mode.startswith(("I", "F")):  # I;16, I;16B, I, F
+        return image
+    values = np.asarray(image).astype(np.float64)
+    least, most = np.nanmin(values), np.nanmax(values)
+    if levels is None:
+        raise TpukitError(
+            f"its grey values are {least:g} to {most:g}, deeper than 8 bits, and nothing says how the"
+            " training set's were scaled: convert it to 8 bits as those were"
+        )
+    low, high = levels
+    if most < low or least > high:
+        raise TpukitError(
+            f"its grey values are {least:g} to {most:g}, and the training set's {low:g} to {high:g}: nothing"
+            " of it would be visible, so convert it to the same unit"
+        )
+    scaled = np.nan_to_num((values - low) * ((LEVELS - 1) / (high - low)))
+    return Image.fromarray(np.rint(scaled.clip(0, LEVELS - 1)).astype(np.uint8))
+
+
+def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
+    """Return (the levels that a set of images is scaled by, a sentence for the log); (None, "") if none is
+    deeper than 8 bits.
+
+    From half a percent to 99.5 % of the pixels, and as much again at both ends, as far as there are such
+    values: a broken pixel counts for nothing, and a few bright ones keep their place."""
+    deep = [path for path in paths if path.suffix.lower() in DEEP_ENDINGS and path.is_file()]
+    key = arrays.state_of(deep)
+    ranges = arrays.mapped("grey-levels", key, lambda: dict(ranges=_measure(deep)))["ranges"]
+    if not len(ranges):
+        return None, ""
+    least, lows, highs, most = np.asarray(ranges).T
+    low, high = np.percentile(lows, 1), np.percentile(highs, 99)
+    span = high - low
+    low, high = max(least.min(), low - span), min(most.max(), high + span)
+    high = high if high > low else low + 1
+    note = (
+        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits: the training set's {low:g}"
+        f" to {high:g} become 0 to {LEVELS - 1}, in predictions, too"
+    )
+    return (float(low), float(high)), note
+
+
+def _measure(paths):
+    """(N, 4): the least value, two percentiles, and the largest of each image that is deeper than 8 bits. One
+    that cannot be read is left to whoever decodes it."""
+
+    def measure(path):
+        try:
+            with opened(path) as image:
+                if not image.mode.startswith(("I", "F")):
+                    return None
+                values = np.asarray(image).astype(np.float64)
+        except Exception as error:  # Pillow raises many types for a damaged file
+            if of_disk := as_unreadable(error, path):
+                raise of_disk from error
+            return None
+        values = values[np.isfinite(values)]
+        return np.percentile(values, PERCENTILES) if values.size else None
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = [each for each in pool.map(measure, paths) if each is not None]
+    return np.array(found).reshape(-1, 4)
+
+
+def kept_levels(file: Path | None) -> Levels | None:
+    """Return the levels that a training run kept with its weights; None if there are none."""
+    kept = weights.metadata(file).get("grey_levels", "") if file else ""
+    try:
+        low, high = map(float, kept.split())
+    except ValueError:
+        return None
+    return (low, high) if -np.inf < low < high < np.inf else None
+
+
+def format_levels(levels: Levels | None) -> dict[str, str]:
+    """Return what a task keeps of levels with its weights, for `kept_levels`."""
+    return dict(grey_levels=f"{levels[0]!r} {levels[1]!r}") if levels else {}
+
+
+def describe_opening(levels: Levels | None) -> str:
+    """Return, for those who use an exported network, how an image file is opened as in training."""
+    scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
+    return f"turn it upright by its EXIF orientation;{scaled}"
+
+
+def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> list[np.ndarray]:
+    """Return read(path) of each of a user's own files. Raises TpukitError, which names the first that cannot
+    be read."""
+    images = []
+    for path in paths:
+        try:
+            images.append(read(path))
+        except Exception as error:  # Pillow raises many types for a damaged file
+            if of_disk := as_unreadable(error, path):
+                raise of_disk from error
+            raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
+    return images

@@ -1,0 +1,187 @@
+"""Predict a user's own files: samples of any kind that a task reads."""
+
+import collections
+import contextlib
+import dataclasses
+import glob
+import itertools
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils._pytree import tree_map, tree_map_only
+
+from tpukit.data.arrays import Arrays
+from tpukit.data.datasets import is_demo
+from tpukit.devices.runtime import Runtime
+from tpukit.host.errors import TpukitError, explained
+from tpukit.host.text import printable
+from tpukit.inference.trained import DEMO_FOLDER
+from tpukit.leaves import part_of
+from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
+from tpukit.training.task import Task
+
+MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
+
+
+class OwnFiles(Protocol):
+    """The part of a task that only a user's own files ask for; what a task does not have is as here."""
+
+    def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
+        """Read a user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays
+        that a user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
+
+        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
+        such a batch. Raises TpukitError naming a file that cannot be read."""
+        raise TpukitError(
+            f"{type(self).__name__} must implement read_files() to predict a user's own files:"
+            " tpukit_tasks/mnist.py shows how"
+        )
+
+    def results(self, batch: Arrays, predictions: Any) -> list[dict]:
+        """Return a user's results for files of their own: a dict for each sample, of numbers, strings, lists
+        of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a
+        mask.
+
+        batch, predictions: arrays (N, ...), as `panels` gets them."""
+        values = np.asarray(predictions)
+        return [dict(prediction=value if np.ndim(value) else value.item()) for value in values]
+
+    def split(self, batch: Arrays) -> tuple[list[Arrays], Callable[[list], object]]:
+        """(rows, join): a sample of a user's own (dict of arrays (1, ...)) as rows of one shape for all
+        samples, a list of dicts of arrays without the batch's axis; and a function from the list of their
+        predictions to that of the sample, (1, ...). This is one row; a task with samples of any size has its
+        own, which may cut a sample into several."""
+        row = {name: values[0] for name, values in batch.items()}
+        return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
+
+
+@dataclasses.dataclass
+class Sample:
+    """A sample of a user's files: what the task read of it, and what was predicted. For a file that cannot be
+    read, `error`."""
+
+    name: str
+    batch: dict[str, np.ndarray] | None = None
+    """arrays (1, ...)"""
+    prediction: Any = None
+    """as the task's predictor makes it, of numpy arrays (1, ...)"""
+    error: str | None = None
+
+
+def predict_files(
+    task: Task, best: Path, paths: Iterable[Path], runtime: Runtime, *, batch_size: int = BATCH_SIZE
+) -> Iterator[Sample]:
+    """Yield a `Sample` for each sample of the files, in order: those of a batch when it is predicted.
+
+    best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
+    with `error`; the others are still predicted."""
+    read_files, split = (part_of(task, OwnFiles, name) for name in ("read_files", "split"))
+    predictor = open_predictor(task, best, runtime)
+    waiting = collections.deque()  # (sample, function that joins its rows' predictions, number of rows)
+
+    def rows():
+        for path in paths:
+            try:
+                batch, names = read_files([path], best)
+            except TpukitError as error:
+                waiting.append((Sample(path.name, error=printable(error)), None, 0))
+                continue
+            for index, name in enumerate(names):
+                one = {key: values[index : index + 1] for key, values in batch.items()}
+                parts, join = split(one)
+                waiting.append((Sample(name, one), join, len(parts)))
+                yield from parts
+
+    def batches():
+        waiting_rows = rows()
+        while part := list(itertools.islice(waiting_rows, batch_size)):
+            # On a device that compiles, the last batch is filled up, so that there is one compiled graph.
+            filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
+            batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
+            yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
+
+    predictions = (  # of each row
+        tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
+        for prediction, batch in predict_batches(predictor, batches(), runtime, keys=())
+        for index in range(int(batch["valid"].sum()))
+    )
+    for prediction in predictions:
+        while not waiting[0][2]:
+            yield waiting.popleft()[0]
+        sample, join, count = waiting.popleft()
+        sample.prediction = join([prediction, *itertools.islice(predictions, count - 1)])
+        yield sample
+    yield from (sample for sample, _, _ in waiting)
+
+
+def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Return the files that were named, those of a folder or a pattern (`*.png`) sorted by name, without
+    hidden ones; for "demo", the infrared images that come with tpukit.
+
+    Raises TpukitError if there is none, or two whose results would have one name.
+    """
+    found = []
+    for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        path = DEMO_FOLDER / "*.png" if is_demo(path) else Path(path).expanduser()
+        pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
+        entries = [path] if path.is_file() else list(map(Path, sorted(glob.glob(pattern, recursive=True))))
+        files = [entry for entry in entries if entry.is_file()]
+        if path.is_dir() and (folders := [entry.name for entry in entries if entry.is_dir()]):
+            told = f"{path}: {len(folders)} folders in it are not searched ({', '.join(folders[:3])})"
+            print(printable(told))
+        if not files:
+            raise TpukitError(
+                f"{path}: no file is there, or a device or a named pipe: name a file, a folder of files, or a"
+                " pattern"
+            )
+        found += files
+    if not found:
+        raise TpukitError("no files: name a file, or a folder of files")
+    by_stem = {}
+    for path in found:
+        first = by_stem.setdefault(stem_of(path.name).lower(), path)
+        if first is not path:
+            raise TpukitError(f"the results of {first} and {path} would have one name: rename one of the two")
+    return found
+
+
+def stem_of(name: str) -> str:
+    """Return the name of a sample's files in the results, without their ending: night of night.png. The 255
+    bytes that a disk takes have room for that ending, too."""
+    name = re.sub(r"\.png$", "", printable(name).replace("/", "_"), flags=re.IGNORECASE)
+    return name.encode()[:MAX_NAME].decode(errors="ignore")
+
+
+@contextlib.contextmanager
+def as_files(inputs: Any) -> Iterator[list[Path]]:
+    """Context manager: the files of `inputs`, for `list_files`: paths, or arrays and PIL images, which become
+    files in a temporary folder. Arrays of uint8 or uint16 are images, (H, W) or (H, W, 3); all others are
+    numbers, such as voltages."""
+    if isinstance(inputs, (str, Path, np.ndarray, Image.Image)):
+        inputs = [inputs]
+    if all(isinstance(one, (str, Path)) for one in inputs):
+        yield list_files(inputs)
+        return
+    with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
+        yield [_as_file(one, Path(folder) / f"{number:04d}") for number, one in enumerate(inputs)]
+
+
+def _as_file(one: Any, stem: Path) -> Path:
+    path = stem.with_suffix(".png")
+    about = "not an image: give paths, PIL images, or numpy arrays (H, W) or (H, W, 3)"
+    with explained(f"{type(one).__name__} is {about}"):
+        if not isinstance(one, Image.Image):
+            array = np.asarray(one)
+            if array.dtype not in (np.bool_, np.uint8, np.uint16):
+                np.save(stem, array, allow_pickle=False)
+                return stem.with_suffix(".npy")
+            one = Image.fromarray(array)
+        has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
+        (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)
+    return path

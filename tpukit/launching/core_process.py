@@ -1,0 +1,162 @@
+"""The life of a core in a launch: join the others, open its device, call the function, and write how that
+ended."""
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep
+# the group, and the group's threads abort the process when Python ends before them.
+import torch.distributed.nn.functional  # noqa: F401
+from torch.utils._pytree import tree_map_only
+
+from tpukit.devices import add_libtpu_args, chip_access, open_runtime
+from tpukit.devices.distributed import World
+from tpukit.devices.runtime import Runtime
+from tpukit.devices.watchdog import Watchdog
+from tpukit.host import files
+from tpukit.host.errors import TpukitError, explained
+from tpukit.host.known_errors import fix_for
+from tpukit.host.signals import is_stop
+from tpukit.host.text import GIB
+from tpukit.launching.core import Core, running
+from tpukit.launching.job import PRINTED, Job
+
+
+def run_core(job: Job, index: int) -> None:
+    """Call the job's function as one rank, in a process of its own, which is core number `index`.
+
+    Writes rank 0's result to its file `result`, and how the call ended to its file `end`, as JSON:
+    dict(outcome="done"); dict(outcome="stopped") after a signal; or dict(outcome="failed", where, time,
+    description)."""
+    core = None
+    try:
+        # All stay open until the process ends: faulthandler writes to its files at any moment.
+        names = ("log", "step", "stacks", "hang")
+        log, steps, stacks, hang = (
+            open(job.file(index, name), "w", buffering=1, errors="replace") for name in names
+        )
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log  # a notebook's own would continue to write to the notebook
+        faulthandler.enable(file=stacks)
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        # Neither this nor the watchdog ends the process: the notebook's does, once it has the stacks of all.
+        faulthandler.dump_traceback_later(job.start_timeout_s, file=hang)
+        world = join(job, index)
+        if world.rank == 0:
+            sys.stdout = open(job.folder / PRINTED, "a", buffering=1, errors="replace")
+        with joined(job, world, hang, kills_process=False, steps=steps) as core:
+            result = tree_map_only(np.generic, np.generic.item, core.runtime.to_cpu(job.call(core)))
+            if world.rank == 0:
+                with explained("a function may return numbers, strings, tensors, and lists or dicts of them"):
+                    torch.save(result, job.file(index, "result"))
+                    torch.load(job.file(index, "result"), weights_only=True)  # as the notebook's process will
+        ending = dict(outcome="done")
+    except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
+        ending = _ending(error, describe(job, index, core))
+    faulthandler.cancel_dump_traceback_later()
+    files.write_atomic(job.file(index, "end"), json.dumps(ending))
+
+
+def _ending(error: BaseException, where: str) -> dict[str, Any]:
+    """Return how a core ended, if by this error: stopped by a signal, or failed."""
+    if is_stop(error):
+        return dict(outcome="stopped")
+    description = str(error)
+    if not isinstance(error, TpukitError):
+        description = f"{traceback.format_exc()}\n{fix_for(description) or ''}".strip()
+    return dict(outcome="failed", where=where, time=time.time(), description=description)
+
+
+def describe(job: Job, index: int, core: Core | None) -> str:
+    """Describe where this process's core, number `index`, is; None before it has started."""
+    return job.describe(index, core.world.step, core.rank) if core else job.describe(index, None)
+
+
+@contextlib.contextmanager
+def joined(job: Job, world: World, stacks: IO[str], **watch) -> Iterator[Core]:
+    """Context manager: open this process's device as one rank of `world`, and leave the others at the end.
+
+    stacks, watch: arguments of the `Watchdog`."""
+    try:
+        core = Core(open_core(job, world), is_forked=job.rendezvous is not None)
+        faulthandler.cancel_dump_traceback_later()  # it has started
+        world.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.plan.trains, **watch)
+        with running(core):
+            yield core
+        # Not after a failure: the others may be gone, and waiting for them would hang.
+        if dist.is_initialized():
+            gc.collect()  # NCCL waits for every graph that holds one of its operations
+            dist.destroy_process_group()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def open_core(job: Job, world: World) -> Runtime:
+    """Open this core's device as one rank of `world`, and let rank 0 print which cores started."""
+    # OpenMP's threads do not survive a fork, and it waits for them forever: if the launching process may
+    # have computed with torch, as in a notebook, each core's host part uses one thread, which is enough next
+    # to an accelerator.
+    one_thread = job.env.accelerator != "cpu" or "ipykernel" in sys.modules
+    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // job.processes))
+    runtime = open_runtime(job.env, job.plan.precision, world=world)
+    memory = runtime.memory()
+    size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
+    mine = f"{runtime.device_name()}{size}"
+    if lines := world.gather(mine):  # rank 0 has those of all
+        for number, line in enumerate(lines):
+            job.plan.say(f"core {number}: {line}")
+        job.plan.say(f"all {len(lines)} cores started")
+    return runtime
+
+
+# The process group
+
+
+def join(job: Job, index: int) -> World:
+    """Return the `World` of one of a launch's processes, which meet in a file and use the loopback device
+    only."""
+    by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
+    if job.env.accelerator == "tpu":
+        chip_access.clear_variables()
+    if by_torch_xla:  # before `open_chip`: libtpu reads them once
+        add_libtpu_args(job.plan.libtpu_args(job.processes))
+    else:
+        os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
+        # torch_tpu opens no chip without an address; they meet in a file.
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    rank, size = index, job.processes
+    if by_torch_xla:
+        rank, size = chip_access.open_chip(index, job.processes)
+    if sys.platform == "linux":
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    store = dist.FileStore(str(job.rendezvous), size)
+    store.set_timeout(_group_timeout(job))
+    return join_group(job, index, rank=rank, world_size=size, store=store)
+
+
+def join_group(job: Job, local_rank: int, **init_args) -> World:
+    """Return the `World` of this process, after it has joined the others. init_args: of
+    torch.distributed.init_process_group."""
+    backend = chip_access.open_for_group(job.env, local_rank)
+    dist.init_process_group(backend, timeout=_group_timeout(job), **init_args)
+    return World(dist.get_rank(), dist.get_world_size())
+
+
+def _group_timeout(job: Job) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s))

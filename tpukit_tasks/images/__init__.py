@@ -1,0 +1,362 @@
+"""Image classification on your own images, by any network of timm or torchvision.
+
+torch is imported where it is used, so that the help of the command line need not wait for it. Shapes: B
+batch, S side of the images, K classes."""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from tpukit.data import arrays, pictures
+from tpukit.data.datasets import archive_stem
+from tpukit.data.splits import SPLITS, some
+from tpukit.host import files
+from tpukit.host.errors import TpukitError, explained, reading
+from tpukit.host.spreadsheets import as_csv
+from tpukit.runs import weights
+from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
+from tpukit.training.task import Task
+from tpukit_tasks.images import augment, models
+from tpukit_tasks.images.data import ImageSet, find_copies, read_image
+from tpukit_tasks.images.samples import find_samples
+from tpukit_tasks.images.synthetic import shapes_set
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
+WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
+FEW = 10  # images of a class, below which `check_labels` warns
+# Defaults of a training run; a small set gets more epochs, so that there are STEPS, and smaller batches.
+EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageClassifier(Task):
+    """Image classification on your own images, with a network of timm (or torchvision), fine-tuned or from
+    scratch.
+
+    dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; or a CSV file
+    with paths and labels, or its folder."""
+
+    name: ClassVar[str] = "images"
+    dataset: ClassVar[str] = "my-images"
+    needs_own_data: ClassVar[bool] = True
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
+    synthetic_size: ClassVar[int] = 480
+    synthetic_size_accelerator: ClassVar[int] = 2400
+    synthesize = staticmethod(shapes_set)
+    score: ClassVar[str] = "accuracy"
+    score_names: ClassVar[dict[str, str]] = dict(accuracy="accuracy, share of test images")
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
+    saved_title: ClassVar[str] = "Test images, the hardest first"
+    export_output: ClassVar[str] = "one score for each class, before softmax, in the order of `classes`"
+
+    epochs: int | None = setting(None, free=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Passes over the training set. None: 10, or more for a small set, to make 200 steps."""
+    batch_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Global batch size: images in one optimizer step, over all cores. None: about a sixteenth of the
+    training images, from 8 to 64."""
+    lr: float = 1e-3
+    """Learning rate of AdamW. Use a third of it for a large pretrained network."""
+    weight_decay: float = 0.05
+    """Weight decay of AdamW; not for biases and norms."""
+    model_name: str = "resnet18"
+    """A classification model of timm, or of torchvision if timm is not installed."""
+    pretrained: str = "auto"
+    """Start from pretrained weights: yes, no, auto (if they are found, else random ones) or a file. They come
+    from timm's cache or the internet. The last layer is replaced if its classes differ."""
+    image_size: int | None = None
+    """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
+    kept. None: as in the run that `weights` come from, else the network's own."""
+    images_dir: Path | None = setting(None, free=True)
+    """Folder that the paths in a CSV are relative to, and may not leave; None: the folder of the CSV."""
+    skip_bad: bool = False
+    """Leave out images that are missing or cannot be read, instead of stopping."""
+    flip: float = 0.5
+    """Share of the training images that are mirrored, left to right. 0 for digits and letters."""
+    crop: float = 0.5
+    """Smallest share of an image's area that a random crop keeps, enlarged to the whole size; 1: no crops."""
+    colour: float = 0.2
+    """Brightness, contrast and saturation of training images each change by up to this share; 0: none."""
+    label_smoothing: float = 0.1
+    """Share of each label that is spread evenly over all classes."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_at_least(self, 1, "image_size")
+        require_at_least(self, 0, "weight_decay")
+        require_shares(self, "flip", "crop", "colour", "label_smoothing")
+        if self.crop == 0:
+            raise TpukitError("crop=0: it must be more than 0")
+        self._choose_batch_and_epochs()
+
+    def _choose_batch_and_epochs(self):
+        """Set what was left None: for the dataset, or for a large one until it is known."""
+        given = (self.batch_size, self.epochs)
+        batch_size, epochs = (None if isinstance(value, Chosen) else value for value in given)
+        if batch_size is not None and epochs is not None:
+            return
+        place, count = self.dataset_dir, BATCH_SIZE * STEPS
+        if place and place.exists() and not archive_stem(place):
+            count = len(find_samples(place, self.images_dir).samples["train"])
+        if batch_size is None:
+            sixteenth = 2 ** round(math.log2(count / 16))
+            batch_size = Chosen(min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
+        if epochs is None:
+            epochs = Chosen(max(EPOCHS, math.ceil(STEPS / max(count // batch_size, 1))))
+        object.__setattr__(self, "batch_size", batch_size)  # the class is frozen
+        object.__setattr__(self, "epochs", epochs)
+
+    # Data
+
+    def datasets(self) -> tuple[ImageSet, ImageSet]:
+        found = self._find_samples()
+        pretrained, weights_note = self._find_pretrained()
+        is_random = pretrained is None and not self.weights
+        levels, levels_note = self._levels(found)
+        classes = _listed(found.classes)
+        notes = [classes, levels_note] if is_random else [weights_note, classes, levels_note]
+        draw = functools.partial(augment.draw, **self._augmentation)
+        data = self._open(found, levels, "train", draw=draw, notes="\n".join(filter(None, notes)))
+        test = self._open(found, levels, "val", "test")
+        data.notices += found.notices + find_copies(data, test)
+        if is_random:
+            data.notices.append(f"{weights_note}. To train from these, a few hundred photos are not enough")
+        return data, test
+
+    def test_set(self) -> ImageSet:
+        """test/ if there is one; of a set with a val/ alone, that."""
+        found = self._find_samples()
+        levels, _ = self._levels(found)
+        test = self._open(found, levels, "test", "val")
+        test.notices += found.notices
+        return test
+
+    def _open(self, found, levels, *splits, **options):
+        split = next(name for name in splits if name in found.samples)
+        options |= dict(split=split, size=self._size(), skip_bad=self.skip_bad, levels=levels)
+        return ImageSet(found.classes, found.samples[split], **options)
+
+    def _levels(self, found):
+        """(`pictures.Levels` or None, a sentence for the log). By other levels than in training, an image
+        would be another for these weights."""
+        if kept := pictures.kept_levels(self.weights):
+            return kept, ""
+        return pictures.find_levels([sample.path for sample in found.samples["train"]])
+
+    def _find_samples(self):
+        assert self.dataset_dir is not None  # see `check_dataset_dir`
+        found = find_samples(self.dataset_dir, self.images_dir)
+        if (kept := self._classes_of_weights()) and kept != found.classes:
+            raise TpukitError(
+                f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"
+                f" {_listed(found.classes)}: give the file as pretrained=PATH, which replaces its head"
+            )
+        return found
+
+    @functools.cached_property
+    def class_names(self) -> list[str]:
+        """Names of the classes: of the run that `weights` is from, or of the dataset; without both numbers,
+        as many as ImageNet has classes."""
+        if kept := self._classes_of_weights():
+            return kept
+        if self.dataset_dir is None:
+            return [f"class {number}" for number in range(1000)]
+        return self._find_samples().classes
+
+    def _classes_of_weights(self):
+        """Names of the classes that a run kept with its weights; None for a file from elsewhere."""
+        kept = self._kept_with_weights()
+        if not kept:
+            return None
+        with explained(f"weights {self.weights} do not say what their classes are"):
+            return [str(name) for name in json.loads(kept["classes"])]
+
+    def _kept_with_weights(self):
+        """The metadata of `weights` from a run of this task; empty for a file from elsewhere."""
+        kept = weights.metadata(self.weights) if self.weights else {}
+        return kept if kept.get("task") == self.name else {}
+
+    def data_signature(self, data):
+        labels = arrays.digest([data.names, data.labels.tolist()])
+        return {"classes": arrays.digest(data.classes), "file names and labels": labels}
+
+    def metadata(self, data):
+        kept = dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
+        return kept | pictures.format_levels(data.levels)
+
+    @property
+    def export_preprocessing(self) -> str:
+        size, levels = self._size(), pictures.kept_levels(self.weights)
+        return (
+            f"{pictures.describe_opening(levels)} drop transparency, to RGB; scale the short side to {size}"
+            f" pixels (bicubic), keep the middle {size}x{size}; uint8, (3, rows, columns)"
+        )
+
+    def example(self, count):
+        rng, size = np.random.default_rng(0), self._size()
+        image = rng.integers(0, 256, (count, 3, size, size), np.uint8)
+        numbers = rng.random((count, augment.NUM_UNIFORMS))
+        parameters = augment.draw(numbers, **self._augmentation)
+        return dict(image=image, label=np.arange(count) % 2, augment=parameters)
+
+    @property
+    def _augmentation(self):
+        return dict(flip=self.flip, crop=self.crop, colour=self.colour)
+
+    # Model
+
+    def _network(self):
+        return models.describe(self.model_name)
+
+    def _size(self):
+        kept = self._kept_with_weights().get("image_size")
+        return self.image_size or int(kept or self._network().size)
+
+    def _find_pretrained(self):
+        """(file or None, a sentence for the log). Without anything to train on, no weights are looked for."""
+        if self.weights:
+            return None, f"{self.model_name}: weights of {self.weights}"
+        wanted = "no" if self.dataset_dir is None and self.pretrained == "auto" else self.pretrained
+        return models.find_pretrained(self._network(), wanted)
+
+    def model(self) -> "Module":
+        pretrained, _ = self._find_pretrained()
+        return models.build(self._network(), len(self.class_names), self._size(), pretrained)
+
+    def head(self, model: "Module") -> list[str]:
+        heads = tuple(f"{name}." for name in models.heads(model))
+        return [name for name, _ in model.named_parameters() if name.startswith(heads)]
+
+    def optimizer(self, model):
+        from tpukit.devices.optimizers import adamw
+
+        return adamw(model, self.lr, self.weight_decay)
+
+    def loss(self, model: "Module", batch: "dict[str, Tensor]", epoch: "Tensor | int") -> "Tensor":
+        from torch.nn.functional import cross_entropy
+
+        image = batch["image"]
+        if "augment" in batch:
+            image = augment.apply(image, batch["augment"], **self._augmentation)
+        logits = self._logits(model, image)  # (B, K)
+        return cross_entropy(logits, batch["label"], label_smoothing=self.label_smoothing)
+
+    def predict(self, model: "Module", batch: "dict[str, Tensor]", epoch=None) -> "Tensor":
+        return self._logits(model, batch["image"])  # (B, K)
+
+    def _logits(self, model, image):
+        network = self._network()
+        return model(augment.normalise(image, network.mean, network.std)).float()
+
+    # Scores and predictions
+
+    def evaluate(self, predictions):
+        """dict: accuracy in [0, 1], images; `confusion`, a row of predicted classes for each true one, if
+        there are at most 30."""
+        logits, labels = _gather(predictions)
+        count = logits.shape[1]
+        is_right = (logits <= logits.gather(1, labels[:, None])).all(1)  # False for what is not a number
+        scores: dict = dict(accuracy=float(is_right.double().mean()), images=len(labels))
+        if count <= CONFUSION_CLASSES:
+            pairs = labels * count + logits.argmax(1)
+            counts = pairs.bincount(minlength=count**2).view(count, count).tolist()
+            scores["confusion"] = dict(classes=self.class_names[:count], counts=counts)
+        return scores
+
+    def save_predictions(self, folder, predictions, data):
+        """predictions.csv, the largest loss first; and worst.npz, the mistakes, then what is right, each with
+        the largest loss first."""
+        from torch.nn.functional import cross_entropy
+
+        logits, labels = _gather(predictions)
+        losses = cross_entropy(logits, labels, reduction="none")
+        probabilities, predicted = logits.softmax(1).max(1)
+        names, order = data.classes, losses.argsort(descending=True, stable=True).numpy()
+        rows = []
+        for i in order:
+            shares = round(float(probabilities[i]), 4), round(float(losses[i]), 4)
+            rows.append((data.names[i], names[labels[i]], names[predicted[i]], *shares))
+        table = as_csv(("file", "class", "predicted", "probability", "loss"), rows)
+        files.write_atomic(folder / "predictions.csv", table, durable=False)
+        is_right = (predicted == labels).numpy()
+        worst = order[np.argsort(is_right[order], kind="stable")][:WORST]
+        with files.atomic_file(folder / "worst.npz") as file:
+            shown = dict(image=data.images[worst], name=np.array([data.names[i] for i in worst]))
+            shown |= dict(label=labels[worst].numpy(), prediction=logits[worst].numpy())
+            np.savez_compressed(file, **shown)
+
+    def load_predictions(self, folder):
+        path = folder / "worst.npz"
+        if not path.is_file():
+            return None
+        again = f"{path} is damaged; `tpukit test` writes it again"
+        with reading(path, again, TpukitError), arrays.load(path) as saved:
+            return {name: saved[name] for name in ("image", "label", "name")}, saved["prediction"]
+
+    def panels(self, batch, prediction=None):
+        import torch
+
+        images = torch.as_tensor(np.asarray(batch["image"]))
+        if "augment" in batch:
+            parameters = torch.as_tensor(np.asarray(batch["augment"]))
+            images = augment.apply(images, parameters, **self._augmentation)
+        images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
+        titles = [""] * len(images)
+        if "label" in batch:
+            titles = [self.class_names[label] for label in batch["label"]]
+        if prediction is not None:
+            titles = [_verdict(*pair) for pair in zip(titles, self.results({}, prediction))]
+        return [[panel] for panel in zip(titles, images)]
+
+    def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
+        counts = np.bincount(data.labels, minlength=len(data.classes))
+        fewest, most = counts.argmin(), counts.argmax()
+        spread = f"{counts[fewest]} of {data.classes[fewest]} to {counts[most]} of {data.classes[most]}"
+        if counts[fewest] == counts[most]:
+            spread = f"{counts[most]} of each"
+        sentences = [f"{len(data)} training images of {len(data.classes)} classes: {spread}"]
+        if small := [name for name, count in zip(data.classes, counts) if count < FEW]:
+            sentences.append(f"fewer than {FEW} images to learn from: {_listed(small)}")
+        return sentences, [data.labels.tolist().index(label) for label in np.flatnonzero(counts)]
+
+    def read_files(self, paths, best):
+        size = self._size()
+        levels = pictures.kept_levels(best)
+        images = pictures.read_images(paths, lambda path: read_image(path, size, levels).transpose(2, 0, 1))
+        return dict(image=np.stack(images)), [path.name for path in paths]
+
+    def results(self, batch, predictions):
+        """class and probability."""
+        import torch
+
+        shares, best = torch.as_tensor(np.asarray(predictions)).double().softmax(1).max(1)
+        names = [self.class_names[index] for index in best]
+        return [{"class": name, "probability": share} for name, share in zip(names, shares.tolist())]
+
+
+def _verdict(name, result):
+    """Return the title of an image: the class that was predicted, and its own if that is known."""
+    predicted = f"{result['class']} {result['probability']:.0%}"
+    mark = "\u2713" if name == result["class"] else "\u2717"  # which colours its frame
+    return f"{mark} {name}, predicted {predicted}" if name else predicted
+
+
+def _gather(predictions):
+    """(logits (N, K) float64, labels (N,)), tensors, of the valid samples of what `evaluate` gets."""
+    import torch
+
+    pairs = [(logits[batch["valid"]], batch["label"][batch["valid"]]) for logits, batch in predictions]
+    logits, labels = (torch.cat(parts) for parts in zip(*pairs))
+    return logits.double(), labels
+
+
+def _listed(names):
+    return f"{len(names)} classes ({some(names)})"

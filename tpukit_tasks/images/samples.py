@@ -1,0 +1,150 @@
+"""The samples of a dataset of images: found in class folders or by lists, and split. No image is decoded."""
+
+import collections
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from tpukit.data import pictures, splits
+from tpukit.host.errors import TpukitError
+from tpukit_tasks.images.folders import find_in_class_folders
+from tpukit_tasks.images.lists import Sample, find_lists, read_list
+
+# Of every class, chosen by a hash of the file names, in a set without a test split.
+TEST_SHARE = 0.2
+
+
+class Found(NamedTuple):
+    """The samples of a dataset; nothing is decoded."""
+
+    classes: list[str]
+    """sorted, as numbers if all are such"""
+    samples: dict[str, list[Sample]]
+    """those of train, and of val or test or both"""
+    notices: list[str]
+    """what was left out, or what else is to be known"""
+
+
+def find_samples(dataset_dir: Path | str, images_dir: Path | None = None) -> Found:
+    """Find the samples of a folder or a CSV file. Raises TpukitError for what cannot be trained on."""
+    place = Path(dataset_dir)
+    if not place.exists():
+        raise TpukitError(f"dataset {place} does not exist")
+    samples, notices = _find_labelled(place, images_dir)
+    samples = _without_unlabelled(samples)
+    notices += _find_unused(place.resolve(), samples)
+    if not any(sample.split in ("val", "test") for sample in samples):
+        samples = _hold_out(samples)
+        count = sum(sample.split == "test" for sample in samples)
+        notices.append(
+            f"{place} has no test images of its own, so {count} of its {len(samples)} images are held out: to"
+            " choose them, name the two parts train and test, as folders or in a list"
+        )
+    by_split = collections.defaultdict(list)
+    for sample in samples:
+        by_split[sample.split or "train"].append(sample)
+    names = {sample.label for sample in samples}
+    classes = sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
+    notices += _find_alike(classes)
+    notices += _find_missing(place, names, by_split)
+    return Found(classes, dict(by_split), notices)
+
+
+def _find_labelled(place, images_dir):
+    """Return (samples, sentences about what was found) of class folders, or else of a list. Raises
+    TpukitError if there are no two classes."""
+    samples, notices = find_in_class_folders(place.resolve()) if place.is_dir() else ([], [])
+    lists = find_lists(place)
+    listed = ", ".join(path.name for path in lists)
+    if len({sample.label for sample in samples}) < 2:
+        if len(lists) > 1:
+            raise TpukitError(f"{place} has {len(lists)} CSV files ({listed}): give one as dataset_dir")
+        if lists:
+            samples, notices = read_list(lists[0], images_dir)
+    elif lists:
+        notices.append(
+            f"{listed}: not read, because folders name the classes (give one as dataset_dir to use it)"
+        )
+    names = {sample.label for sample in samples}
+    if len(names) >= 2:
+        return samples, notices
+    here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
+    left_out = pictures.left_out(splits.files_below(place) if place.is_dir() else [])
+    here = "; ".join([here, *left_out])
+    raise TpukitError(
+        f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
+        " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"
+        f" labels (docs/YOUR_DATA.md); it has {here}"
+    )
+
+
+def _without_unlabelled(samples):
+    """Leave out a split whose only class is none of train's, as val/images/ has it if only a file that is not
+    read has the labels."""
+    classes = collections.defaultdict(set)
+    for sample in samples:
+        classes[sample.split].add(sample.label)
+    of_one_class = [split for split in ("val", "test") if len(classes[split]) == 1]
+    unlabelled = [split for split in of_one_class if not classes[split] & classes["train"]]
+    return [sample for sample in samples if sample.split not in unlabelled]
+
+
+def _hold_out(samples):
+    """Return the samples with a split: a share of every class is for tests."""
+    by_class = collections.defaultdict(set)  # a file that a list names twice is one
+    for sample in samples:
+        by_class[sample.label].add(sample.name)
+    tests = {label: splits.hold_out(names, TEST_SHARE) for label, names in by_class.items()}
+    return [
+        sample._replace(split="test" if sample.name in tests[sample.label] else "train") for sample in samples
+    ]
+
+
+def _find_unused(place, samples):
+    """Return sentences that count the files at a place that are no samples: images by their folders, and
+    files that are not read as images by their endings."""
+    used = {sample.path for sample in samples}
+    if place.is_dir():
+        below, base = splits.files_below(place), place
+    else:  # a list in a folder that may hold anything: look only where its images are
+        folders = filter(Path.is_dir, sorted({path.parent for path in used}))
+        below = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+        base = place.parent
+    others = [path for path in below if path.suffix.lower() in pictures.ENDINGS and path not in used]
+    unused = [os.path.relpath(path.parent, base) for path in others if path.resolve() not in used]
+    notices = []
+    if unused:
+        counts = [f"{count} in {folder}/" for folder, count in collections.Counter(unused).most_common()]
+        notices.append(
+            f"{len(unused)} images are not used, because no folder or list gives them a class and a split:"
+            f" {splits.some(counts)}"
+        )
+    return notices + pictures.left_out(below)
+
+
+def _find_alike(classes):
+    """Return sentences about classes whose names differ in nothing but case."""
+    by_name = collections.defaultdict(list)
+    for name in classes:
+        by_name[name.casefold()].append(name)
+    alike = [", ".join(names) for names in by_name.values() if len(names) > 1]
+    return [f"different classes whose names differ only in case: {'; '.join(alike)}"] if alike else []
+
+
+def _find_missing(place, names, by_split):
+    """Return sentences about test splits that lack some of the classes. Raises TpukitError if training does,
+    or if there is no test image."""
+    notices = []
+    for split in ("train", *(by_split.keys() - {"train"} or {"test"})):
+        missing = sorted(names - {sample.label for sample in by_split[split]})
+        if not missing:
+            continue
+        count = f"{len(missing)} of {len(names)} classes"
+        lacks = f"the {split} split has no image of {count} ({splits.some(missing)})"
+        if split == "train" or not by_split[split]:
+            raise TpukitError(
+                f"{place}: {lacks}: add some, in a set without splits two images or more of each class"
+            )
+        notices.append(f"{lacks}: its scores say nothing about them")
+    return notices

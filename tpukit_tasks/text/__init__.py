@@ -1,0 +1,314 @@
+"""Language models: pretraining on texts, fine-tuning on conversations, by transformers and peft.
+
+torch, transformers and peft are imported where they are used, so that the help of the command line need not
+wait for them. Shapes: B batch, T tokens of a row."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from tpukit.data.splits import SPLITS
+from tpukit.host import environment
+from tpukit.host.errors import TpukitError
+from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
+from tpukit.training.task import Task
+from tpukit_tasks.text import conversations, data, hub, reading
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, optim
+
+    from tpukit.devices.runtime import Runtime
+    from tpukit_tasks.text.network import Network
+
+MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
+FEW = 16  # tokens of a text that begin a sample
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel(Task):
+    """A language model of transformers, fine-tuned on your conversations or pretrained on your texts.
+
+    dataset_dir: a file or a folder of text files, or of .jsonl files (in each line `messages`, or `prompt`
+    and `completion`, or `text`), in train/ and test/ or not."""
+
+    name: ClassVar[str] = "text"
+    dataset: ClassVar[str] = "my-text"
+    needs_own_data: ClassVar[bool] = True
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
+    synthetic_size: ClassVar[int] = 60
+    synthesize = staticmethod(reading.write_demo)
+    score: ClassVar[str] = "log_likelihood"
+    score_names: ClassVar[dict[str, str]] = dict(
+        test_loss="cross entropy of a test token, nats", perplexity="perplexity of the test set"
+    )
+    evaluation_keys: ClassVar[tuple[str, ...]] = ()
+
+    # What has no description here has that of `Task`.
+    epochs: int = setting(3, free=True)
+    batch_size: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Global batch size: rows of `sequence_length` tokens in one optimizer step, over all cores. None: 16, or
+    fewer for a small training set, so that an epoch has about fifty steps."""
+    lr: float = 5e-4
+    """Learning rate of AdamW (betas 0.9 and 0.95)."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_epochs: float = 0.1
+    clip_norm: float | None = 1.0
+    weight_decay: float = 0.1
+    """Weight decay of AdamW; not for biases and norms."""
+    model_name: str = hub.TINY
+    """The name of a model on the Hugging Face hub (gpt2, Qwen/Qwen3-0.6B), a folder that save_pretrained of
+    transformers wrote, or tiny, a GPT of four layers with random weights, whose tokens are bytes."""
+    pretrained: Literal["auto", "yes", "no"] = "auto"
+    """Start from the model's weights (yes, and auto for all but tiny), or from random ones of its shape."""
+    adapter: Literal["auto", "lora", "none"] = "auto"
+    """lora: train small matrices next to those of the layers; all else is frozen, in bf16. none: train all
+    weights. auto: lora for pretrained weights."""
+    lora_rank: int = 16
+    """Rank of the matrices of LoRA, whose alpha is twice that."""
+    sequence_length: int | None = None
+    """Tokens in a row; texts are packed into rows. None: 1024, or the model's limit if that is less; for
+    a small training set a power of two that still holds its longest conversation."""
+    test_share: float = 0.1
+    """Share to hold out for testing if the data has no test split: of the documents, evenly spaced, or of the
+    rows if there are text files."""
+    gradient_checkpointing: bool = True
+    """Compute each layer again for the backward pass: a third more time for a fraction of the memory."""
+    samples: int = setting(4, free=True)
+    """Texts to generate at each evaluation, from the beginnings of test rows."""
+    new_tokens: int = setting(64, free=True)
+    """Tokens of each generated text, at most half of `sequence_length`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(self, 1, "lora_rank", "sequence_length", "new_tokens")
+        require_at_least(self, 0, "weight_decay", "samples")
+        require_shares(self, "test_share")
+        if self.batch_size is None or isinstance(self.batch_size, Chosen):
+            batch, _ = self._fitting_sizes
+            shares = environment.detect().cores * self.micro_batches  # which a batch is divided into
+            object.__setattr__(self, "batch_size", Chosen(shares * math.ceil(batch / shares)))
+
+    @functools.cached_property
+    def _fitting_sizes(self) -> tuple[int, int]:
+        """(rows of a batch, tokens of a row) that suit the data."""
+        return data.fitting_sizes(self.dataset_dir, 1 if self.model_name == hub.TINY else 4)
+
+    # Model and tokenizer
+
+    @property
+    def is_pretrained(self) -> bool:
+        return self.pretrained == "yes" or (self.pretrained == "auto" and self.model_name != hub.TINY)
+
+    @property
+    def uses_lora(self) -> bool:
+        return self.adapter == "lora" or (self.adapter == "auto" and self.is_pretrained)
+
+    @property
+    def _is_planned(self) -> bool:
+        """Return whether there is nothing to train on or to predict with: then no weights are looked for."""
+        return self.dataset_dir is None and self.weights is None
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        """The folder of the model's config, and of its weights if these are loaded."""
+        is_loaded = self.is_pretrained and not self._is_planned
+        return hub.find_folder(self.model_name, "weights" if is_loaded else "config")
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return hub.load_tokenizer(self.model_name)
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """Tokens after which nothing is written: what ends the learned turns, what the published model stops
+        at, and the end of a text."""
+        tokenizer = self._tokenizer
+        _, turn_end = conversations.turn_end(tokenizer, tokenizer.chat_template)
+        published = hub.read_ends(self._folder, self.config) if self.is_pretrained else []
+        ends = [turn_end, *published, tokenizer.eos_token_id]
+        return list(dict.fromkeys(end for end in ends if end is not None))
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The model's config, of transformers."""
+        config = hub.read_config(self._folder)
+        count = config.vocab_size if self._is_planned else len(self._tokenizer)
+        if not self.is_pretrained:
+            config.vocab_size = MULTIPLE * math.ceil(count / MULTIPLE)
+            config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+        if count > config.vocab_size:
+            raise TpukitError(
+                f"the tokenizer has {count} tokens, {self.model_name} takes {config.vocab_size}: they do"
+                " not fit; take the model's own tokenizer, or start from random weights (pretrained='no')"
+            )
+        return config
+
+    @property
+    def length(self) -> int:
+        """T, the tokens of a row."""
+        length, most = self.sequence_length, self.config.max_position_embeddings
+        if length and length > most:
+            raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
+        return length or min(self._fitting_sizes[1], most)
+
+    @property
+    def _new(self) -> int:
+        """Tokens that are written, at most half a row."""
+        return min(self.new_tokens, max(1, self.length // 2))
+
+    def model(self, dtype: torch.dtype | None = None) -> Network:
+        from tpukit_tasks.text import network
+
+        folder = self._folder if self.is_pretrained and not self._is_planned else None
+        lora = self.lora_rank if self.uses_lora else None
+        options: Any = dict(recompute=self.gradient_checkpointing, dtype=dtype)
+        return network.build(self.config, folder, lora=lora, **options)
+
+    def optimizer(self, model: Network) -> optim.Optimizer:
+        from tpukit.devices.optimizers import adamw
+
+        return adamw(model, self.lr, self.weight_decay, betas=(0.9, 0.95))
+
+    def rates(self, model: Any, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
+        """Tokens a second, over all cores."""
+        return {"tokens per second": samples_per_s * self.length}
+
+    def export_folder(self, model: Network, to: str, folder: Path) -> float:
+        """Write a trained model for `tpukit export`. Return the largest difference of its logits, loaded
+        without tpukit."""
+        import torch
+
+        if to == "peft" and not self.uses_lora:
+            raise TpukitError("the model has no adapter, all its weights were trained: choose transformers")
+        whole, tokenizer = self.model(torch.float32).eval(), copy.copy(self._tokenizer)
+        whole.load_state_dict(model.state_dict())
+        tokenizer.chat_template = tokenizer.chat_template or conversations.TEMPLATE
+        return whole.export(tokenizer, self._ends, to, folder, self.model_name)
+
+    # Data
+
+    def datasets(self) -> tuple[data.TextSet, data.TextSet]:
+        assert self.dataset_dir is not None and self.batch_size is not None  # see `check_dataset_dir`
+        train, test = data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
+        steps = self.epochs * (len(train) // self.batch_size)
+        seen = round(steps * self.batch_size * train.sizes)
+        train.notes += (
+            f"\n{steps} optimizer steps, of {self.batch_size} rows of {self.length}, will see {seen} tokens,"
+            f" {train.targets / train.sizes:.0%} of them learned"
+        )
+        if steps < data.FEWEST_STEPS:
+            train.notes += (
+                f"\nWARNING: fewer than {data.FEWEST_STEPS} optimizer steps hardly learn: use more epochs, a"
+                " smaller batch_size, or more data"
+            )
+        return train, test
+
+    def data_signature(self, data: data.TextSet) -> dict[str, str]:
+        return {"texts, tokenizer or their packing": data.signature}
+
+    def example(self, count: int) -> dict[str, np.ndarray]:
+        shape, share = (count, self.length), np.full(count, 1 / self.length, np.float32)
+        tokens = np.random.default_rng(0).integers(self.config.vocab_size, size=shape, dtype=np.int32)
+        return dict(tokens=tokens, labels=tokens, documents=np.ones_like(tokens), share=share)
+
+    # Loss and predictions
+
+    def loss(self, model: Network, batch: dict[str, Tensor], epoch: Any) -> Tensor:
+        """The cross entropy of a batch's tokens over as many as a batch predicts on average, so that
+        micro-batches and cores add up to the same, however these are spread."""
+        from tpukit_tasks.text.loss import cross_entropy
+
+        hidden = model(batch["tokens"], batch["documents"])
+        loss, _ = cross_entropy(hidden, model.head, batch["labels"])
+        return loss * batch["share"].mean() / len(hidden)
+
+    def predict(self, model: Network, batch: dict[str, Tensor], epoch: Any = None) -> dict[str, Tensor]:
+        """For each row: loss (B,), summed over count (B,) labels; and written (B, L), of which prompt (B,)
+        tokens are to be continued: up to the first answer, or a few of a text."""
+        import torch
+
+        from tpukit_tasks.text.loss import cross_entropy
+
+        _, losses = cross_entropy(model(batch["tokens"], batch["documents"]), model.head, batch["labels"])
+        is_learned, rows = batch["labels"] >= 0, batch["tokens"]
+        room = min(self._new, self.config.max_position_embeddings - self.length)
+        rows = torch.cat([rows, torch.zeros_like(rows[:, :room])], 1)  # for an answer at a row's end
+        before = is_learned.int().argmax(1)  # 0 in a text
+        prompt = (before + 1).where(before > 0, FEW).clamp(max=rows.shape[1] - 1)
+        return dict(loss=losses, count=is_learned.sum(1), written=rows, prompt=prompt)
+
+    def predictor(self, model: Network, runtime: Runtime, epoch: int | None = None) -> Any:
+        """Return a function that predicts a batch of a test set and continues the first rows of the set, or
+        that continues a batch of prompts, see `read_files`."""
+        from tpukit_tasks.text import network
+
+        score, left = super().predictor(model, runtime, epoch), self.samples
+        write = functools.partial(network.write, model, runtime, new=self._new)
+
+        def predict(batch):
+            nonlocal left
+            if "written" in batch:
+                return dict(batch, written=write(batch["written"], batch["prompt"]))
+            found: Any = score(batch)
+            if left > 0:
+                left -= len(batch["tokens"])
+                return dict(found, written=write(found["written"], found["prompt"]))
+            return dict(found, prompt=runtime.put(np.zeros(len(batch["tokens"]), np.int32)))
+
+        return predict
+
+    # Scores and texts
+
+    def evaluate(self, predictions: Any) -> dict[str, Any]:
+        """log_likelihood of a token (nats); test_loss, its negative; perplexity; tokens, how many were
+        predicted; samples, a list of dict(prompt, written)."""
+        loss, count, samples = 0.0, 0, []
+        for found, batch in predictions:
+            loss += float(found["loss"][batch["valid"]].double().sum())
+            count += int(found["count"][batch["valid"]].sum())
+            if len(samples) < self.samples:
+                samples += self._texts(found)
+        mean = loss / max(count, 1)
+        scores = dict(log_likelihood=-mean, test_loss=mean, perplexity=math.exp(min(mean, 700.0)))
+        return dict(scores, tokens=count, samples=samples[: self.samples])
+
+    def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
+        """Return dict(prompt, written) of each row that was continued; written: up to the end of a turn."""
+        ends, texts = {*self._ends, *self._tokenizer.all_special_ids}, []
+        for row, prompt in zip(np.asarray(found["written"]).tolist(), np.asarray(found["prompt"]).tolist()):
+            if prompt:
+                new = itertools.takewhile(lambda token: token not in ends, row[prompt : prompt + self._new])
+                parts = self._tokenizer.batch_decode([row[:prompt], list(new)], skip_special_tokens=True)
+                texts.append(dict(zip(("prompt", "written"), parts)))
+        return texts
+
+    def panels(self, batch: Any, prediction: Any = None) -> list[list[tuple[str, Any]]]:
+        texts = [] if prediction is None else self._texts(prediction)
+        if not texts:
+            return [[("", self._tokenizer.decode(row))] for row in np.asarray(batch["tokens"])]
+        return [[("a prompt, and what was written", f"{one['prompt']}\n\n{one['written']}")] for one in texts]
+
+    def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+        """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
+        prompts = [prompt for path in paths for prompt in conversations.read_prompts(path, self._tokenizer)]
+        size = max(self.length, min(data.LENGTH, self.config.max_position_embeddings))
+        most = size - self._new
+        rows, lengths = np.zeros((len(prompts), size), np.int32), np.zeros(len(prompts), np.int32)
+        for number, (name, ids) in enumerate(prompts):
+            if not 0 < len(ids) <= most:
+                raise TpukitError(f"{name}: it must have from 1 to {most} tokens, and has {len(ids)}")
+            rows[number, : len(ids)], lengths[number] = ids, len(ids)
+        return dict(written=rows, prompt=lengths), [name for name, _ in prompts]
+
+    def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
+        """prompt and written."""
+        return self._texts(predictions)

@@ -1,0 +1,207 @@
+"""Language models of transformers, with adapters of peft: built, run on packed documents, writing text.
+
+Shapes: B batch, T positions, L positions of a cache, H heads, G queries to a key, D numbers of a head, W
+width of the model, V vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tpukit.devices.tensors import is_on_xla, recomputed
+from tpukit.host.errors import TpukitError, explained
+from tpukit_tasks.text import hub
+
+if TYPE_CHECKING:
+    from tpukit.devices.runtime import Runtime
+
+ATTENTION = "tpukit"  # name of `_attention` in transformers
+
+
+def build(
+    config: Any,
+    folder: Path | None,
+    *,
+    lora: int | None,
+    recompute: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Network:
+    """Return the `Network` of a config, on the CPU.
+
+    folder: of the weights; None: random ones. lora: the rank of adapters of all matrices of the layers,
+    which train, and all else is frozen; None: all trains. recompute: keep only the input of each layer for
+    the backward pass, which computes the layer once more. dtype: of all but adapters; None: bfloat16 for what
+    is frozen, else float32."""
+    transformers = hub.imported("transformers")
+    transformers.AttentionInterface.register(ATTENTION, _attention)
+    kind, dtype = transformers.AutoModelForCausalLM, dtype or (torch.bfloat16 if lora else torch.float32)
+    options: Any = dict(attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=False)
+    with explained(f"the model of {folder or config.model_type} cannot be made"):
+        if folder is None:
+            model = kind.from_config(config, **options)
+        else:
+            safely = dict(use_safetensors=True, local_files_only=True, output_loading_info=True)
+            model, found = kind.from_pretrained(folder, config=config, **options, **safely)
+            for wrong in (*found["missing_keys"], *found["mismatched_keys"]):
+                raise TpukitError(f"{folder}: the weights do not fit its config.json, {wrong} first")
+    if lora:
+        peft = hub.imported("peft")
+        settings: Any = dict(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        settings["fan_in_fan_out"] = config.model_type == "gpt2"  # whose matrices are transposed
+        model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    network = Network(model)
+    if recompute:
+        network.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputed)
+    return network
+
+
+class Network(nn.Module):
+    """A causal language model with packed documents. `net`: a model of transformers, or of peft around one.
+
+    Its state is what trains: frozen weights are read from their own files again."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.trained = [name for name, value in self.named_parameters() if value.requires_grad]
+        self.adapters: list[Any] = [m for m in self.modules() if hasattr(m, "cast_input_dtype_enabled")]
+
+    @property
+    def causal(self) -> Any:
+        """The model of transformers, with its adapters in it."""
+        return self.net.get_base_model() if hasattr(self.net, "get_base_model") else self.net
+
+    @property
+    def head(self) -> Tensor:
+        """(V, W)"""
+        return self.causal.get_output_embeddings().weight
+
+    def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        """Return (B, T, W), the hidden states before the head. tokens: (B, T). documents: (B, T) the number
+        of each token's document in its row; a token sees itself and what came before it in its own."""
+        is_same = documents[:, :, None] == documents[:, None, :]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = is_same & (places[:, None] >= places)  # (B, T, T)
+        return self.run(tokens, mask.sum(-1) - 1, mask[:, None], places)
+
+    def run(self, tokens: Tensor, positions: Tensor, mask: Tensor, places: Tensor, *cache: Any) -> Tensor:
+        """Return what `forward` does. tokens: (B, T). positions: (B, T) of each in its document. mask: (B, 1,
+        T, L) bool, what each sees; L is T without a cache. places: (T,) in the row. cache: a list of (keys,
+        values), (B, H / G, L, D) each, to which each layer adds its own; and (L, 1) bool, where."""
+        embedded = self.causal.get_input_embeddings()(tokens)
+        if self.training and not embedded.requires_grad:
+            embedded.requires_grad_()  # else a layer that is computed again has nothing to differentiate by
+        # Autocast casts the input of a product. peft would first make a copy of it in float32.
+        peft_casts = not torch.is_autocast_enabled(embedded.device.type)
+        for adapter in self.adapters:
+            adapter.cast_input_dtype_enabled = peft_casts
+        options = dict(position_ids=positions, use_cache=False, seen=(mask, places, *cache))
+        return self.causal.base_model(inputs_embeds=embedded, **options).last_hidden_state
+
+    def export(self, tokenizer: Any, ends: list[int], to: str, folder: Path, base: str) -> float:
+        """Write the model and its tokenizer to a folder. to: "peft", the adapter alone, which is for the
+        model `base`; or "transformers", the whole model with the adapter in it. ends: the tokens after which
+        it is to stop. Return the largest difference of the logits once that is loaded, relative to the
+        largest logit, or to 1 if that is smaller."""
+        net, config = self.net, self.causal.config
+        rows = (torch.arange(64) % config.vocab_size).view(2, 32)[:, : config.max_position_embeddings]
+        with torch.no_grad():
+            expected = self(rows, torch.ones_like(rows)) @ self.head.t()
+        config.eos_token_id = self.causal.generation_config.eos_token_id = ends
+        self.causal.generation_config.save_pretrained(folder)
+        hub.save_tokenizer(tokenizer, folder)
+        if to == "peft":
+            net.peft_config["default"].base_model_name_or_path = base  # not a folder of this machine
+            net.save_pretrained(folder)
+            plain = hub.imported("peft").PeftModel.from_pretrained(net.unload(), folder)
+        else:
+            whole = net.merge_and_unload() if hasattr(net, "merge_and_unload") else net
+            whole.save_pretrained(folder)
+            kind = hub.imported("transformers").AutoModelForCausalLM
+            plain = kind.from_pretrained(folder, local_files_only=True)
+        plain.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            difference = (plain.eval()(rows).logits.float() - expected).abs().max()
+        return float(difference / expected.abs().max().clamp(min=1.0))
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        state = super().state_dict(*arguments, **options)
+        return {name: state[name] for name in self.trained}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if strict and (different := state_dict.keys() ^ set(self.trained)):
+            raise RuntimeError(f"missing or unknown: {', '.join(sorted(different)[:3])}")
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Network:
+        super()._apply(fn, recurse)
+        self.causal.tie_weights()  # on XLA moving makes new parameters, here two of one
+        return self
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, seen: tuple, **options: Any
+) -> tuple[Tensor, None]:
+    """Return ((B, T, H, D), None), for transformers. query: (B, H, T, D). key, value: (B, H / G, T, D). seen:
+    mask, places and cache of `Network.run`."""
+    allowed, places, *cache = seen
+    if cache:
+        layers, is_new = cache
+        keys, values = layers[module.layer_idx]
+        key = torch.where(is_new, key.to(keys.dtype), keys)
+        value = torch.where(is_new, value.to(values.dtype), values)
+        layers[module.layer_idx] = key, value
+    if window := options.get("sliding_window"):
+        # A row's documents lie one after another, so that places differ as positions do.
+        there = torch.arange(key.shape[2], device=key.device)
+        allowed = allowed & (places[:, None] - there < window)
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    if not is_on_xla(query):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, allowed, scaling=scale)
+    # Written out, because torch would multiply in float32 there, in six passes of a TPU.
+    grouped = query.unflatten(1, (key.shape[1], -1))  # (B, H / G, G, T, D)
+    logits = (grouped * scale) @ key[:, :, None].mT
+    weights = logits.float().masked_fill(~allowed[:, :, None], float("-inf")).softmax(-1)
+    out = weights.to(value.dtype) @ value[:, :, None]
+    return out.flatten(1, 2).transpose(1, 2), None
+
+
+def write(model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int) -> Tensor:
+    """Return (B, L): prompts on the device, and at least `new` tokens that the model writes after them, if
+    there is room, always the most probable one.
+
+    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more."""
+    rows, size = tokens.shape
+    config = model.causal.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    empty = torch.zeros(rows, heads, size, config.head_dim, dtype=model.head.dtype)
+    # From the host: made on an XLA device, they would be a graph of their own.
+    layers = runtime.put([(empty, empty)] * config.num_hidden_layers)
+    state = dict(place=runtime.put(np.zeros(1, np.int32)), tokens=tokens, layers=layers)
+    step = runtime.inference(functools.partial(write_token, model))
+    for _ in range(min(int(runtime.to_cpu(prompt).max()) + new, size) - 1):
+        state = step(state, prompt)
+    return state["tokens"]
+
+
+def write_token(model: Network, state: dict, prompt: Tensor) -> dict:
+    """Return the state after one more place: `tokens` (B, L), in which the next one is written unless it is
+    of a prompt; `place` (1,); `layers`, the cache of `Network.run`. prompt: (B,)."""
+    tokens, place, layers = state["tokens"], state["place"], list(state["layers"])
+    there = torch.arange(tokens.shape[1], device=tokens.device)
+    is_here, is_next = there == place, there == place + 1  # (L,)
+    token = torch.where(is_here, tokens, 0).sum(1, keepdim=True)  # (B, 1)
+    positions, mask = place[None].expand(len(tokens), 1), (there <= place)[None, None, None]
+    hidden = model.run(token, positions, mask, place, layers, is_here[:, None])[:, 0]
+    logits = (hidden @ model.head.t()).float()  # (B, V)
+    found = logits.argmax(-1, keepdim=True)
+    is_written = is_next & (place + 1 >= prompt[:, None])
+    tokens = torch.where(is_written, found.to(tokens.dtype), tokens)
+    return dict(tokens=tokens, place=place + 1, layers=layers)

@@ -1,0 +1,200 @@
+"""Texts, conversations and prompts in a user's files, in the formats that such files usually have."""
+
+import codecs
+import collections
+import json
+import pydoc_data.topics
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from tpukit.data.splits import SPLITS, files_below, split_of
+from tpukit.host.errors import TpukitError, explained, reading
+
+TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
+DOCUMENT = 2**19  # characters of a text file that are one document, and are tokenised at once
+ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "ai", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "ipython"), "tool"),
+    "developer": "system",
+}
+ANSWERS = ("completion", "response", "answer", "output")
+QUESTIONS = ("prompt", "question", "instruction", "query")
+ADDED, SYSTEM = ("input", "context"), ("system", "system_prompt")  # to a question; above a conversation
+ABOUT = ("readme", "license", "licence")  # files about the data, if there are others
+UNUSED = "texts have columns that are not used: {}"
+Counts = collections.Counter[str]  # how often something was left out, by what it was
+Message = dict[str, Any]  # with its role and content
+
+
+class NothingToLearn(TpukitError):
+    """A row that is left out; the others are learned."""
+
+
+def write_demo(folder: Path, size: int, rng: np.random.Generator) -> None:
+    """Write up to `size` topics of `help()` as train/TOPIC.txt and, a tenth of them, test/TOPIC.txt: parts of
+    the Python Language Reference, which come with every Python."""
+    for number, (topic, text) in enumerate(sorted(pydoc_data.topics.topics.items())[:size]):
+        place = folder / ("test" if number % 10 == 9 else "train") / f"{topic}.txt"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+
+
+def find_texts(place: Path) -> dict[str, list[Path]]:
+    """Return the files of train and of test, and the others. If some are in train, those in no split are
+    others. Raises TpukitError if there is none to train on."""
+    below = files_below(place) if place.is_dir() else [place]
+    files = [path for path in below if path.suffix in (*TEXTS, LINES, LIST) and path.is_file()]
+    files = [path for path in files if path.stem.lower() not in ABOUT] or files
+    files = [path for path in files if path.suffix != LIST or _is_list_file(path)] or files
+    splits = {path: _split_of(path.relative_to(place)) for path in files}
+    train = [path for path in files if splits[path] == "train"]
+    train = train or [path for path in files if splits[path] is None]
+    test = [path for path in files if splits[path] in ("val", "test")]
+    used = {*train, *test}
+    others = [path for path in below if path not in used and path != place]
+    if not train:
+        endings = collections.Counter(path.suffix or path.name for path in others).most_common(8)
+        here = f"; it has {', '.join(f'{count} {ending}' for ending, count in endings)}" if others else ""
+        raise TpukitError(
+            f"{place} does not exist or has no texts to train on: it should be text files"
+            f" ({', '.join(TEXTS)}), or .jsonl files with text, prompt and completion, or messages in each"
+            f" line, or .json files with a list of such (docs/TEXT.md converts Hugging Face datasets){here}"
+        )
+    return dict(train=train, test=test, others=others)
+
+
+def _split_of(path):
+    """Return train, val, test or None of a file, by its path in a set: the first word of a folder or of the
+    file, as in data/test-00.jsonl, or any word of a file of rows, as in chats_train.jsonl."""
+    words = [re.split("[-_.]", part.lower())[0] for part in path.parts]
+    first = next((SPLITS[word] for word in words if word in SPLITS), None)
+    return first if first or path.suffix in TEXTS else split_of(path.stem)  # a text has any title
+
+
+def _is_list_file(path):
+    """Return whether a JSON file is a list of rows, rather than settings or one row in each line."""
+    with reading(path, f"{path} has no rows", TpukitError), open(path, "rb") as file:
+        return file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (where it is, row) of the lines of a file, of the entries of a list in .json, or of the pieces of
+    a text, each as {text: TEXT}."""
+    if path.suffix in TEXTS:
+        wrong = f"{path} is not a text in UTF-8"
+        with reading(path, wrong, TpukitError), open(path, encoding="utf-8-sig") as file:
+            while text := file.read(DOCUMENT):
+                yield str(path), dict(text=text)
+        return
+    if _is_list_file(path):
+        with reading(path, f"{path} is not JSON in UTF-8, so fix it", TpukitError):
+            rows = json.loads(path.read_bytes())
+        yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows, 1))
+        return
+    with reading(path, f"{path} has no rows", TpukitError), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                with explained(f"{where} is not JSON in UTF-8 (a file has a row in each line, or one list)"):
+                    row = json.loads(line)
+                yield where, row
+
+
+def read_row(row: Any, counts: Counts, *, is_prompt: bool = False) -> tuple[list[Message] | str, Any]:
+    """Return (the messages of a row, or its text; its tools or None).
+
+    A row has `messages` or `conversations`, each message with role and content, or from and value; or one of
+    the `QUESTIONS` and one of the `ANSWERS`, as texts or as messages; or `text`. Nothing is learned of
+    messages in a question.
+
+    counts: gets the columns that are not used. is_prompt: the row needs no answer. Raises NothingToLearn for
+    an answer that its label rejects, TpukitError for any other row."""
+    row = row if isinstance(row, dict) else {}
+    unused = {name: value for name, value in row.items() if value is not None}
+    listed = _parsed(_take(unused, "messages", "conversations"))
+    has_answer = is_prompt or any(name in row for name in ANSWERS)  # even if it is empty
+    if listed is None and has_answer and any(name in unused for name in QUESTIONS):
+        listed = _take_answered_question(unused)
+    text = _take(unused, "text", kind=str) if listed is None else None
+    messages: list[Any] = [_message(one) for one in listed] if _is_list(listed) else []
+    if text is None and (not messages or None in messages):
+        columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
+        raise TpukitError(
+            "it needs a text, or a prompt and a completion, or messages, a list of {role: TEXT, content:"
+            f" TEXT}}, all as texts, and has {columns or 'none of them'}"
+        )
+    if messages and messages[0]["role"] != "system" and (system := _take(unused, *SYSTEM, kind=str)):
+        messages.insert(0, dict(role="system", content=system))
+    tools = _parsed(_take(unused, "tools")) if messages else None
+    # A text that was cut inside an emoji has half of a character.
+    with explained("half of a character, which no tokenizer reads, so fix or delete the line"):
+        json.dumps([text, messages, tools], ensure_ascii=False).encode()
+    if unused:
+        counts[UNUSED.format(", ".join(list(unused)[:5]))] += 1
+    return messages if text is None else text, tools
+
+
+def _take_answered_question(columns: dict[str, Any]) -> list[Any]:
+    """Remove a question and its answer. Return them as messages. Raises NothingToLearn for a rejected one."""
+    question, answer = _take(columns, *QUESTIONS), _take(columns, *ANSWERS)
+    if _is_list(question):
+        messages = [dict(one, weight=0) for one in question]
+    else:
+        added = _take(columns, *ADDED, kind=str)
+        if added and isinstance(question, str):
+            question = f"{question}\n\n{added}" if question else added
+        messages = [dict(role="user", content=question)]
+    if _is_list(answer):
+        messages += answer
+    elif answer is not None:
+        messages.append(dict(role="assistant", content=answer))
+    if _take(columns, "label") is False:  # as in KTO
+        raise NothingToLearn("its label marks the answer as unwanted")
+    return messages
+
+
+def _take(columns: dict[str, Any], *names: str, kind: type = object) -> Any:
+    """Remove the first of some columns that has a value of a type. Return that, or None if there is none."""
+    for name in names:
+        if name in columns and isinstance(columns[name], kind):
+            return columns.pop(name)
+    return None
+
+
+def _message(one: Message) -> Message | None:
+    """Return a message as chat templates read it; None if it has no role or no text."""
+    one = {name: value for name, value in one.items() if value is not None}
+    role = one.pop("role", one.pop("from", None))
+    content = one.pop("content", one.pop("value", None))
+    if isinstance(content, list):
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if call := one.pop("function_call", None):  # as OpenAI had it before
+        one["tool_calls"] = [dict(type="function", function=call)]
+    calls = one.get("tool_calls")
+    if content is None and calls:
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
+        return None
+    for call in calls if _is_list(calls) else []:
+        function = call.get("function", call)
+        if isinstance(function, dict) and "arguments" in function:  # which OpenAI writes as JSON in a text
+            function["arguments"] = _parsed(function["arguments"])
+    return dict(one, role=ROLES.get(role.lower(), role.lower()), content=content)
+
+
+def _is_list(value: Any) -> TypeGuard[list[Message]]:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value that a text holds as JSON, or else the value itself."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

@@ -1,0 +1,184 @@
+"""The functions that are commands and not functions of the library."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro import conf
+
+import tpukit
+from tpukit.data.datasets import with_dataset
+from tpukit.host import files
+from tpukit.host.errors import TpukitError
+from tpukit.host.files import explain_unwritable
+from tpukit.host.tables import Sentences
+from tpukit.host.text import printable
+from tpukit.training.task import Task
+
+# Parameters that several commands have.
+RunFolder = Annotated[Path, conf.arg(metavar="RUN", help="the folder of a run")]
+Trained = Annotated[
+    Path,
+    conf.arg(metavar="RUN", help="the folder of a run, a weights file, or demo (the small MSHNet of tpukit)"),
+]
+TaskName = Annotated[str | None, conf.arg(help="the task, if a weights file does not name its own")]
+Cores = Annotated[int | None, conf.arg(help="TPU cores, GPUs or processes; by default all, or one on a CPU")]
+Files = Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="FILE ...")]
+
+
+def train(
+    task: Task,
+    run: Path | None = None,
+    backup: Path | None = None,
+    cores: Cores = None,
+) -> None:
+    """Train a task, or resume a run that was stopped.
+
+    Args:
+        run: folder of the run; by default TASK in this machine's output folder.
+        backup: folder (on Drive or in a mounted bucket, say) that gets a copy of the run at every checkpoint.
+    """
+    from tpukit.reporting.findings import last_and_kept_table
+
+    env = tpukit.detect()
+    task = with_dataset(task, env)
+    opened = tpukit.Run.open(run or env.outputs / task.name, task, backup=backup)
+    scores = tpukit.launch(tpukit.train, task, opened, cores=cores)
+    if scores:
+        if table := last_and_kept_table(opened.records()):
+            print(f"\n{table}")
+        print(f"\nrun: {opened.path}  (tpukit show {opened.path})")
+
+
+def test(
+    run: Trained,
+    dataset_dir: Path | None = None,
+    batch_size: int | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    cores: Cores = None,
+    task: TaskName = None,
+) -> None:
+    """Score the best weights of a run, or a weights file, on the test set.
+
+    Args:
+        dataset_dir: the dataset; by default the one that the run was trained on, or found as in training.
+        batch_size: samples of a step, over all cores; by default as in training.
+        precision: by default as in training.
+    """
+    from tpukit.inference.trained import find_trained
+    from tpukit.reporting import display, findings
+
+    env = tpukit.detect()
+    trained, _ = find_trained(run, task)
+    options = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
+    given = {name: value for name, value in options.items() if value is not None}
+    trained = dataclasses.replace(trained, **given)
+    trained = with_dataset(trained, env)
+    scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
+    if not run.is_dir():
+        if files.exists(scored.path / "config.json"):
+            raise TpukitError(f"{scored.path} is a run: rename it, because `tpukit test FILE` writes there")
+        with explain_unwritable(scored.path):
+            scored.path.mkdir(parents=True, exist_ok=True)
+    scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
+    if scores:
+        print(f"\n{findings.scores_table(scores)}")
+        if display.load_predictions(trained, scored.path / "predictions"):
+            tpukit.show_predictions(scored, trained, count=8)
+            print(f"predictions: {scored.path / 'predictions'}")
+
+
+def show(run: RunFolder) -> None:
+    """Show the scores and curves of a run."""
+    tpukit.show(run)
+
+
+def report(run: RunFolder, trace: bool = False, tensorboard: Path | None = None) -> None:
+    """Show what the accelerator did in a run: compilations and their causes, the time of a step, memory.
+
+    Args:
+        trace: also name the lines whose operations fall back to the CPU or wait for the device, in a step
+            that is run again, here.
+        tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
+    """
+    folder = tpukit.Run.find(run)
+    tpukit.show_report(folder)
+    if tensorboard:
+        from tpukit_tools.tensorboard import write_events
+
+        print(f"\nevents for TensorBoard: {printable(write_events(folder, tensorboard))}")
+    if trace:
+        from tpukit.inference.trained import task_of
+        from tpukit_tools.trace import trace as run_trace
+
+        task = with_dataset(task_of(folder.config, folder.path), tpukit.detect())
+        print(f"\n{Sentences(run_trace(task))}")
+
+
+def measure(task: Task, cores: Cores = None, batch_sizes: tuple[int, ...] = (), steps: int = 20) -> None:
+    """Measure a task here at several batch sizes (TASK), or compare what machines measured (FILES).
+
+    Args:
+        batch_sizes: global batch sizes; by default they double from --batch-size on, until a step does not
+            fit; on a CPU only once.
+        steps: steps to time at each batch size, in five rounds, after the first few.
+    """
+    from tpukit_tools.measure import compare, measure_here
+
+    env = tpukit.detect()
+    folder = env.outputs / "comparison"
+    task = with_dataset(task, env, demo=True)
+    measured = measure_here(
+        task, folder=folder, batch_sizes=batch_sizes, steps=steps, cores=cores, log=to_stderr
+    )
+    for table in compare(measured, epochs=task.epochs):
+        print(table)
+    print(f"\nNext, put other machines' files into that folder, and run: tpukit compare {folder}/*.json")
+
+
+def merge(files: Files, epochs: int = 400) -> None:
+    """Compare what several machines measured, and how long a whole training run takes on each: one table for
+    each task and sample size.
+
+    Args:
+        files: files that `tpukit compare TASK` wrote.
+        epochs: epochs of the whole training run.
+    """
+    from tpukit_tools.measure import compare, read
+
+    if not files:
+        raise TpukitError("name a task to measure here, or files of `tpukit compare TASK`")
+    measurements = [measurement for path in files for measurement in read(path)]
+    for table in compare(measurements, epochs=epochs):
+        print(table)
+
+
+def migrate(files: Files, fix: bool = False) -> int:
+    """List what in PyTorch code will not work on a TPU or will be slow, line by line, each with a fix. Runs
+    none of the code. Exit code 1 if anything is left that will not work.
+
+    Args:
+        files: scripts, notebooks, or folders of them.
+        fix: rewrite what is safe to rewrite, in place, and show the difference. The original of each file
+            stays next to it (NAME.orig).
+    """
+    from tpukit_tools.migrate import as_text, examine, files_in
+
+    findings = []
+    for path in files_in(files):
+        examined = examine(path)
+        if fix and any(finding.fixable for finding in examined.findings):
+            if copy := examined.write():
+                print(examined.difference())
+                print(printable(f"{path} as it was: {copy}"))
+            else:
+                print(printable(f"{path} was edited meanwhile and is left as it is: run the command again"))
+            examined = examine(path)
+        findings += examined.findings
+    print(as_text(findings))
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,330 @@
+"""`tpukit doctor --hardware`: try what tpukit assumes of an accelerator and no CPU can show.
+
+A check is a function whose docstring is what is assumed; it returns whether that holds, and what was found.
+It runs in a process of its own, with a limit: one that hangs or fails costs itself alone. The report is one
+JSON file, without names, paths and data, that docs/hardware/ of tpukit's repository collects."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import conv2d
+
+import tpukit
+from tpukit.data.datasets import make_synthetic
+from tpukit.devices import open_runtime
+from tpukit.devices.chips import find_chip
+from tpukit.devices.runtime import Runtime
+from tpukit.host import environment, files, known_errors
+from tpukit.host.environment import Environment, detect
+from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.text import GIB, printable, say
+from tpukit.training import trial
+from tpukit.training.step import TrainingStep
+from tpukit_tools import subprocess_call
+
+FORMAT = "tpukit hardware 1"
+REPORT = "hardware.json"
+HARDWARE = ("tpu", "cuda")  # a CPU rehearses the checks, torch_xla's CPU device those of a TPU
+PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+LIMIT_S = 300  # of a check; all_cores trains twice
+LONGEST_TEXT = 400  # characters of what was found
+# What begins like a path or a URL: as folders may have blanks, nobody can tell where it ends.
+PATH = re.compile(r"(\w+://|(?<![\w.)])~?/(?=[\w.-])|\b[A-Za-z]:\\).*")
+# Of mail and of the internet, versions 4 and 6
+ADDRESS = re.compile(r"\S+@\S+|\b\d+(\.\d+){3}\b|(?<![\w:])([0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}(?![\w:])")
+
+MEAN_ERROR = 1e-3  # of gradients in fp32 over all cores
+FP32_ERROR = 1e-5  # of a product's norm; with factors rounded to bf16 it is 3e-3, to TF32 3e-4
+STEPS = 100
+LOST_BYTES = 2**20  # that as many steps may add to the peak of memory
+LOSS_CHANGE = 0.05  # between one core and several, in fp32
+LEAST_ACCURACY = 0.5  # of synthetic digits; by chance it is 0.1
+
+Found = tuple[bool, str]
+
+
+# The checks
+
+
+def opens(env: Environment) -> Found:
+    """A process opens the device, multiplies on it, and reads how much memory it has."""
+    runtime = open_runtime(env)
+    is_right = multiplies(runtime)
+    memory = runtime.memory()
+    size = f"{memory[0][1] / GIB:.1f} GiB" if memory else "memory of unknown size"
+    text = f"{runtime.device_name()}, {size}; precision auto is {runtime.precision}"
+    return is_right and (bool(memory) or env.accelerator not in HARDWARE), text
+
+
+def step(env: Environment) -> Found:
+    """Replayed (TPU) or captured (GPU) steps give the losses, weights and state of steps that are neither."""
+    holds, errors = True, []
+    for precision in ("fp32", "auto"):
+        runtime = open_runtime(env, precision)
+        error = trial.step_error(runtime)
+        holds = holds and error < trial.MAX_ERROR
+        errors.append(f"{precision} {error:.1e}")
+    return holds, f"largest relative differences: {', '.join(errors)}"
+
+
+def training(env: Environment) -> Found:
+    """A short training run on one core compiles its step once, leaves nothing to the CPU, and learns."""
+    _, holds, text = train_digits(env, 1)
+    return holds, text
+
+
+def all_reduce(env: Environment) -> Found:
+    """The gradients that all cores exchange in a step become their mean."""
+    cores = max(2, env.cores)  # a CPU pretends to be two
+    error = tpukit.launch(all_reduce_error, cores=cores)
+    return error < MEAN_ERROR, f"on {cores} cores the mean is wrong by {error:.1e}"
+
+
+def all_cores(env: Environment) -> Found:
+    """A training run on all cores, a process each, has the losses of one on one core."""
+    # The several first: afterwards this process has opened the device.
+    several, has_learned, text = train_digits(env, max(2, env.cores), precision="fp32")
+    one, _, _ = train_digits(env, 1, precision="fp32")
+    # What rounding does grows: after the first half of the run even two devices that are right differ.
+    change = max(abs(a - b) / max(b, 0.1) for a, b in zip(several, one[: len(one) // 2]))
+    return has_learned and change < LOSS_CHANGE, f"losses differ by {change:.2%}, {text}"
+
+
+def attention_kernels(env: Environment) -> Found:
+    """CDEIT's attention kernels run, and agree with attention in slices."""
+    from tpukit_tasks.cdeit.tpu import attention
+
+    runtime: Any = open_runtime(env, "bf16")  # an XLARuntime
+    note = attention.choose(runtime)  # a process of jax lowers the kernels, and they are compared with slices
+    return attention._disabled_reason is None or env.accelerator not in HARDWARE, note
+
+
+def replays(env: Environment) -> Found:
+    """Steps with a changing learning rate are one graph, wait for nothing, and lose no memory."""
+    runtime = open_runtime(env)
+    taken, batch = new_step(runtime)
+    peaks = []
+    for first in (0, STEPS):
+        if first and env.accelerator == "cuda":
+            torch.cuda.set_sync_debug_mode("error")  # what waits for the device raises RuntimeError
+        for number in range(first, first + STEPS):
+            taken(batch, 0, 1 - number / (4 * STEPS))
+        if env.accelerator == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        runtime.sync()
+        peaks += [peak for peak, _ in runtime.memory()]
+    graphs, refused = graphs_of(runtime.compile_events)
+    lost = peaks[1] - peaks[0] if peaks else 0
+    text = f"{2 * STEPS} steps, graphs: {graphs}; the last {STEPS} took {lost / 2**20:.1f} MiB more{refused}"
+    return graphs == int(runtime.has_graphs) and lost <= LOST_BYTES, text
+
+
+def precision(env: Environment) -> Found:
+    """Products and convolutions in fp32 have the errors of fp32, not of bf16 or TF32."""
+    runtime = open_runtime(env, "fp32")
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for function, a, b in ((torch.matmul, (512, 512), (512, 512)), (conv2d, (4, 32, 32, 32), (32, 32, 3, 3))):
+        factors = dict(a=torch.randn(a, generator=generator), b=torch.randn(b, generator=generator))
+        there = runtime.put(factors)
+        found = runtime.to_cpu(function(there["a"], there["b"])).double()
+        exact = function(factors["a"].double(), factors["b"].double())
+        errors.append(float((found - exact).norm() / exact.norm()))
+    return max(errors) < FP32_ERROR, f"errors: product {errors[0]:.1e}, convolution {errors[1]:.1e}"
+
+
+def overflow(env: Environment) -> Found:
+    """A step in fp16 whose gradients overflow leaves the weights as they are and halves the loss's scale."""
+    runtime = open_runtime(env, "fp16")
+    taken, batch = new_step(runtime)
+    for _ in range(6):  # after which a step is captured
+        taken(batch, 0)
+    assert runtime.scaler._scale is not None
+    before = [value.detach().clone() for value in taken.model.parameters()]
+    runtime.scaler._scale.fill_(2.0**100)
+    taken(batch, 0)
+    is_kept = all(map(torch.equal, before, taken.model.parameters()))
+    scale = runtime.scaler.get_scale()
+    text = f"weights {'kept' if is_kept else 'CHANGED'}, scale 2^100 became {scale:.4g}"
+    return is_kept and scale == 2.0**99, text
+
+
+def out_of_memory(env: Environment) -> Found:
+    """Asking for more memory than there is ends in an error that tpukit knows, and the device computes on."""
+    runtime = open_runtime(env)
+    try:
+        x = runtime.put(torch.ones(2**20))
+        square = x[:, None] * x
+        runtime.sync()  # else XLA computes no more of it than is read
+        runtime.to_cpu(square[0, 0])
+        return False, "4 TiB were given out without an error"
+    except Exception as error:
+        known, text = known_errors.match(str(error)), first_line(error)
+    goes_on = multiplies(runtime)
+    text = f"{'known' if known else 'not known'}: {text}" + ("" if goes_on else "; then it computed wrongly")
+    return goes_on and (bool(known) or env.accelerator not in HARDWARE), text
+
+
+# The most telling first
+_IN_ORDER = (opens, step, training, all_reduce, all_cores, attention_kernels, replays, precision, overflow)
+CHECKS = {check.__name__: check for check in (*_IN_ORDER, out_of_memory)}
+
+
+# What they share
+
+
+def new_step(runtime: Runtime) -> tuple[TrainingStep, dict[str, Any]]:
+    """Return a compiled training step of MNIST, from fresh weights, and a batch on the device."""
+    torch.manual_seed(0)
+    task = tpukit.MNIST(batch_size=8, channels=8)
+    taken = TrainingStep(task, runtime, task.model().train())
+    taken.compile()
+    return taken, runtime.put(task.example(task.batch_size))
+
+
+def train_digits(env: Environment, cores: int, precision="auto"):
+    """Train MNIST on synthetic digits.
+
+    Returns the losses on the way; whether it learned, by a step of one graph and nothing on the host; and
+    what was found, in words."""
+    with tempfile.TemporaryDirectory(prefix="tpukit-hardware-") as folder:
+        data = make_synthetic("mnist", Path(folder) / "digits", size=1500 * env.cores)
+        settings: Any = dict(epochs=2, channels=8, log_every=10, precision=precision)
+        task = tpukit.MNIST(dataset_dir=data, batch_size=16 * env.cores, **settings)
+        run = tpukit.Run.open(Path(folder) / "run", task)
+        scores = tpukit.launch(tpukit.train, task, run, cores=cores, hang_timeout_s=120)
+        records = run.records("train")
+        graphs, refused = graphs_of(run.records("compile"))
+    fallbacks = (records[-1]["speed"]["counters"] or {}).get("fallbacks", {})
+    # Where CPU XLA devices reduce on the host, a step is two graphs.
+    most = 2 if env.accelerator == "xla" and cores > 1 else 1
+    holds = scores["accuracy"] > LEAST_ACCURACY and graphs <= most and not fallbacks and not refused
+    text = f"accuracy {scores['accuracy']:.3f}; cores: {cores}, graphs of the step: {graphs}"
+    if fallbacks:
+        text += f"; ran on the CPU: {', '.join(fallbacks)}"
+    return [record["loss"] for record in records], holds, text + refused
+
+
+def graphs_of(events: list[dict[str, Any]]) -> tuple[int, str]:
+    """Return how many graphs a step was compiled to, and why it was not captured, in words."""
+    steps = [event for event in events if event["what"] == "step"]
+    refused = [f"; not captured: {event['why'][0]}" for event in steps if not event["programs"]]
+    return sum(event["programs"] for event in steps), "".join(refused)
+
+
+def multiplies(runtime: Runtime) -> bool:
+    """Return whether a product of ones on the device is right."""
+    ones = runtime.put(torch.ones(64, 64))
+    return bool(runtime.to_cpu(ones @ ones).sum() == 64**3)
+
+
+def all_reduce_error() -> float:
+    """On every core: return the relative difference between the mean of gradients over all cores, each of
+    which has others, and the known one."""
+    core = tpukit.core()
+    samples = torch.randn(core.size * 8, 1000, generator=torch.Generator().manual_seed(0))
+    weight = torch.nn.Parameter(torch.ones(1, 1000, device=core.device))
+    part = samples.chunk(core.size)[core.rank].to(core.device)
+    (part * weight).sum(1).mean().backward()  # not a matrix product, which a TPU rounds
+    core.runtime.all_reduce_gradients(torch.optim.SGD([weight], 0.1))
+    core.runtime.sync()
+    mean, known = core.runtime.to_cpu(weight.grad).double(), samples.double().mean(0, keepdim=True)
+    return float((mean - known).norm() / known.norm())
+
+
+# The report
+
+
+def check_hardware(env: Environment, path: Path, *, rehearse: bool = False) -> dict[str, Any]:
+    """Check the accelerator of this machine, print what is found, and return the report.
+
+    Args:
+        env: what `detect` found here.
+        path: gets the report after each check.
+        rehearse: without an accelerator, try the checks themselves; the report says so.
+
+    Raises TpukitError if there is nothing to check."""
+    if env.accelerator not in HARDWARE and not rehearse:
+        raise TpukitError(
+            "found neither a TPU nor a GPU to check; --rehearse tries the checks themselves on the CPU"
+            f" ({environment.TPU_MENU[env.host]})"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = describe(env)
+    for number, (name, check) in enumerate(CHECKS.items(), 1):
+        say(f"{number}/{len(CHECKS)} {name}: {check.__doc__}")
+        began = time.monotonic()
+        outcome, text = run_check(name, env)
+        row = dict(name=name, outcome=outcome, text=scrub(text), seconds=round(time.monotonic() - began, 1))
+        report["checks"].append(row)
+        files.write_atomic(path, json.dumps(report, indent=1) + "\n")
+        say(f"    {outcome} in {row['seconds']} s: {row['text']}")
+    say(f"the report is {path}" + ("; nothing in it was seen on hardware" if report["rehearsal"] else ""))
+    return report
+
+
+def describe(env: Environment) -> dict[str, Any]:
+    """Return a report without its checks. rehearsal: whether nothing in it was seen on hardware."""
+    chip = find_chip(env.device_name)
+    return dict(
+        format=FORMAT,
+        tpukit=tpukit.__version__,
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        rehearsal=env.accelerator not in HARDWARE,
+        host=env.host,
+        accelerator=env.accelerator,
+        backend=env.tpu_backend if env.accelerator in ("tpu", "xla") else None,
+        chip=chip.name if chip else scrub(env.device_name),
+        chips=env.cores,
+        python=env.python,
+        versions=env.versions,
+        checks=[],
+    )
+
+
+def run_check(name: str, env: Environment) -> tuple[str, str]:
+    """Run a check in a process of its own. Returns PASS, FAIL or SKIP, and what was found."""
+    if name in ("all_reduce", "all_cores") and env.accelerator in HARDWARE and env.cores == 1:
+        return SKIP, "one chip is here"
+    if name == "attention_kernels" and (env.accelerator in ("cuda", "cpu") or env.uses_torch_tpu):
+        return SKIP, "the kernels are for a TPU that is reached by torch_xla"
+    if name == "overflow" and env.accelerator in ("tpu", "xla"):
+        return SKIP, "a TPU computes in bf16, not in fp16"
+    try:
+        holds, text = subprocess_call.call(answer, name, timeout_s=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        holds, text = False, f"it did not end within {LIMIT_S} s and was stopped"
+    except TpukitError as error:
+        holds, text = False, f"its process ended without an answer: {error}"
+    return PASS if holds else FAIL, text
+
+
+def answer(name: str) -> Found:
+    """In a check's process: return whether what it assumes holds, and what was found."""
+    try:
+        return CHECKS[name](detect())
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(frame.filename).name} line {frame.lineno}"
+        return False, f"{type(error).__name__} in {at}: {first_line(error)}"
+
+
+def scrub(text: str) -> str:
+    """Return a text without what tells whose machine it came from: what follows a path or a URL, addresses,
+    names of user and host."""
+    text = PATH.sub("(path)", printable(" ".join(text.split())[:LONGEST_TEXT]))
+    text = ADDRESS.sub("(address)", text)
+    host = socket.gethostname()
+    names = {host, host.partition(".")[0], os.environ.get("USER", "")} - {"root", ""}
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"\b{re.escape(name)}\b", "(name)", text)
+    return text

@@ -1,0 +1,138 @@
+"""`tpukit plan`: whether a step fits a TPU, what it computes, and what it moves, by the TPU's own compiler
+without a TPU.
+
+trace.py traces the step in a process of its own, on torch_xla's CPU device (xla_export.py); compiler.py has
+libtpu compile its graph in an environment of its own; hlo.py reads what that moves. No figure is measured on
+a TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tpukit.devices.chips import Chip
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import Sentences, Table
+from tpukit.host.text import GIB
+from tpukit_tools.plan.compiler import COMPILER, MACHINES, compile_graph, install_compiler
+from tpukit_tools.plan.trace import trace_step
+
+if TYPE_CHECKING:
+    from tpukit.training.task import Task
+
+__all__ = ["COMPILER", "Plan", "install_compiler", "plan"]
+# Columns of the table: heading, figure of a row, unit.
+FIGURES = (
+    ("TFLOP", "flops", 1e12),
+    ("FLOP time, ms", "flop_s", 1e-3),
+    ("HBM GB", "hbm_bytes", 1e9),
+    ("HBM time, ms", "hbm_s", 1e-3),
+)
+
+
+def plan(
+    task: Task,
+    *,
+    chip: Literal["v5e-1", "v5e-8", "v6e-1"] = "v5e-1",
+    batch_sizes: Sequence[int] = (),
+    log: Callable[[str], object] = print,
+) -> Plan:
+    """Compile a task's step for a TPU, without a TPU: whether it fits, what it computes, and what it moves.
+    With a dataset_dir, its sets lie on the chip as in training, if they are small enough.
+
+    Args:
+        task: whose step is compiled.
+        chip: one v5e chip (Colab), eight with a gradient all-reduce (Kaggle), or one v6e chip.
+        batch_sizes: global batch sizes to try; by default the task's own.
+        log: gets a sentence before everything that takes long.
+
+    Raises TpukitError if the compiler cannot be had, or refuses a graph for another reason than memory."""
+    from tpukit.devices.runtime import check_batch
+
+    if chip not in MACHINES:
+        raise TpukitError(f"unknown chip {chip!r}: choose one of {', '.join(MACHINES)}")
+    machine = MACHINES[chip]
+    sizes = sorted(set(batch_sizes or [task.batch_size]))
+    for size in sizes:  # before minutes of compilation
+        check_batch(size, machine.chips, task.micro_batches)
+    install_compiler(log)  # which has the jax that lowers kernels, too
+    rows = []
+    for size in sizes:
+        log(f"batch {size}: tracing the step")
+        with tempfile.TemporaryDirectory() as folder:
+            graph = trace_step(task, size, machine, Path(folder))
+            graph |= compile_graph(graph, machine, task.libtpu_args(size // machine.chips), log)
+        rows.append(_row(size, graph, machine.chip))
+    return Plan(task.name, chip, rows)
+
+
+def _row(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
+    """Return the figures of a batch size, from what `trace_step` and `compile_graph` say of its graph."""
+    row = dict(batch_size=size, compile_s=graph["compile_s"])
+    why = graph.get("error", "")
+    if not why:
+        peak = row["peak_bytes"] = graph["resident_bytes"] + graph["peak_bytes"]
+        if peak > chip.hbm_bytes:
+            why = f"used {peak / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
+    if why:
+        return row | dict(fits=False, why=why)
+    row["hbm_bytes"] = graph["hbm_bytes"]
+    row["flops"] = graph["flops"] + sum(kernel["flops"] for kernel in graph["kernels"])
+    row |= dict(flop_s=row["flops"] / chip.flops, hbm_s=row["hbm_bytes"] / chip.bandwidth)
+    return row | dict(fits=True, kernels=sorted({kernel["name"] for kernel in graph["kernels"]}))
+
+
+@dataclasses.dataclass
+class Plan:
+    """The compiler's report; printed, a table with its explanation. rows: a dict for each batch size."""
+
+    task: str
+    chip: str
+    rows: list[dict]
+
+    @property
+    def largest_batch(self) -> int | None:
+        """The largest batch in `rows` that fits, or None."""
+        return max((row["batch_size"] for row in self.rows if row["fits"]), default=None)
+
+    def table(self) -> Table:
+        """Return the figures as a table."""
+        rows = []
+        for row in self.rows:
+            if row["fits"]:
+                figures = [f"{row[name] / unit:.3g}" for _, name, unit in FIGURES]
+                answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *figures]
+            else:
+                used = re.search(r"([\d.]+[KMG])\)? (?:of|exceeds)", row["why"])
+                needs = f"needs {used[1]}" if used else "more than available"
+                answer = ["no", needs, *[""] * len(FIGURES)]
+            rows.append([row["batch_size"], *answer, round(row["compile_s"])])
+        headings = [heading for heading, *_ in FIGURES]
+        columns = ["batch", "fits", "peak HBM, GiB", *headings, "compiled in, s"]
+        return Table(f"{self.task}: training step on {self.chip}, per core", columns, rows)
+
+    @property
+    def caption(self) -> str:
+        """Explain the columns."""
+        chip = MACHINES[self.chip].chip
+        text = (
+            f"{chip.hbm_bytes / GIB:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM"
+            f" time: at {chip.bandwidth / 1e9:g} GB/s, if operands and results pass HBM once. No forecasts."
+        )
+        if kernels := {name for row in self.rows if row["fits"] for name in row["kernels"]}:
+            text += f" The work inside kernels ({', '.join(sorted(kernels))}) is counted by hand and added."
+        return text
+
+    def show(self) -> None:
+        """Display the table and what its columns mean."""
+        from tpukit.reporting.presenting import present
+
+        present(self.table())
+        present(Sentences([self.caption]))
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n\n{self.caption}"
