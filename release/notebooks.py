@@ -3,14 +3,16 @@
     notebooks/NAME.ipynb        ->  dist/NAME.ipynb, dist/NAME/kernel-metadata.json
     notebooks/zh-CN/NAME.ipynb  ->  dist/zh-CN/NAME.ipynb, dist/zh-CN/NAME/kernel-metadata.json
 
-A built notebook has one more cell, collapsed, before the cell that imports tpukit: an archive of tpukit/
-(tar, xz, base85), the lines that check and unpack it, and the choice between it and a clone around the
-notebook. (In notebooks/ a symbolic link to tpukit/ lets a clone's notebooks import it.) Notebooks on
+A built notebook has one more cell, collapsed, before the cell that imports tpukit: an archive of tpukit/ and
+of the tasks and tools that the notebook uses (tar, xz, base85), the lines that check and unpack it, and the
+choice between it and a clone around the notebook. (In notebooks/ symbolic links let a clone's notebooks
+import the three packages.) Notebooks on
 impedance tomography carry the part of pyEIT that the simulator imports too, because neither Colab nor Kaggle
 has it. Pictures of the notebook's texts become part of it. `kaggle kernels push -p dist/NAME` reads
 kernel-metadata.json, in which the owner of the id is a placeholder. Building twice gives equal bytes."""
 
 import base64
+import functools
 import importlib.metadata
 import json
 import re
@@ -35,23 +37,28 @@ def main():
 
 def build(out):
     """Build every notebook into the folder `out`. Returns the paths written."""
-    archives = {
-        "cdeit import simulate": pack.library(pyeit_files()),
-        'show_own(\\"demo': pack.library(demo=True),
-        "": pack.library(),
-    }
     written = []
     for source in sorted((ROOT / "notebooks").glob("**/*.ipynb")):
-        text = source.read_text()
-        archive = next(archive for words, archive in archives.items() if words in text)
-        notebook = nbformat.reads(text, 4)
-        embed(notebook, archive, source.parent)
+        notebook = nbformat.read(source, 4)
+        embed(notebook, archive_for(notebook), source.parent)
         target = out / source.relative_to(ROOT / "notebooks")
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, target)
         write_kernel_metadata(notebook, target)
         written.append(target)
     return written
+
+
+def archive_for(notebook):
+    """Return the archive that a notebook needs."""
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    guests = frozenset(pack.guests_of(code))
+    return _archive(guests, "import simulate" in code, 'show_own("demo' in code)
+
+
+@functools.cache  # the notebooks of both languages have the same
+def _archive(guests, simulates, demo):
+    return pack.library(guests, pyeit_files() if simulates else None, demo)
 
 
 def write_kernel_metadata(notebook, path):

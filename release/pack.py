@@ -1,15 +1,21 @@
-"""The library in a notebook's cell: an archive of tpukit/ (tar, xz, base85), and the lines that check and
-unpack it, for the notebooks of dist/."""
+"""The library in a notebook's cell: an archive (tar, xz, base85), and the lines that check and unpack it, for
+the notebooks of dist/.
 
+A notebook carries tpukit/, the part of the desk that any session may need, and of the other tasks and tools
+those that its code uses."""
+
+import ast
 import base64
 import hashlib
 import io
 import lzma
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tpukit
+from tpukit import leaves
 from tpukit.inference.trained import DEMO_FOLDER
 
 ROOT = Path(__file__).parent.parent
@@ -17,6 +23,9 @@ ROOT = Path(__file__).parent.parent
 TAG = "tpukit-archive"  # of the cell
 LINE = 120  # columns of the archive's text
 KINDS = (".py", ".csv", ".json", ".toml", ".txt")
+GUESTS = ("tpukit_tasks", "tpukit_tools")
+# What every notebook carries of tpukit_tools: checks, the command line, and what these start
+DESK = ("cli", "doctor", "subprocess_call", "trace")
 
 # The source of the cell. It runs before tpukit can be imported: nothing but the standard library.
 CELL = '''\
@@ -63,10 +72,12 @@ else:
 here = Path.cwd()
 near = [path / "tpukit" for path in (here, *here.parents[:3], here / "tpukit")]
 layers = [name for name in FILES if name.endswith("/__init__.py") and name.count("/") < 3]
-layers = [name for name in layers if name.startswith("tpukit/")]
+layers = [name for name in layers if name.startswith("tpukit")]
+packages = {{name.partition("/")[0] for name in layers}}
 clones = [  # around the notebook: whole, and not another user's
     path.parent for path in near
-    if all((path.parent / name).exists() for name in layers) and path.stat().st_uid == here.stat().st_uid
+    if all((path.parent / name).exists() for name in layers)
+    and {{(path.parent / name).stat().st_uid for name in packages}} == {{here.stat().st_uid}}
 ]
 TPUKIT = str([*clones, EMBEDDED][0])
 sys.path.insert(0, TPUKIT)  # for this kernel, then for the cores and shells that it starts
@@ -75,11 +86,59 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 '''
 
 
-def library(others: Mapping[str, bytes] | None = None, demo: bool = False) -> bytes:
-    """Return tpukit/ and its licence as the bytes of a tar.xz archive. Equal files give equal bytes.
+def guests_of(code: str) -> set[str]:
+    """Return the guests that a notebook's code uses, and those that these use: modules such as
+    "tpukit_tasks.mshnet".
 
-    others: more files, name -> content. demo: with the small MSHNet and its images."""
-    paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in KINDS]
+    code: of all cells; lines of a shell (!, %) are no Python. Of a guest it finds imports anywhere in a file,
+    public names (`tpukit.MSHNet`), and the tasks whose dataset is found by name."""
+    guests, texts = (
+        set(),
+        ["\n".join(line for line in code.splitlines() if line.lstrip()[:1] not in ("!", "%"))],
+    )
+    while texts:
+        for module in sorted(_used(texts.pop()) - guests):
+            guests.add(module)
+            texts += [path.read_text() for path in _files(module) if path.suffix == ".py"]
+    return guests
+
+
+def _used(code):
+    """Return the guests that a file or a notebook uses itself."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.ImportFrom(module=str(module), names=imported):
+                names |= {f"{module}.{one.name}" for one in imported}
+            case ast.Import(names=imported):
+                names |= {one.name for one in imported}
+            case ast.Attribute(value=ast.Name(id="tpukit"), attr=name):
+                names.add(tpukit._HOMES.get(name, ""))
+            case ast.Call(func=ast.Attribute(attr="find_dataset"), args=[ast.Constant(value=dataset), *_]):
+                names |= {
+                    f"tpukit_tasks.{name}" for name, one in leaves.tasks().items() if one.dataset == dataset
+                }
+    modules = {".".join(name.split(".")[:2]) for name in names if name.startswith(GUESTS)}
+    return {module for module in modules if _files(module)}
+
+
+def _files(module):
+    """Return the files of a guest, such as "tpukit_tasks.mshnet" or "tpukit_tasks.mnist"."""
+    path = ROOT / module.replace(".", "/")
+    return [*path.rglob("*")] if path.is_dir() else [*path.parent.glob(f"{path.name}.py")]
+
+
+def library(
+    guests: Iterable[str] = (), others: Mapping[str, bytes] | None = None, demo: bool = False
+) -> bytes:
+    """Return tpukit/, its licence and guests as the bytes of a tar.xz archive. Equal files give equal bytes.
+
+    guests: as `guests_of` gives them. others: more files, name -> content. demo: with the small MSHNet and
+    its images."""
+    modules = {*guests, *(f"tpukit_tools.{name}" for name in DESK)}
+    paths = [*(ROOT / "tpukit").rglob("*"), *(ROOT / name / "__init__.py" for name in GUESTS)]
+    paths += [path for module in modules for path in _files(module)]
+    paths = [path for path in paths if path.suffix in KINDS]
     if demo:
         paths += [path for path in DEMO_FOLDER.iterdir() if path.is_file()]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}

@@ -262,7 +262,7 @@ def random_run(folder, task, **metadata):
 
 LOADED = """
 import sys
-ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "tpukit"]
+ours = [module for name, module in sys.modules.items() if name.startswith("tpukit")]
 print("LOADED", *(module.__file__ for module in ours))
 """
 
@@ -275,7 +275,8 @@ def loaded_by(program, folder, env=os.environ):
     assert ran.returncode == 0, ran.stderr
     printed, _, names = ran.stdout.partition("LOADED ")
     loaded = [Path(name) for name in names.split()]
-    parts = {path.relative_to(ROOT / "tpukit").parts[0] for path in loaded} - {"__init__.py"}
+    places = [path.relative_to(ROOT).parts for path in loaded]
+    parts = {place[1] if place[0] == "tpukit" else place[0] for place in places} - {"__init__.py"}
     return printed, parts, sum(len(path.read_text().splitlines()) for path in loaded)
 
 

@@ -16,13 +16,19 @@ import pytest
 
 from tests.conftest import ROOT
 
-# the lowest first
-LAYERS = ("host", "runs", "devices", "launching", "training", "tasks", "reporting", "tools", "cli")
-MODULES = sorted(p for p in (ROOT / "tpukit").rglob("*.py"))
+# the lowest first; the last two are packages of their own
+LAYERS = (
+    *("host", "runs", "data", "devices", "launching", "training", "reporting", "inference"),
+    *("tpukit_tasks", "tpukit_tools"),
+)
+PACKAGES = ("tpukit", "tpukit_tasks", "tpukit_tools")
+MODULES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 
 
 def layer(path):
-    return path.relative_to(ROOT / "tpukit").parts[0]
+    """Return the layer of a file: its folder in tpukit/, or the name of the other package."""
+    package, part, *_ = path.relative_to(ROOT).parts
+    return part if package == "tpukit" else package
 
 
 @functools.cache
@@ -69,23 +75,36 @@ def test_no_modules_import_each_other_not_even_for_annotations():
 
 def test_every_module_is_in_the_folder_of_a_layer():
     at_the_top = {path.name for path in (ROOT / "tpukit").iterdir() if path.name != "__pycache__"}
-    assert at_the_top == {*LAYERS, "__init__.py", "__main__.py", "leaves.py", "py.typed"}
+    assert at_the_top == {*LAYERS[:-2], "__init__.py", "__main__.py", "leaves.py", "py.typed"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_module_imports_from_its_own_layer_and_the_layers_below(path):
+    names = [name.split(".") for name in imports(path, with_annotations=True)]
     if path == ROOT / "tpukit/__init__.py":
-        assert not [name for name in imports(path) if name.startswith("tpukit")]
-        return
-    if layer(path) == "leaves.py":  # names, and imports nothing
-        assert not [name for name in imports(path) if name.startswith("tpukit")]
-        return
-    below = LAYERS if layer(path) == "__main__.py" else LAYERS[: LAYERS.index(layer(path)) + 1]
-    below = (*below, "leaves") if layer(path) in ("tasks", "cli") else below
-    for name in imports(path, with_annotations=True):
-        parts = name.split(".")
-        if parts[0] == "tpukit" and len(parts) > 1 and parts[1] != "__version__":
-            assert parts[1] in below, f"{path.name} imports {name}"
+        assert not [parts for parts in imports(path) if parts.startswith("tpukit")]
+    elif path == ROOT / "tpukit/leaves.py":  # names of tasks, none of which it imports before it is asked
+        assert {parts[1] for parts in names if parts[0] == "tpukit"} == {"host", "training"}
+    elif path == ROOT / "tpukit/__main__.py":
+        assert {parts[0] for parts in names} == {"sys", "tpukit_tools"}
+    else:
+        below = {
+            *LAYERS[: LAYERS.index(layer(path)) + 1],
+            "__version__",
+            *(["leaves"] * (layer(path) != "host")),
+        }
+        for parts in names:
+            if parts[0] in PACKAGES:
+                part = parts[0] if parts[0] != "tpukit" else ".".join(parts[1:2])
+                assert part in {*below, ""}, f"{path.name} imports {'.'.join(parts)}"
+
+
+def test_nothing_in_the_library_imports_the_other_packages_but_the_table_of_lazy_names():
+    at_the_top = [ROOT / "tpukit/__init__.py", ROOT / "tpukit/__main__.py"]
+    for path in set((ROOT / "tpukit").rglob("*.py")) - set(at_the_top):
+        others = [name for name in imports(path, with_annotations=True) if name.split(".")[0] in PACKAGES[1:]]
+        assert others == [], f"{path} imports {others}"
+    assert not [name for name in imports(at_the_top[0]) if name.split(".")[0] in PACKAGES]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tpukit/launching").glob("*.py")), ids=lambda p: p.name)
@@ -102,13 +121,15 @@ def test_a_launch_knows_no_task_and_no_run_not_even_in_annotations(path):
         ("matplotlib", {"reporting"}),
         ("IPython", {"reporting"}),
         ("ipywidgets", {"reporting"}),
-        ("tyro", {"cli"}),
+        ("tyro", {"tpukit_tools"}),
     ],
 )
 def test_a_foreign_package_is_imported_in_its_layer_only(package, layers):
     for path in MODULES:
         if any(name.split(".")[0] == package for name in imports(path)):
-            is_leafs_own = package == "torch_xla" and layer(path) == "tasks" and path.parent.name == "tpu"
+            is_leafs_own = (
+                package == "torch_xla" and layer(path) == "tpukit_tasks" and path.parent.name == "tpu"
+            )
             assert layer(path) in layers or is_leafs_own, f"{path.relative_to(ROOT)} imports {package}"
 
 
@@ -136,7 +157,7 @@ def test_an_editor_is_told_the_same_homes_of_the_public_names_as_python():
     tree = ast.parse((ROOT / "tpukit/__init__.py").read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If)]
     told = {imported.names[0].name: imported.module for imported in block.body}
-    assert told == {name: f"tpukit.{home}" for name, home in tpukit._HOMES.items()}
+    assert told == tpukit._HOMES
 
 
 def lines_of(cell):

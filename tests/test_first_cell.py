@@ -9,8 +9,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from release import notebooks, pack
+from release import notebooks
 from tests.conftest import ROOT
+from tests.test_code import PACKAGES
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def built(tmp_path_factory):
     """The code of a built notebook's first two cells: the archive, and the import."""
     folder = tmp_path_factory.mktemp("first-cell")
     notebook = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4)
-    notebooks.embed(notebook, pack.library(), ROOT / "notebooks")
+    notebooks.embed(notebook, notebooks.archive_for(notebook), ROOT / "notebooks")
     nbformat.write(notebook, folder / "one.ipynb")
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     return "\n".join(code[:2])
@@ -53,10 +54,11 @@ def found_by(built, tmp_path):
 
 def place_tpukit(folder, without=None):
     """A repository of a tpukit that can be told from the real one. Returns the folder, as text."""
-    shutil.copytree(ROOT / "tpukit", folder / "tpukit", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tpukit/__init__.py").write_text("__version__ = '7.0'\n")
     if without:
-        shutil.rmtree(folder / "tpukit" / without)
+        shutil.rmtree(folder / without)
     return str(folder)
 
 
@@ -74,7 +76,9 @@ def test_a_clone_in_the_current_folder_is_taken_and_a_folder_without_code_is_not
     assert found_by() == clone
 
 
-@pytest.mark.parametrize("without, taken", [("reporting", False), ("tasks/cdeit", True)])
+@pytest.mark.parametrize(
+    "without, taken", [("tpukit/reporting", False), ("tpukit_tools", False), ("tpukit_tasks/cdeit", True)]
+)
 def test_half_a_clone_is_left_aside_for_the_copy_and_one_without_a_task_is_taken(
     without, taken, found_by, tmp_path
 ):
@@ -85,9 +89,10 @@ def test_half_a_clone_is_left_aside_for_the_copy_and_one_without_a_task_is_taken
 @pytest.mark.skipif(
     not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder to another user"
 )
-def test_another_users_tpukit_above_the_notebook_is_not_run(found_by, tmp_path):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_another_users_tpukit_above_the_notebook_is_not_run(package, found_by, tmp_path):
     place_tpukit(tmp_path)
-    os.chown(tmp_path / "tpukit", 12345, 12345)
+    os.chown(tmp_path / package, 12345, 12345)
     assert found_by().startswith(str(tmp_path / "home/.cache/tpukit"))
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.test_code import MODULES, dotted
 from tpukit import leaves
+from tpukit_tools.cli import commands
 
-COMMANDS = {name for name in leaves.COMMANDS.values() if name.startswith("tools.")}
-LEAVES = sorted({f"tpukit_tasks.{name}" for name in leaves.tasks()} | {f"tpukit.{name}" for name in COMMANDS})
+LEAVES = sorted({f"tpukit_tasks.{name}" for name in leaves.tasks()} | set(commands.NEEDED.values()))
 
 
 def is_part(name, leaf):
@@ -17,7 +17,7 @@ def is_part(name, leaf):
 
 def is_guarded(node):
     test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
-    return test == "TYPE_CHECKING" or test.startswith("leaves.has_command(")
+    return test == "TYPE_CHECKING" or test.startswith("is_offered(")
 
 
 def imported_at_once(path):
@@ -44,7 +44,9 @@ def test_no_module_of_the_rest_imports_a_leaf_before_a_function_needs_it(leaf):
 
 
 def test_the_command_line_offers_the_leaves_that_are_there(monkeypatch):
-    assert len(leaves.tasks()) == 5 and all(map(leaves.has_command, leaves.COMMANDS))
-    monkeypatch.setattr(leaves, "_is_there", lambda module: module not in ("tasks.cdeit", "tools.plan"))
+    assert len(leaves.tasks()) == 5 and all(map(commands.is_offered, commands.NEEDED))
+    monkeypatch.setattr(
+        leaves, "is_there", lambda module: module not in ("tpukit_tasks.cdeit", "tpukit_tools.plan")
+    )
     assert "cdeit" not in leaves.tasks()
-    assert [name for name in leaves.COMMANDS if not leaves.has_command(name)] == ["plan", "simulate"]
+    assert [name for name in commands.NEEDED if not commands.is_offered(name)] == ["plan", "simulate"]

@@ -1,5 +1,6 @@
 """The notebooks as a user meets them: each is run whole by papermill, once for all questions. The copies of
-docs/executed are run by tests/release/test_executed.py, hardware_comparison by tests/tools/cli/test_compare.py."""
+docs/executed are run by tests/release/test_executed.py, hardware_comparison by
+tests/tools/cli/test_compare.py."""
 
 import json
 import re

@@ -1,8 +1,20 @@
-"""The leaves: the tasks, and the tools that have a command of their own. Any of them can be cut off by
-deleting its file or folder: the command line offers what is there, no lower layer knows a leaf by name."""
+"""The tasks of `tpukit_tasks` by name, and the parts that a task may leave out.
 
+None is imported before it is asked for, and any can be cut off by deleting its file or folder: the library
+works on with those that are there. Nothing else in this package knows a task by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
 import importlib.util
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tpukit.host.errors import TpukitError
+
+if TYPE_CHECKING:
+    from tpukit.training.task import Task
 
 
 class TaskEntry(NamedTuple):
@@ -22,27 +34,40 @@ _TASKS = dict(
         "LanguageModel", "my-text", "language models, fine-tuned or pretrained, with transformers"
     ),
 )
-# Commands that need a leaf, and its module below tpukit; all others are always there.
-COMMANDS = dict(
-    doctor="tpukit_tools.doctor",
-    predict="tpukit.inference.predict",
-    export="tpukit.inference.export",
-    plan="tpukit_tools.plan",
-    compare="tpukit_tools.measure",
-    migrate="tpukit_tools.migrate",
-    simulate="tpukit_tasks.cdeit",
-)
+
+
+def is_there(module: str) -> bool:
+    """Return True if a module of another package is there. Import none but its parents."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package itself is not there
+        return False
 
 
 def tasks() -> dict[str, TaskEntry]:
     """Return the tasks that are there, by name, which is their module's too. Import none of them."""
-    return {name: entry for name, entry in _TASKS.items() if _is_there(f"tpukit_tasks.{name}")}
+    return {name: entry for name, entry in _TASKS.items() if is_there(f"tpukit_tasks.{name}")}
 
 
-def has_command(name: str) -> bool:
-    """Return True if the command line offers a command."""
-    return name not in COMMANDS or _is_there(COMMANDS[name])
+def find(name: str) -> type[Task]:
+    """Return the class of a task by name. Raises TpukitError listing the names there are."""
+    if name not in tasks():
+        raise TpukitError(f"no task {name!r}; choose one of {', '.join(tasks())}")
+    return getattr(importlib.import_module(f"tpukit_tasks.{name}"), _TASKS[name].cls)
 
 
-def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def folder_of(name: str) -> Path:
+    """Return the folder of a task, which need not be there."""
+    spec = importlib.util.find_spec("tpukit_tasks") if is_there("tpukit_tasks") else None
+    parents = spec.submodule_search_locations if spec else None
+    return Path(next(iter(parents or [""])), name)
+
+
+def part_of(task: Any, protocol: type, name: str) -> Any:
+    """Return an attribute or a method of a protocol that a task may leave out: the task's own, or the
+    protocol's default."""
+    own = getattr(task, name, None)
+    if own is not None:
+        return own
+    default = getattr(protocol, name)
+    return functools.partial(default, task) if callable(default) else default

@@ -16,7 +16,7 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.runs.settings import Described, from_settings, settings_dict
 
-ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
+ROOT = Path(__file__).parents[1]  # the folder that tpukit and its guests are imported from
 
 
 def run_python(*arguments, text="", variables=None, timeout_s=None):

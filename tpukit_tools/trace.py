@@ -19,7 +19,8 @@ from tpukit.training.task import Task
 
 # What waits for the device, or has no fixed shape.
 BLOCKING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
-PACKAGE = os.path.dirname(os.path.dirname(__file__))
+ROOT = os.path.dirname(os.path.dirname(__file__))
+PACKAGES = tuple(os.path.join(ROOT, name) + os.sep for name in ("tpukit", "tpukit_tasks", "tpukit_tools"))
 LIBRARIES = ("<", os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)))
 
 
@@ -73,7 +74,7 @@ class Interruptions(TorchDispatchMode):
 def _line():
     """Return the innermost line that is not a library's, from which the running operation was called."""
     for frame in reversed(traceback.extract_stack()):
-        is_library = frame.filename.startswith(LIBRARIES) and not frame.filename.startswith(PACKAGE)
+        is_library = frame.filename.startswith(LIBRARIES) and not frame.filename.startswith(PACKAGES)
         if frame.filename != __file__ and not is_library:
             return f"{frame.filename}:{frame.lineno}"
     return "the backward pass"  # which runs on a thread of its own

@@ -14,7 +14,7 @@ import papermill
 import pytest
 from PIL import Image
 
-from release import executed, notebooks, pack
+from release import executed, notebooks
 from tests.conftest import ROOT
 
 LARGEST = 200_000  # bytes of a copy
@@ -101,7 +101,7 @@ def check_outputs(book, name, folder):
 def test_the_outputs_of_a_copy_come_out_again(path, folder):
     book = nbformat.read(path, 4)
     if path.stem == "mnist_quickstart":  # as it is built: with the library inside
-        notebooks.embed(book, pack.library(), ROOT / "notebooks")
+        notebooks.embed(book, notebooks.archive_for(book), ROOT / "notebooks")
     ran = check_outputs(book, path.stem, folder)
     assert ran.returncode == 0, ran.stdout
     assert (folder / "home/.cache/tpukit").exists() == (path.stem == "mnist_quickstart")

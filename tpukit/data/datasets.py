@@ -5,7 +5,6 @@ without it."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -14,11 +13,10 @@ import numpy as np
 from tpukit.host import drive, environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.text import say
-from tpukit.leaves import TASKS, find, part_of
+from tpukit.leaves import find, part_of, tasks
 
 if TYPE_CHECKING:
     from tpukit.host.environment import Environment
-    from tpukit.training.task import Task
 
 SYNTHETIC_NOTE = "Synthetic, made by tpukit; not real data.\n"
 DEMO = "demo"  # in place of a folder: what comes with tpukit, or is made by it
@@ -111,14 +109,6 @@ def find_dataset(
         return _synthetic(env, name, size, why)
     say(f"dataset {name}: {folder} (downloaded, checksums verified)")
     return folder
-
-
-def with_dataset(task: Task, env: Environment, *, demo: bool = False) -> Task:
-    """Return the task with the folder of its dataset: the given one, one that is found here, or a synthetic
-    set, for a task that needs the user's own data only with `demo`."""
-    demo = demo or not part_of(task, Findable, "needs_own_data")
-    folder = find_dataset(task.dataset, task.dataset_dir, demo=demo, env=env)
-    return dataclasses.replace(task, dataset_dir=folder)
 
 
 def make_synthetic(name: str, folder: Path | str, *, size: int | None = None) -> Path:
@@ -221,13 +211,13 @@ def _made(folder, make):
 
 def _task_of(name: str) -> Any:
     """Return the class of the task with a dataset of this name, a `Findable`, or None."""
-    return next((find(key) for key, entry in TASKS.items() if entry.dataset.lower() == name.lower()), None)
+    return next((find(key) for key, entry in tasks().items() if entry.dataset.lower() == name.lower()), None)
 
 
 def _require_task(name):
     task = _task_of(name)
     if task is None:
-        names = ", ".join(entry.dataset for entry in TASKS.values())
+        names = ", ".join(entry.dataset for entry in tasks().values())
         raise TpukitError(
             f"no dataset {name!r} was found; tpukit can synthesize {names}. Give a path, or put yours into"
             " ./datasets"

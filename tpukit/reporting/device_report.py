@@ -69,8 +69,8 @@ class MetricsReport:
             )
         if operations := self._operations_on_the_cpu():
             problems.append(
-                f"{device_words.describe_fallbacks(operations)} Choose by `torch.where` or a product instead of"
-                " `x[mask]` and `nonzero`; `tpukit migrate FILE` names such lines."
+                f"{device_words.describe_fallbacks(operations)} Choose by `torch.where` or a product instead"
+                " of `x[mask]` and `nonzero`; `tpukit migrate FILE` names such lines."
             )
         if _is_often(self.counters.get("read", 0), executions):
             problems.append(

@@ -158,7 +158,11 @@ class Task:
     def __post_init__(self) -> None:
         """Raise TpukitError for a setting that no training run can have. A whole float becomes an int."""
         # A class of the user's may have annotations that only its own module understands.
-        known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
+        known = next(
+            kind
+            for kind in type(self).__mro__
+            if kind.__module__.partition(".")[0] in ("tpukit", "tpukit_tasks")
+        )
         declared = get_type_hints(known)
         for field in dataclasses.fields(known):
             value = as_declared(field.name, getattr(self, field.name), declared[field.name])

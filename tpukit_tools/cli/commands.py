@@ -14,11 +14,9 @@ import tyro
 from tyro import conf
 
 import tpukit
-import tpukit_tasks as tasks
 from tpukit import __version__, leaves
 from tpukit.host.errors import TpukitError
 from tpukit.host.text import printable
-from tpukit.leaves import TASKS
 from tpukit.runs.settings import annotate_help
 from tpukit_tools.cli import functions
 from tpukit_tools.cli.doctor import doctor
@@ -47,6 +45,23 @@ def of_library(function: Callable, is_good: Callable[[Any], bool] = bool, **defa
     return command
 
 
+# The modules that commands need, which may be cut off: of the desk, of a task, or of the library
+NEEDED = dict(
+    doctor="tpukit_tools.doctor",
+    predict="tpukit.inference.predict",
+    export="tpukit.inference.export",
+    plan="tpukit_tools.plan",
+    compare="tpukit_tools.measure",
+    migrate="tpukit_tools.migrate",
+    simulate="tpukit_tasks.cdeit",
+)
+
+
+def is_offered(command: str) -> bool:
+    """Return True if what a command needs is there."""
+    return command not in NEEDED or leaves.is_there(NEEDED[command])
+
+
 COMMANDS: dict[str, Callable[..., Any]] = dict(
     doctor=doctor,
     train=functions.train,
@@ -56,13 +71,13 @@ COMMANDS: dict[str, Callable[..., Any]] = dict(
     compare=functions.measure,
     migrate=functions.migrate,
 )
-if leaves.has_command("predict"):
+if is_offered("predict"):
     COMMANDS["predict"] = of_library(tpukit.predict, out=Path("predictions"), device="auto")
-if leaves.has_command("export"):
+if is_offered("export"):
     COMMANDS["export"] = of_library(tpukit.export, lambda exported: exported.is_equal())
-if leaves.has_command("plan"):
+if is_offered("plan"):
     COMMANDS["plan"] = of_library(tpukit.plan, lambda planned: bool(planned.largest_batch), log=to_stderr)
-if leaves.has_command("simulate"):
+if is_offered("simulate"):
     from tpukit_tasks.cdeit import simulate
 
     COMMANDS["simulate"] = of_library(simulate, out=Path("data"), samples=10_000, test_samples=500)
@@ -90,7 +105,7 @@ def run(argv: list[str]) -> int | None:
     for word in [*argv[:1], *(word for word in argv[1:] if word.startswith("--"))]:
         if (name := word.partition("=")[0].replace("_tpu", "-tpu")) in OLD:
             raise TpukitError(f"`{word}` comes from the old guides: {OLD[name]}")
-    there = {name: one.__doc__ for name, one in COMMANDS.items() if leaves.has_command(name)}
+    there = {name: one.__doc__ for name, one in COMMANDS.items() if is_offered(name)}
     command, words = choose(argv, there, "command", "tpukit"), argv[1:]
     function, names = COMMANDS[command], []
     if command == "compare" and words and not (words[0].isidentifier() or words[0] in HELP):
@@ -99,9 +114,9 @@ def run(argv: list[str]) -> int | None:
         choose(words, {"eit": function.__doc__}, "tank", "tpukit simulate")
         words = words[1:]
     elif command in WITH_TASK:
-        summaries = {name: entry.summary for name, entry in TASKS.items()}
+        summaries = {name: entry.summary for name, entry in leaves.tasks().items()}
         task = choose(words, summaries, "task", f"tpukit {command}")
-        cls: Any = tasks.find(task)
+        cls: Any = leaves.find(task)
         annotate_help(cls, lambda text: conf.arg(help=text))
         function.__annotations__["task"] = Annotated[cls, conf.arg(name=task)]
         command, words, names = f"{command} {task}", words[1:], [field.name for field in fields(cls)]

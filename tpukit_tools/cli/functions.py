@@ -8,12 +8,14 @@ from typing import Annotated, Literal
 from tyro import conf
 
 import tpukit
-from tpukit.data.datasets import with_dataset
+from tpukit.data.datasets import Findable, find_dataset
 from tpukit.host import files
+from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import Sentences
 from tpukit.host.text import printable
+from tpukit.leaves import part_of
 from tpukit.training.task import Task
 
 # Parameters that several commands have.
@@ -182,3 +184,11 @@ def migrate(files: Files, fix: bool = False) -> int:
 
 def to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def with_dataset(task: Task, env: Environment, *, demo: bool = False) -> Task:
+    """Return the task with the folder of its dataset: the given one, one that is found here, or a synthetic
+    set, for a task that needs the user's own data only with `demo`."""
+    demo = demo or not part_of(task, Findable, "needs_own_data")
+    folder = find_dataset(task.dataset, task.dataset_dir, demo=demo, env=env)
+    return dataclasses.replace(task, dataset_dir=folder)

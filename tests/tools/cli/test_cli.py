@@ -14,7 +14,7 @@ import torch
 import tpukit
 from tests.conftest import ROOT
 from tpukit import MNIST, Run
-from tpukit.leaves import TASKS, find
+from tpukit.leaves import find, tasks
 from tpukit.runs import weights
 from tpukit_tools import cli
 from tpukit_tools.cli.commands import COMMANDS, WITH_TASK, todays
@@ -136,11 +136,11 @@ def test_wrong_usage_ends_with_2_and_names_the_choices(line, words, capsys):
 
 
 HELPS = [[], *([name] for name in COMMANDS if name != "simulate"), ["simulate", "eit"]]
-HELPS += [[name, task] for name in WITH_TASK for task in TASKS]
+HELPS += [[name, task] for name in WITH_TASK for task in tasks()]
 # Prints the exit code and what was loaded after a help text, for many command lines in one process.
 PROGRAM = """
 import contextlib, io, json, sys
-from tpukit import cli
+from tpukit_tools import cli
 for argv in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         code = cli.main([*argv, "--help"])
@@ -159,7 +159,7 @@ def helps():
     return {" ".join(argv): answer for argv, answer in zip(HELPS, answers, strict=True)}
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", tasks())
 def test_no_default_is_of_a_type_which_the_parser_would_take_for_another_of_equal_value(name):
     """tyro's cache asks for equality alone: 16 and an int's subclass that is 16 are one to it."""
     for field in dataclasses.fields(find(name)):
@@ -175,7 +175,7 @@ def test_every_command_has_help_which_loads_no_torch(words, helps):
 def test_help_lists_commands_tasks_and_settings_with_their_explanations(helps):
     assert all(f" {name} " in helps[""][1] for name in COMMANDS)
     for name in WITH_TASK:
-        assert all(f" {task} " in helps[name][1] for task in TASKS)
+        assert all(f" {task} " in helps[name][1] for task in tasks())
     text = helps["train mshnet"][1]
     flags = "--dataset-dir --base-size --crop-size --warm-epoch --batch-size --epochs --lr --run"
     assert all(f" {flag} " in text for flag in flags.split())
@@ -260,7 +260,7 @@ cuda = types.SimpleNamespace(is_initialized=lambda: used == "used")
 backends = types.SimpleNamespace(cudnn=cudnn)
 sys.modules["torch"] = types.SimpleNamespace(__version__=torch_version, cuda=cuda, backends=backends)
 atexit.register(os._exit, 99)  # in place of the libraries' end, which comes after what a command registers
-from tpukit import cli
+from tpukit_tools import cli
 def command(argv):
     atexit.register(print, "saved")
     if argv == ["stopped"]:

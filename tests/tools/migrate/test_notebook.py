@@ -113,6 +113,6 @@ def test_one_bad_cell_hides_no_other(bad, tmp_path):
 
 @pytest.mark.slow
 def test_the_notebooks_and_tasks_of_tpukit_have_nothing_to_fix():
-    paths = migrate.files_in([ROOT / "notebooks", ROOT / "tpukit" / "tasks"])
+    paths = migrate.files_in([ROOT / "notebooks", ROOT / "tpukit_tasks"])
     assert len(paths) > 10
     assert [f.place for path in paths for f in examine(path).findings if f.level == "error"] == []

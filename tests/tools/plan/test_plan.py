@@ -115,7 +115,7 @@ def test_what_cannot_be_traced_says_why_and_what_to_install(error, words, tmp_pa
     def fail(*_, **__):
         raise TpukitError(error)
 
-    monkeypatch.setattr(tracing.child, "call", fail)
+    monkeypatch.setattr(tracing.subprocess_call, "call", fail)
     with refuses(*words):
         tracing.trace_step(TINY, 8, V5E, tmp_path)
 

@@ -28,8 +28,8 @@ from tpukit.launching.supervisor import CoreFailed
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
-from tpukit.devices import distributed, processes
-from tpukit.launching import joining, launcher, supervisor
+from tpukit.devices import chip_access, distributed
+from tpukit.launching import core_process, launcher, supervisor
 from tpukit.launching.job import Job
 """
 

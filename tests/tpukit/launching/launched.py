@@ -1,7 +1,8 @@
 """What the tests of `launch` run in processes of their own: a task that watches itself, and a program that
 launches it.
 
-`python -m tests.tpukit.launching.launched '{"data": ..., "launches": [{"run": ..., ...}, ...]}'` launches one after
+`python -m tests.tpukit.launching.launched '{"data": ..., "launches": [{"run": ..., ...}, ...]}'`
+launches one after
 another, as one kernel does, and prints one JSON line: what each gave."""
 
 import contextlib

@@ -264,7 +264,7 @@ environment.detect = lambda: gpus
 set_device = torch.cuda.set_device
 cuda.check_cuda = torch.cuda.set_device = lambda *_: None
 dist.init_process_group = lambda backend, **how: init("gloo", **how)
-joining.open_runtime = lambda env, precision, world: Runtime("cpu", world=world)
+core_process.open_runtime = lambda env, precision, world: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1)
 run = Run.open(sys.argv[2], task)
 torch.ones(1, requires_grad=True).backward()  # on the CPU alone autograd starts no threads

@@ -85,15 +85,15 @@ def open_chip(index, processes):
 def clear_variables():
     if way == "refuse":
         raise RuntimeError("Expected 4 worker addresses, got 1")
-run_core = joining.run_core
+run_core = core_process.run_core
 def run_or_be_killed(job, index):
     if index == 3 and way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     run_core(job, index)
 chips = machine("tpu", 4)
-environment.detect, joining.run_core = lambda: chips, run_or_be_killed
+environment.detect, core_process.run_core = lambda: chips, run_or_be_killed
 launcher.is_open = lambda env: False
-processes.open_chip, processes.clear_variables = open_chip, clear_variables
+chip_access.open_chip, chip_access.clear_variables = open_chip, clear_variables
 task = Watched(dataset_dir=Path(sys.argv[1]))
 found = []
 for way in json.loads(sys.argv[3]):
