@@ -119,7 +119,7 @@ wheel: .venv/installed
 		-e 's,(\]\()([^):#]+[^):]*\)),\1$(HOME_URL)/blob/main/\2,g' $(SOURCE)/README.md
 	$(BIN)/python -m build --outdir $(OUT)/package $(SOURCE)
 	$(PYTHON) -m venv $(OUT)/clean
-	$(OUT)/clean/bin/pip install --quiet $(shell grep ^torch== requirements.txt) $(OUT)/package/*.whl
+	$(OUT)/clean/bin/pip install --quiet $(shell grep ^torch== requirements.txt) "$$(ls $(OUT)/package/*.whl)[standard]"
 	cd $(OUT)/clean && TPUKIT_OFFLINE=1 bin/python -P -m tpukit train mnist --epochs 1 --run run
 	cd $(OUT)/clean && bin/python -P -m tpukit predict demo demo --out detections
 	rm -rf $(OUT)/clean $(SOURCE)

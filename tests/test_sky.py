@@ -34,8 +34,8 @@ def test_the_scripts_install_tpukit_and_train_with_the_bucket_as_backup(path, tm
     settings = {name: str(value) for name, value in task["envs"].items()}
     environ = os.environ | settings | dict(HOME=str(tmp_path), HOURS="1.5")
     subprocess.run(["bash", "-c", task["setup"]], env=environ, check=True, timeout=60)
-    installed = (tmp_path / "arguments").read_text().split()
-    assert installed[-1] == "git+https://github.com/" + "TPUKIT_SOURCE"
+    installed = (tmp_path / "arguments").read_text().splitlines()
+    assert installed[-1] == "tpukit[standard] @ git+https://github.com/" + "TPUKIT_SOURCE"
     assert ("torch_xla[tpu]==2.9.0" in installed) == (path.stem != "gpu")
     subprocess.run(["bash", "-c", task["run"]], env=environ, check=True, timeout=60)
     trained = (tmp_path / "arguments").read_text().split()

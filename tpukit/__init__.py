@@ -78,7 +78,10 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll] (loaded 
 def __getattr__(name):
     if name not in _HOMES:
         raise AttributeError(f"module 'tpukit' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    from tpukit.host.errors import importing
+
+    with importing():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__():

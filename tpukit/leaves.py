@@ -11,7 +11,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, importing
 
 if TYPE_CHECKING:
     from tpukit.training.task import Task
@@ -53,7 +53,8 @@ def find(name: str) -> type[Task]:
     """Return the class of a task by name. Raises TpukitError listing the names there are."""
     if name not in tasks():
         raise TpukitError(f"no task {name!r}; choose one of {', '.join(tasks())}")
-    return getattr(importlib.import_module(f"tpukit_tasks.{name}"), _TASKS[name].cls)
+    with importing():
+        return getattr(importlib.import_module(f"tpukit_tasks.{name}"), _TASKS[name].cls)
 
 
 def folder_of(name: str) -> Path:

@@ -54,6 +54,30 @@ def explained(what: str, kind: type[TpukitError] = TpukitError) -> Iterator[None
         raise kind(f"{what}: {first_line(error)}") from error
 
 
+# Packages that only a part of tpukit needs, by the name that is imported: name for pip, what needs it
+_OPTIONAL = {
+    "PIL": ("pillow", "images"),
+    "scipy": ("scipy", "scores of MSHNet and CDEIT"),
+    "matplotlib": ("matplotlib", "charts"),
+    "tyro": ("tyro", "the command line"),
+}
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Context manager: raise a missing package that only a part of tpukit needs as one sentence."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package, need = _OPTIONAL.get((error.name or "").partition(".")[0], ("", ""))
+        if not package:
+            raise
+        raise TpukitError(
+            f"{package} is not installed, and {need} need it: pip install {package}"
+            " (the extra `standard` of tpukit brings it and all else that the notebooks use)"
+        ) from error
+
+
 @contextlib.contextmanager
 def reading(path: Path, wrong: str, kind: type[TpukitError] = Damaged) -> Iterator[None]:
     """Context manager: raise what is wrong with a file's content, or that it is missing, as an error of this

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from tpukit.host.errors import importing
 from tpukit.host.text import printable
 from tpukit.reporting import findings
 from tpukit.reporting.presenting import translate_drawn
@@ -134,7 +135,8 @@ def draw_panels(axes, panels):
 
 def subplots(lines: int, columns: int, height: float, **grid) -> tuple["Figure", Any]:
     """Return (figure, array (lines, columns) of axes). height: in inches."""
-    from matplotlib.figure import Figure  # without pyplot: nothing global, no window, no leak
+    with importing():
+        from matplotlib.figure import Figure  # without pyplot: nothing global, no window, no leak
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots(lines, columns, squeeze=False, gridspec_kw=grid)

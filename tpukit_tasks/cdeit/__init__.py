@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+import scipy  # noqa: F401 (the scores need it: missed here, and not after an epoch)
 
 from tpukit.data import arrays
 from tpukit.data.splits import find_copies

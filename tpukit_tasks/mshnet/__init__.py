@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+import scipy  # noqa: F401 (the scores need it: missed here, and not after an epoch)
 
 from tpukit.data import arrays, pictures
 from tpukit.data.arrays import Arrays

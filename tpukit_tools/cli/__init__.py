@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tpukit import __version__
 from tpukit.host.environment import release
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError, first_line, importing
 from tpukit.host.text import printable
 
 
@@ -72,6 +72,7 @@ def _run(argv: list[str]) -> int | None:
         from tpukit_tools.cli.doctor import doctor
 
         return doctor()
-    from tpukit_tools.cli.commands import run
+    with importing():
+        from tpukit_tools.cli.commands import run
 
     return run(argv)

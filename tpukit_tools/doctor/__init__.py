@@ -21,7 +21,8 @@ from tpukit_tools.subprocess_call import last_line, run_python
 
 LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the worst first
 # Package -> level if it is missing, and the part of tpukit that needs it.
-NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOCKS, "everything")) | {
+NEEDED = dict.fromkeys(("numpy", "safetensors", "tqdm", "rich"), (BLOCKS, "everything")) | {
+    "pillow": (WARNING, "images"),
     "scipy": (WARNING, "the scores of mshnet and cdeit, and `tpukit simulate eit`"),
     "matplotlib": (NOTE, "figures"),
     "tyro": (NOTE, "the options of the command line"),
