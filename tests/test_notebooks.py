@@ -257,7 +257,9 @@ def test_the_notebook_of_ones_own_loop_is_short_and_uses_the_four_parts_and_no_t
     assert len(lines) <= 60 and sum(len(text.split()) for text in texts) <= 700
     used = set(re.findall(r"tpukit\.([a-zA-Z]\w*)", "\n".join(code)))
     parts = {"detect", "mount_drive", "find_dataset", "launch", "core", "Checkpoints", "metrics_report"}
-    assert used == parts | {"tasks"}  # of which it takes the reader of MNIST's files
+    assert used == parts
+    [others] = re.findall(r"tpukit_t\w+\.?\w*", "\n".join(code))
+    assert others == "tpukit_tasks.mnist_data"  # the reader of MNIST's files
 
 
 def run_own_loop(folder, digits, **parameters):
