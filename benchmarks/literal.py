@@ -16,9 +16,6 @@ from tpukit_tasks.mshnet.tpu import upsampling
 class LiteralMSHNet(MSHNet):
     """MSHNet on whole images by torch's own layers, with only what it needs to compile for a TPU at all."""
 
-    def libtpu_args(self, batch_size):
-        return ""
-
     def loss(self, model, batch, epoch):
         with literal_layers():
             return super().loss(model, batch, epoch)

@@ -10,6 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 import tpukit
+from benchmarks.hlo import V5E_BANDWIDTH
 from release import troubleshooting
 from tests.conftest import ROOT
 from tpukit.devices.chips import CHIPS, V5E
@@ -210,7 +211,7 @@ def planned():
     found = {"GiB": [chip.hbm_bytes / GIB for chip in CHIPS], "GB": [], "ms": []}
     for plan in json.loads((ROOT / "benchmarks/plan.json").read_text())["plans"].values():
         if plan["fits"]:
-            times = [plan["flops"] / V5E.flops * 1e3, plan["hbm_bytes"] / V5E.bandwidth * 1e3]
+            times = [plan["flops"] / V5E.flops * 1e3, plan["hbm_bytes"] / V5E_BANDWIDTH * 1e3]
             samples = plan["batch_size"] / int(plan["chip"].rpartition("-")[2])
             found["GiB"].append(plan["peak_bytes"] / GIB)
             found["GB"].append(plan["hbm_bytes"] / 1e9)

@@ -14,24 +14,17 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
 
 LONG_COMPILE_S = 0.5  # graphs of a few operations compile in milliseconds, and are not reported
-# Those whose compilers took the tasks' flags; an unknown flag ends the process.
+# Those that know the flag below; an unknown flag ends the process.
 LIBTPU_RELEASES = ((0, 0, 17), (0, 0, 21))
 # Without it one process that opens several chips hangs (pytorch/xla #9084).
 NO_LAUNCH_BARRIER = "--xla_tpu_use_enhanced_launch_barrier=false"
 
 
-def open_runtime(
-    env: Environment,
-    precision: str = "auto",
-    *,
-    world: World | None = None,
-    libtpu_args: str = "",
-) -> Runtime:
+def open_runtime(env: Environment, precision: str = "auto", *, world: World | None = None) -> Runtime:
     """Return the runtime of the accelerator that `environment.detect()` found. This is where a device is
     first touched.
 
-    world: this process among others; by default it is alone. libtpu_args: of the task, for torch_xla on a
-    TPU."""
+    world: this process among others; by default it is alone."""
     from tpukit.devices.runtime import Runtime
 
     if env.accelerator == "tpu":
@@ -44,7 +37,7 @@ def open_runtime(
 
         return TorchTPURuntime(env.accelerator, precision, world)
     if env.accelerator == "tpu":
-        add_libtpu_args(libtpu_args)
+        avoid_launch_barrier()
     if env.accelerator in ("tpu", "xla"):
         from tpukit.devices.xla import XLARuntime
 
@@ -81,14 +74,11 @@ def check_micro_batches(env: Environment, count: int) -> None:
         )
 
 
-def add_libtpu_args(libtpu_args: str) -> None:
-    """Give flags to libtpu, which reads them when it opens the chips: those that it knows and the user has
-    not set."""
-    if release(version_of("libtpu") or "", 3) not in LIBTPU_RELEASES:
-        return
-    given, wanted = os.environ.get("LIBTPU_INIT_ARGS", "").split(), libtpu_args.split()
-    if not tpu_chips():  # a container hides the bus; torch_xla gives this flag if it sees chips there
-        wanted.append(NO_LAUNCH_BARRIER)
-    names = {flag.partition("=")[0] for flag in given}
-    given += [flag for flag in wanted if flag.partition("=")[0] not in names]
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(given)
+def avoid_launch_barrier() -> None:
+    """Give `NO_LAUNCH_BARRIER` to libtpu, which reads its flags when it opens the chips, unless the user has
+    set that flag."""
+    if tpu_chips() or release(version_of("libtpu") or "", 3) not in LIBTPU_RELEASES:
+        return  # a container hides the bus; torch_xla gives the flag if it sees chips there
+    given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    if NO_LAUNCH_BARRIER.partition("=")[0] not in {flag.partition("=")[0] for flag in given}:
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given, NO_LAUNCH_BARRIER])

@@ -22,15 +22,14 @@ class Chip:
     cloud_type: str  # how the accelerator types of Google Cloud begin: v5litepod-8
     hbm_bytes: float  # what a compiled graph may use of the memory of one chip
     flops: float  # bf16 FLOP/s of one chip
-    bandwidth: float  # HBM bytes per second of one chip
 
     @property
     def short_name(self) -> str:
         return self.name.removeprefix("TPU ")
 
 
-V5E = Chip(name="TPU v5e", cloud_type="v5litepod", hbm_bytes=15.75 * GIB, flops=197e12, bandwidth=819e9)
-V6E = Chip(name="TPU v6e", cloud_type="v6e", hbm_bytes=31.25 * GIB, flops=918e12, bandwidth=1640e9)
+V5E = Chip(name="TPU v5e", cloud_type="v5litepod", hbm_bytes=15.75 * GIB, flops=197e12)
+V6E = Chip(name="TPU v6e", cloud_type="v6e", hbm_bytes=31.25 * GIB, flops=918e12)
 CHIPS = (V5E, V6E)
 
 

@@ -62,8 +62,7 @@ def predict(
                 )
         runtime = Runtime("cpu")
         if device != "cpu":
-            flags = task.libtpu_args(batch_size)
-            runtime = open_runtime(environment.detect(), task.precision, libtpu_args=flags)
+            runtime = open_runtime(environment.detect(), task.precision)
         paths = tqdm(paths, desc=f"predicting {task.name}", unit="file", disable=not progress)
         samples = own_files.predict_files(task, best, paths, runtime, batch_size=batch_size)
         if out is None:

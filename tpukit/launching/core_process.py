@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 from torch.utils._pytree import tree_map_only
 
-from tpukit.devices import add_libtpu_args, chip_access, open_runtime
+from tpukit.devices import avoid_launch_barrier, chip_access, open_runtime
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
@@ -134,8 +134,8 @@ def join(job: Job, index: int) -> World:
     by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
     if job.env.accelerator == "tpu":
         chip_access.clear_variables()
-    if by_torch_xla:  # before `open_chip`: libtpu reads them once
-        add_libtpu_args(job.plan.libtpu_args(job.processes))
+    if by_torch_xla:  # before `open_chip`: libtpu reads its flags once
+        avoid_launch_barrier()
     else:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
         # torch_tpu opens no chip without an address; they meet in a file.

@@ -40,7 +40,6 @@ class LaunchedCall:
         precision: of the devices, see `open_runtime`.
         check: raises TpukitError if this many cores cannot share the work.
         why_one_gpu: returns the reason if one GPU serves better than this many, otherwise "".
-        libtpu_args: returns flags of a TPU's compiler for this many cores, as in LIBTPU_INIT_ARGS.
         trains: whether the call counts its steps from the start, and on a signal saves after one. Another
             call may take any time before its first step, and ends at once."""
 
@@ -52,7 +51,6 @@ class LaunchedCall:
     precision: str = "fp32"
     check: Callable[[int], None] = lambda cores: None
     why_one_gpu: Callable[[int], str] = lambda gpus: ""
-    libtpu_args: Callable[[int], str] = lambda cores: ""
     trains: bool = False
 
 

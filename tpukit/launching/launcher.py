@@ -56,7 +56,7 @@ def launch(
     plan.check(count)
     _check_device(env, count, plan.say)
     if count == 1:
-        with running(Core(open_runtime(env, plan.precision, libtpu_args=plan.libtpu_args(1)))) as core:
+        with running(Core(open_runtime(env, plan.precision))) as core:
             return job.call(core)
     return _call_in_processes(job, count)
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpukit.devices import cuda_graph, open_runtime
+from tpukit.devices import open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment, files, known_errors
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
+from tpukit.host.text import GIB
 from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.runs.settings import model_settings
@@ -27,7 +28,7 @@ from tpukit.training.prediction import predict_set
 from tpukit.training.saver import Saver
 from tpukit.training.task import Task, check_dataset_dir
 
-EVALUATION_BATCH = 64
+EVALUATION_BATCH = 32
 
 
 def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
@@ -44,9 +45,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         model = task.model()
         weights.load(model, path)
         data = task.test_set()
-        runtime = runtime or open_runtime(
-            environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
-        )
+        runtime = runtime or open_runtime(environment.detect(), task.precision)
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
@@ -86,15 +85,17 @@ def scores_of(task: Task, predictions: list) -> dict:
     return plain
 
 
-def evaluation_batch(batch_size: int, runtime: Runtime) -> int:
-    """Return how many samples to predict at once in a training run of batches of `batch_size`. On one GPU up
-    to EVALUATION_BATCH, because the host takes longer to launch a small batch than the GPU to compute it.
-    They fit: predicting a sample takes no more memory than training on it."""
-    if runtime.device.type != "cuda" or runtime.world.size > 1:
+def evaluation_batch(batch_size: int, loader: BatchLoader) -> int:
+    """Return how many samples to predict at once in a training run of batches of `batch_size`: more on one
+    GPU, because the host takes longer to launch a small batch than the GPU to compute it. Not if the host
+    makes the batches, which would hold several large ones."""
+    runtime = loader.runtime
+    if runtime.device.type != "cuda" or runtime.world.size > 1 or loader.resident is None:
         return batch_size
-    [(peak, total)] = runtime.memory()
-    fitting = int(total / cuda_graph.MEMORY_SHARE / peak)
-    return batch_size * max(min(EVALUATION_BATCH // batch_size, fitting), 1)
+    if runtime.memory()[0][1] < 8 * GIB:
+        return batch_size
+    # Predicting a sample takes about a tenth of the memory of training on it.
+    return max(batch_size, min(EVALUATION_BATCH, 8 * batch_size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,24 +120,16 @@ class Evaluator:
         self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
-        self.batch_size: int | None = None  # of what it predicts at once, see `evaluate`
+        self.batch_size = evaluation_batch(task.batch_size, loader)
         self.pending: Scoring | None = None
         self.scores: dict | None = None  # the last ones
 
-    def evaluate(
-        self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal, *, has_trained: bool
-    ) -> None:
+    def evaluate(self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal) -> None:
         """Predict the test set with the weights of an epoch, and start scoring the predictions. A process on
-        its own stops between two batches if a signal came; several ranks stop together, afterwards.
-
-        has_trained: whether this session has taken a step, which shows how much memory one takes."""
+        its own stops between two batches if a signal came; several ranks stop together, afterwards."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
         kept = self.runtime.to_cpu(model.state_dict() if is_rank_0 else {})
-        # Decided once: later, the peak of memory is an evaluation's. Not if the host makes the batches, which
-        # would hold several large ones.
-        if self.batch_size is None and has_trained and self.loader.resident is not None:
-            self.batch_size = evaluation_batch(self.task.batch_size, self.runtime)
-        size, predicted = self.batch_size or self.task.batch_size, []
+        size, predicted = self.batch_size, []
         batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=size)
         with buffers_of_rank_0(model, self.runtime), contextlib.closing(batches):
             for pairs in batches:

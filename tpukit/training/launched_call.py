@@ -27,7 +27,6 @@ class Launched(Protocol):
     @property
     def precision(self) -> str: ...
     def model(self) -> nn.Module: ...
-    def libtpu_args(self, batch_size: int) -> str: ...
 
 
 def launched_call(task: Launched, run: Run, *others: Any) -> LaunchedCall:
@@ -67,6 +66,5 @@ def launched_call(task: Launched, run: Run, *others: Any) -> LaunchedCall:
         precision=task.precision,
         check=lambda cores: check_batch(task.batch_size, cores),
         why_one_gpu=why_one_gpu,
-        libtpu_args=lambda cores: task.libtpu_args(task.batch_size // cores),
         trains=True,
     )

@@ -49,9 +49,7 @@ class Trainer:
                 f"batch_size={task.batch_size} is larger than the training set, which has {len(self.data)}"
                 " samples: use a smaller batch_size, or add samples"
             )
-        self.runtime = runtime = runtime or open_runtime(
-            environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
-        )
+        self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
         check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
         if task.weights:
             weights.load(model, task.weights)
@@ -223,9 +221,7 @@ class Trainer:
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
-        step = self.state.step
-        has_trained = step >= self.first_step
-        self.evaluator.evaluate(model, step, epoch, loss, self.stop, has_trained=has_trained)
+        self.evaluator.evaluate(model, self.state.step, epoch, loss, self.stop)
         log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
 

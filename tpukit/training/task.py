@@ -225,11 +225,6 @@ class Task:
 
         return launched_call(self, *others) if others and isinstance(others[0], Run) else None
 
-    def libtpu_args(self, batch_size: int) -> str:
-        """Return flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one
-        core's. See `open_runtime`."""
-        return ""
-
 
 def check_dataset_dir(task: Task) -> None:
     """Raise TpukitError if a task needs a dataset and was given none."""

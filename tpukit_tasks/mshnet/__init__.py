@@ -140,12 +140,6 @@ class MSHNet(Task):
             counts += [scores.count(image, label, threshold) for image, label, valid in rows if valid]
         return scores.summary(counts)
 
-    def libtpu_args(self, batch_size: int) -> str:
-        # If a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes out
-        # results.
-        is_large = batch_size * self.crop_size**2 >= 16 * 256**2
-        return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
-
     @staticmethod
     def download(folder: Path) -> None:
         raise TpukitError("its authors share it on Google Drive and Baidu, see github.com/RuiZhang97/ISNet")

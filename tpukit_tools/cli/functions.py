@@ -96,20 +96,15 @@ def show(run: RunFolder) -> None:
     tpukit.show(run)
 
 
-def report(run: RunFolder, trace: bool = False, tensorboard: Path | None = None) -> None:
+def report(run: RunFolder, trace: bool = False) -> None:
     """Show what the accelerator did in a run: compilations and their causes, the time of a step, memory.
 
     Args:
         trace: also name the lines whose operations fall back to the CPU or wait for the device, in a step
             that is run again, here.
-        tensorboard: also write the numbers of the run as an event file for TensorBoard in this folder.
     """
     folder = tpukit.Run.find(run)
     tpukit.show_report(folder)
-    if tensorboard:
-        from tpukit_tools.tensorboard import write_events
-
-        print(f"\nevents for TensorBoard: {printable(write_events(folder, tensorboard))}")
     if trace:
         from tpukit.inference.trained import task_of
         from tpukit_tools.trace import trace as run_trace

@@ -1,9 +1,7 @@
-"""`tpukit plan`: whether a step fits a TPU, what it computes, and what it moves, by the TPU's own compiler
-without a TPU.
+"""`tpukit plan`: whether a step fits a TPU, and what it computes, by the TPU's own compiler without a TPU.
 
 trace.py traces the step in a process of its own, on torch_xla's CPU device (xla_export.py); compiler.py has
-libtpu compile its graph in an environment of its own; hlo.py reads what that moves. No figure is measured on
-a TPU."""
+libtpu compile its graph in an environment of its own. No figure is measured on a TPU."""
 
 from __future__ import annotations
 
@@ -18,19 +16,17 @@ from tpukit.devices.chips import Chip
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, Table
 from tpukit.host.text import GIB
-from tpukit_tools.plan.compiler import COMPILER, MACHINES, compile_graph, install_compiler
+from tpukit_tools.plan.compiler import COMPILER, MACHINES, Log, Machine, compile_graph, install_compiler
 from tpukit_tools.plan.trace import trace_step
 
 if TYPE_CHECKING:
     from tpukit.training.task import Task
 
-__all__ = ["COMPILER", "Plan", "install_compiler", "plan"]
+__all__ = ["COMPILER", "MACHINES", "Plan", "compile_step", "install_compiler", "plan", "row_of"]
 # Columns of the table: heading, figure of a row, unit.
 FIGURES = (
     ("TFLOP", "flops", 1e12),
     ("FLOP time, ms", "flop_s", 1e-3),
-    ("HBM GB", "hbm_bytes", 1e9),
-    ("HBM time, ms", "hbm_s", 1e-3),
 )
 
 
@@ -41,8 +37,8 @@ def plan(
     batch_sizes: Sequence[int] = (),
     log: Callable[[str], object] = print,
 ) -> Plan:
-    """Compile a task's step for a TPU, without a TPU: whether it fits, what it computes, and what it moves.
-    With a dataset_dir, its sets lie on the chip as in training, if they are small enough.
+    """Compile a task's step for a TPU, without a TPU: whether it fits, and what it computes. With a
+    dataset_dir, its sets lie on the chip as in training, if they are small enough.
 
     Args:
         task: whose step is compiled.
@@ -59,19 +55,21 @@ def plan(
     sizes = sorted(set(batch_sizes or [task.batch_size]))
     for size in sizes:  # before minutes of compilation
         check_batch(size, machine.chips, task.micro_batches)
-    install_compiler(log)  # which has the jax that lowers kernels, too
-    rows = []
-    for size in sizes:
-        log(f"batch {size}: tracing the step")
-        with tempfile.TemporaryDirectory() as folder:
-            graph = trace_step(task, size, machine, Path(folder))
-            graph |= compile_graph(graph, machine, task.libtpu_args(size // machine.chips), log)
-        rows.append(_row(size, graph, machine.chip))
+    rows = [row_of(size, compile_step(task, size, machine, log), machine.chip) for size in sizes]
     return Plan(task.name, chip, rows)
 
 
-def _row(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
-    """Return the figures of a batch size, from what `trace_step` and `compile_graph` say of its graph."""
+def compile_step(task: Task, size: int, machine: Machine, log: Log) -> dict[str, Any]:
+    """Return what `trace_step` and `compile_graph` say of the graph of a step at a global batch size."""
+    install_compiler(log)  # which has the jax that lowers kernels, too
+    log(f"batch {size}: tracing the step")
+    with tempfile.TemporaryDirectory() as folder:
+        graph = trace_step(task, size, machine, Path(folder))
+        return graph | compile_graph(graph, machine, log)
+
+
+def row_of(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
+    """Return the figures of a batch size, from what `compile_step` says of its graph."""
     row = dict(batch_size=size, compile_s=graph["compile_s"])
     why = graph.get("error", "")
     if not why:
@@ -80,9 +78,8 @@ def _row(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
             why = f"used {peak / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
     if why:
         return row | dict(fits=False, why=why)
-    row["hbm_bytes"] = graph["hbm_bytes"]
     row["flops"] = graph["flops"] + sum(kernel["flops"] for kernel in graph["kernels"])
-    row |= dict(flop_s=row["flops"] / chip.flops, hbm_s=row["hbm_bytes"] / chip.bandwidth)
+    row["flop_s"] = row["flops"] / chip.flops
     return row | dict(fits=True, kernels=sorted({kernel["name"] for kernel in graph["kernels"]}))
 
 
@@ -120,8 +117,8 @@ class Plan:
         """Explain the columns."""
         chip = MACHINES[self.chip].chip
         text = (
-            f"{chip.hbm_bytes / GIB:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM"
-            f" time: at {chip.bandwidth / 1e9:g} GB/s, if operands and results pass HBM once. No forecasts."
+            f"{chip.hbm_bytes / GIB:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s; a"
+            " lower bound, no forecast."
         )
         if kernels := {name for row in self.rows if row["fits"] for name in row["kernels"]}:
             text += f" The work inside kernels ({', '.join(sorted(kernels))}) is counted by hand and added."

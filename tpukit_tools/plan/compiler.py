@@ -15,7 +15,6 @@ from tpukit.host import cache, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.folders import atomic_folder
 from tpukit.host.known_errors import fix_for
-from tpukit_tools.plan import hlo
 from tpukit_tools.subprocess_call import last_line, run_python
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
@@ -65,32 +64,27 @@ def install_compiler(log: Log = print, packages: tuple[str, ...] = COMPILER) -> 
     return folder
 
 
-def compile_graph(graph: dict, machine: Machine, flags: str, log: Log) -> dict[str, Any]:
-    """Return the compiler's figures of a graph: peak_bytes, flops, hbm_bytes, compile_s; or an `error` if
-    it needs too much memory.
+def compile_graph(graph: dict, machine: Machine, log: Log) -> dict[str, Any]:
+    """Return the compiler's figures of a graph: peak_bytes, flops, compile_s, and hlo, the compiled
+    graph's text; or an `error` if it needs too much memory.
 
     Args:
         graph: of `trace_step`.
         machine: each of its chips runs a replica.
-        flags: of libtpu, for this task.
         log: is told before a compilation."""
     libraries = install_compiler(log)
     kilobytes = Path(graph["path"]).stat().st_size / 1000
     log(f"compiling {kilobytes:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
-    answer = read_answer(run_compiler(graph["path"], machine, libraries, flags), libraries)
+    answer = read_answer(run_compiler(graph["path"], machine, libraries), libraries)
     answer["compile_s"] = time.monotonic() - started
-    if "hlo" in answer:
-        answer["hbm_bytes"] = sum(nbytes for _, nbytes in hlo.operations(answer.pop("hlo")))
     return answer
 
 
-def run_compiler(
-    path: Path, machine: Machine, libraries: Path, flags: str = ""
-) -> subprocess.CompletedProcess[str]:
+def run_compiler(path: Path, machine: Machine, libraries: Path) -> subprocess.CompletedProcess[str]:
     """Run `SCRIPT` on a graph, with the packages in `libraries`."""
     # The flags of this process are for its own device.
-    variables = dict(PYTHONPATH=str(libraries), XLA_FLAGS=None, LIBTPU_INIT_ARGS=flags or None)
+    variables = dict(PYTHONPATH=str(libraries), XLA_FLAGS=None, LIBTPU_INIT_ARGS=None)
     return run_python("-s", SCRIPT, path, machine.topology, machine.chips, variables=variables)
 
 

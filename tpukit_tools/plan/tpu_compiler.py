@@ -4,9 +4,8 @@ that `plan` installs.
     python tpu_compiler.py GRAPH TOPOLOGY CORES    # GRAPH: a StableHLO portable artifact; each core a replica
 
 Prints one line of JSON: the memory and arithmetic that the compiler reports and the text of the compiled
-graph, which `hlo.py` reads, or {"error": its reason}. Imports nothing of tpukit, because jaxlib must not meet
-torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's own ahead-of-time
-tests.)"""
+graph, or {"error": its reason}. Imports nothing of tpukit, because jaxlib must not meet torch_xla. (That
+libtpu compiles without a chip, and how jax asks it to, is from jax's own ahead-of-time tests.)"""
 
 import ctypes
 import json

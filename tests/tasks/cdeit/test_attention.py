@@ -180,7 +180,7 @@ def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_whose_arithmeti
     attending = [(4 * batch, 256)] * 4 + [(batch, 256)] * 3 + [(batch, 1024)] * 2
     assert len(graph["kernels"]) == 2 * len(attending)
     assert sum(call["flops"] for call in graph["kernels"]) == sum(14 * b * t**2 * width for b, t in attending)
-    assert "error" not in compile_graph(graph, MACHINES["v5e-1"], "", lambda text: None)
+    assert "error" not in compile_graph(graph, MACHINES["v5e-1"], lambda text: None)
 
 
 @pytest.mark.parametrize("biased", [False, True])

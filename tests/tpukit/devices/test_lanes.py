@@ -82,7 +82,8 @@ os._exit(0)  # else what is still pending would run
     [((1800, 3, 224, 224), "uint8"), ((700, 1, 480, 640), "uint8"), ((500, 3, 333, 111), "float32")],
 )
 def test_the_compiled_graph_reads_a_batch_of_the_set_and_nothing_of_its_size(shape, dtype, tmp_path):
-    from tpukit_tools.plan import compiler, hlo
+    from benchmarks import hlo
+    from tpukit_tools.plan import compiler
     from tpukit_tools.plan.compiler import MACHINES
 
     graph = tmp_path / "graph.mlirbc"

@@ -106,17 +106,16 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
 @pytest.mark.parametrize(
     ("version", "chips", "given", "wanted"),
     [
-        ("0.0.21", 1, None, "--a=1 --b=2"),
-        ("0.0.17", 8, "--c=3", "--c=3 --a=1 --b=2"),
-        ("0.0.21", 1, "--c=3 --a=5", "--c=3 --a=5 --b=2"),  # the user's own win
         # as torch_xla does for chips on a bus
-        ("0.0.17", 0, None, "--a=1 --b=2 --xla_tpu_use_enhanced_launch_barrier=false"),
-        ("0.0.17", 0, *["--xla_tpu_use_enhanced_launch_barrier=true --a=1 --b=2"] * 2),
+        ("0.0.17", 0, None, "--xla_tpu_use_enhanced_launch_barrier=false"),
+        ("0.0.21", 0, "--c=3", "--c=3 --xla_tpu_use_enhanced_launch_barrier=false"),
+        ("0.0.17", 0, *["--xla_tpu_use_enhanced_launch_barrier=true --c=3"] * 2),  # the user's own wins
+        ("0.0.17", 8, "--c=3", "--c=3"),  # torch_xla sees the chips itself
         ("0.0.99", 0, "--c=3", "--c=3"),  # a flag that it does not know would end the process
         (None, 1, None, None),
     ],
 )
-def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
+def test_a_libtpu_without_a_bus_gets_no_launch_barrier_before_it_opens_the_chips(
     monkeypatch, opened, version, chips, given, wanted
 ):
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: chips)
@@ -126,7 +125,7 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
     for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
         env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False, versions={})
-        open_runtime(env, libtpu_args="--a=1 --b=2")
+        open_runtime(env)
     assert [environ.get("LIBTPU_INIT_ARGS") for environ in opened] == [given, wanted, wanted]
 
 

@@ -232,7 +232,7 @@ def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, mon
     opened = []
     monkeypatch.setattr(
         "tpukit.devices.open_runtime",
-        lambda env, precision, libtpu_args: opened.append(env.accelerator) or 1 / 0,
+        lambda env, precision: opened.append(env.accelerator) or 1 / 0,
     )
     image = np.zeros((28, 28), np.uint8)
     predict(run, image, progress=False)

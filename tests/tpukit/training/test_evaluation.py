@@ -1,8 +1,6 @@
 """Scores of weights: all samples once, in the order of one device, recorded in one order."""
 
-import dataclasses
 import math
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +12,7 @@ from tests.tasks.mshnet.small import Narrow
 from tests.tpukit.training.conftest import DIGITS, train_in
 from tpukit import MNIST, TpukitError
 from tpukit.devices.distributed import World
+from tpukit.host.text import GIB
 from tpukit.runs import weights
 from tpukit.training import evaluation
 
@@ -66,52 +65,43 @@ def test_scores_that_are_never_a_number_end_a_training_with_patience(digits, cpu
 
 
 @pytest.mark.parametrize(
-    "batch_size, peak, ranks, wanted",
+    "batch_size, gib, ranks, resident, wanted",
     [
-        (4, 0.5, 1, 64),
-        (5, 0.5, 1, 60),  # whole batches
-        (4, 2, 1, 20),  # half of 20 GiB holds what 5 batches take
-        (4, 11, 1, 4),
-        (128, 0.5, 1, 128),
-        (4, 0.5, 2, 4),
+        (4, 8, 1, True, 32),
+        (5, 80, 1, True, 32),
+        (2, 80, 1, True, 16),  # eight times what trains, which takes ten times the memory
+        (128, 80, 1, True, 128),
+        (4, 7.9, 1, True, 4),
+        (4, 80, 2, True, 4),
+        (4, 80, 1, False, 4),
     ],
 )
-def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(
-    batch_size, peak, ranks, wanted, cpu
-):
-    memory = [(peak * 2**30, 20 * 2**30)]
+def test_one_gpu_predicts_32_samples_of_a_set_on_it_at_once(batch_size, gib, ranks, resident, wanted, cpu):
+    memory = [(1, gib * GIB)]
     gpu = SimpleNamespace(device=torch.device("cuda"), world=World(0, ranks), memory=lambda: memory)
-    assert evaluation.evaluation_batch(batch_size, gpu) == wanted
-    assert evaluation.evaluation_batch(batch_size, cpu) == batch_size
+    loader = SimpleNamespace(runtime=gpu, resident={} if resident else None)
+    assert evaluation.evaluation_batch(batch_size, loader) == wanted
+    loader.runtime = cpu
+    assert evaluation.evaluation_batch(batch_size, loader) == batch_size
 
 
 class Noted(Narrow):
-    """Notes how many samples it predicts at once, and is interrupted when it predicts this often."""
+    """Notes how many samples it predicts at once."""
 
     def predict(self, model, batch, epoch=None):
         sizes.append(len(batch["image"]))
-        if len(sizes) == interrupted_at:
-            signal.raise_signal(signal.SIGINT)
         return super().predict(model, batch, epoch)
 
 
-sizes, interrupted_at = [], 0
+sizes = []
 
 
-@pytest.fixture
-def noted(infrared, monkeypatch):
-    """A task whose evaluations have four samples, three times as many at once as in training if that fits."""
-    sizes.clear()
-    monkeypatch.setattr(evaluation, "evaluation_batch", lambda batch_size, runtime: 3 * batch_size)
-    return Noted(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1, epochs=1)
-
-
-@pytest.mark.parametrize("data_on, wanted", [("device", [3, 3]), ("host", [1, 1, 1, 1])])
-def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_scores(
-    data_on, wanted, noted, cpu, tmp_path, monkeypatch
+def test_an_epoch_is_predicted_in_the_evaluators_batches_with_the_same_scores(
+    infrared, cpu, tmp_path, monkeypatch
 ):
-    task = dataclasses.replace(noted, data_on=data_on)
+    sizes.clear()
+    task = Noted(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1, epochs=1, data_on="device")
+    plain = train_in(tmp_path / "plain", task, cpu).records("evaluation")[0]["scores"]
+    monkeypatch.setattr(evaluation, "evaluation_batch", lambda batch_size, loader: 3 * batch_size)
     large = train_in(tmp_path / "large", task, cpu).records("evaluation")[0]["scores"]
-    assert sizes == wanted
-    monkeypatch.undo()
-    assert train_in(tmp_path / "plain", task, cpu).records("evaluation")[0]["scores"] == large
+    assert sizes == [1, 1, 1, 1, 3, 3] and large == plain

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+V5E_BANDWIDTH = 819e9  # bytes per second of one chip's HBM, by Google Cloud's page "TPU v5e"
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*):?([^}]*)\})?")
 COMPUTATION = re.compile(r"(ENTRY )?%([\w.-]+) .*\{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*?)\)(, [a-z]\w*=.*)?$")
@@ -47,6 +48,11 @@ class Instruction(NamedTuple):
         """Return what the first group of a pattern matches in the attributes, or ""."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
+
+
+def nbytes(text: str) -> float:
+    """Return the HBM bytes of one run of a graph, given as the text of its module."""
+    return sum(nbytes for _, nbytes in operations(text))
 
 
 def operations(text: str) -> list[tuple[str, float]]:

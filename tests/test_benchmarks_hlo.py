@@ -2,13 +2,9 @@
 
 import pytest
 
-from tpukit_tools.plan import hlo
+from benchmarks import hlo
 
 TILE = 8 * 128 * 4  # bytes of a tile of float32
-
-
-def total(text):
-    return sum(nbytes for _, nbytes in hlo.operations(text))
 
 
 def entry(*lines):
@@ -50,7 +46,7 @@ def test_an_asynchronous_copy_into_vmem_moves_its_bytes_once():
         " slice={[0:8]}",
         "ROOT %e = f32[8,128]{1,0:T(8,128)S(1)} slice-done(%t)",
     )
-    assert total(text) == 3 * TILE  # the copy reads two tiles, and the slice one of the two
+    assert hlo.nbytes(text) == 3 * TILE  # the copy reads two tiles, and the slice one of the two
 
 
 def test_a_loop_counts_as_often_as_it_runs():
@@ -86,7 +82,7 @@ def test_a_fusion_reads_of_an_operand_what_it_slices_and_writes_of_an_array_in_p
             "ROOT %f = f32[80,128]{1,0:T(8,128)} fusion(%p, %q, %i), kind=kLoop, calls=%fused",
         )
     )
-    assert total(text) == 2 * TILE  # one tile of ten is read of q, and one written into p
+    assert hlo.nbytes(text) == 2 * TILE  # one tile of ten is read of q, and one written into p
 
 
 def test_a_custom_call_moves_its_operands_and_results_and_what_only_renames_is_free():
