@@ -1,9 +1,11 @@
 """A leaf can be cut off: delete any one of the tasks and tools, and all else imports and offers the rest."""
 
 import ast
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import refuses
 from tests.test_code import MODULES, dotted
 from tpukit import leaves
 
@@ -45,6 +47,18 @@ def test_no_module_of_the_rest_imports_a_leaf_before_a_function_needs_it(leaf):
 
 def test_the_command_line_offers_the_leaves_that_are_there(monkeypatch):
     assert len(leaves.tasks()) == 5 and all(map(leaves.has_command, leaves.COMMANDS))
+    assert not leaves._is_there("nobody") and not leaves._is_there("nobody.here")
     monkeypatch.setattr(leaves, "_is_there", lambda module: module not in ("tasks.cdeit", "tools.plan"))
     assert "cdeit" not in leaves.tasks()
     assert [name for name in leaves.COMMANDS if not leaves.has_command(name)] == ["plan", "simulate"]
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "os", "mshnet.model", "..host.files", "datasets", "MSHNet", ""]
+)
+def test_only_a_name_of_the_table_is_found_and_nothing_else_is_imported(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr(leaves, "importlib", SimpleNamespace(import_module=asked.append))
+    with refuses("no task", *leaves.TASKS):
+        leaves.find(name)
+    assert asked == []

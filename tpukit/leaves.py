@@ -1,8 +1,16 @@
 """The leaves: the tasks, and the tools that have a command of their own. Any of them can be cut off by
-deleting its file or folder: the command line offers what is there, no lower layer knows a leaf by name."""
+deleting its file or folder: the command line offers what is there, no lower layer knows a leaf by name. A
+leaf is imported when it is found, and only one of these names is looked for."""
 
+import functools
+import importlib
 import importlib.util
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tpukit.host.errors import TpukitError
+
+if TYPE_CHECKING:
+    from tpukit.training.task import Task
 
 
 class TaskEntry(NamedTuple):
@@ -45,4 +53,27 @@ def has_command(name: str) -> bool:
 
 
 def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the folder around it
+        return False
+
+
+TASKS = tasks()
+
+
+def find(name: str) -> "type[Task]":
+    """Return the Task class of a name. Raises TpukitError listing the names there are."""
+    if name not in TASKS:
+        raise TpukitError(f"no task {name!r}; choose one of {', '.join(TASKS)}")
+    return getattr(importlib.import_module(f"tpukit_tasks.{name}"), TASKS[name].cls)
+
+
+def part_of(task: Any, protocol: type, name: str) -> Any:
+    """Return an attribute or a method of a protocol that a task may leave out: the task's own, or the
+    default."""
+    own = getattr(task, name, None)
+    if own is not None:
+        return own
+    default = getattr(protocol, name)
+    return functools.partial(default, task) if callable(default) else default

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import tpukit_tasks as tasks
+from tpukit import leaves
 from tpukit.data.datasets import is_demo
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
@@ -20,13 +21,13 @@ def task_of(config: dict, source: Path) -> Task:
     """Return the task of a run's config, dict(task, settings), with fresh weights: those that it started from
     may be gone. source: the run's folder or weights file, for errors. Raises TpukitError for a task of the
     user's own, and for damaged settings."""
-    if config["task"] not in tasks.TASKS:
+    if config["task"] not in leaves.TASKS:
         raise TpukitError(
             f"{config['task']} is a task of your own, not found by its name: from Python, give it as"
             " task=TASK"
         )
     try:
-        return from_settings(tasks.find(config["task"]), config["settings"] | dict(weights=None))
+        return from_settings(leaves.find(config["task"]), config["settings"] | dict(weights=None))
     except TpukitError as error:
         raise TpukitError(f"the settings in {source} are damaged: {error}") from error
 
@@ -34,7 +35,7 @@ def task_of(config: dict, source: Path) -> Task:
 def config_of(path: Path) -> dict | None:
     """Return the config of a weights file, like a run's; None if it does not name a task."""
     metadata = weights.metadata(path)
-    if metadata.get("task") not in tasks.TASKS:
+    if metadata.get("task") not in leaves.TASKS:
         return None
     with explained(f"{path}: the settings in its metadata are damaged"):
         return dict(task=metadata["task"], settings=dict(json.loads(metadata.get("settings", "{}"))))
@@ -59,7 +60,7 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
     if task is None or isinstance(task, str):
         config = run.config if run else config_of(path)
         if not (config or task):
-            names = ", ".join(tasks.TASKS)
+            names = ", ".join(leaves.TASKS)
             raise TpukitError(f"{path} does not say which task it belongs to: name one of {names} (--task)")
         if config and task not in (None, config["task"]):
             raise TpukitError(f"{source} is of the task {config['task']}, not of {task}")

@@ -14,11 +14,9 @@ import tyro
 from tyro import conf
 
 import tpukit
-import tpukit_tasks as tasks
 from tpukit import __version__, leaves
 from tpukit.host.errors import TpukitError
 from tpukit.host.text import printable
-from tpukit.leaves import TASKS
 from tpukit.runs.settings import annotate_help
 from tpukit_tools.cli import functions
 from tpukit_tools.cli.doctor import doctor
@@ -99,9 +97,9 @@ def run(argv: list[str]) -> int | None:
         choose(words, {"eit": function.__doc__}, "tank", "tpukit simulate")
         words = words[1:]
     elif command in WITH_TASK:
-        summaries = {name: entry.summary for name, entry in TASKS.items()}
+        summaries = {name: entry.summary for name, entry in leaves.TASKS.items()}
         task = choose(words, summaries, "task", f"tpukit {command}")
-        cls: Any = tasks.find(task)
+        cls: Any = leaves.find(task)
         annotate_help(cls, lambda text: conf.arg(help=text))
         function.__annotations__["task"] = Annotated[cls, conf.arg(name=task)]
         command, words, names = f"{command} {task}", words[1:], [field.name for field in fields(cls)]

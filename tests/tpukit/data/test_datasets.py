@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-import tpukit_tasks as tasks
 from tests.conftest import refuses
 from tests.tpukit.data.test_archives import make_archive
-from tpukit import TpukitError, find_dataset
+from tpukit import TpukitError, find_dataset, leaves
 from tpukit.data.datasets import Findable, make_synthetic
 from tpukit.data.splits import SPLITS
 from tpukit.leaves import part_of
@@ -88,7 +87,7 @@ def test_a_tasks_own_fallback_folder_is_taken_but_not_for_a_missing_path(here):
 
 @pytest.mark.parametrize("name", ["cifar10", ""])
 def test_a_name_that_no_task_knows_is_an_error_that_lists_the_names(here, tmp_path, name):
-    known = {tasks.find(task).dataset for task in tasks.TASKS}
+    known = {leaves.find(task).dataset for task in leaves.TASKS}
     assert len(known) == 5
     for ask in (lambda: find_dataset(name, env=here), lambda: make_synthetic(name, tmp_path / "made")):
         with pytest.raises(TpukitError) as error:
@@ -101,7 +100,7 @@ def test_every_folder_that_a_task_looks_for_is_one_of_the_parts():
     conventions = (*cdeit.sets.CONVENTIONS.values(), cdeit.sets.TRAINING)
     names = {name for convention in conventions for name in convention.folders} | set(SPLITS)
     names |= {path.split("/")[0] for lists in LISTS.values() for path in lists.split() if "/" in path}
-    parts = {name for key in tasks.TASKS for name in part_of(tasks.find(key), Findable, "dataset_parts")}
+    parts = {name for key in leaves.TASKS for name in part_of(leaves.find(key), Findable, "dataset_parts")}
     assert names | {"images", "masks"} == parts
 
 
@@ -109,7 +108,7 @@ def test_every_folder_that_a_task_looks_for_is_one_of_the_parts():
 def test_an_accelerator_gets_a_larger_synthetic_set_and_the_number_is_printed(
     here, accelerator, size, monkeypatch, capsys
 ):
-    task = tasks.find("mshnet")
+    task = leaves.find("mshnet")
     assert (task.synthetic_size, task.synthetic_size_accelerator) == (40, 400)
     monkeypatch.setattr(task, "synthetic_size", 6)
     monkeypatch.setattr(task, "synthetic_size_accelerator", 9)
