@@ -15,6 +15,7 @@ import tomllib
 import pytest
 
 from tests.conftest import ROOT
+from tpukit import leaves
 
 # the lowest first; the last two are packages of their own
 LAYERS = (
@@ -108,6 +109,22 @@ def test_nothing_in_the_library_imports_the_other_packages_but_the_table_of_lazy
         others = [name for name in imports(path, with_annotations=True) if name.split(".")[0] in PACKAGES[1:]]
         assert others == [], f"{path} imports {others}"
     assert not [name for name in imports(at_the_top[0]) if name.split(".")[0] in PACKAGES[1:]]
+
+
+def test_the_layers_below_the_tasks_know_none_of_them_nor_their_scores_by_name():
+    words = {"roc", "confusion"}
+    for name, entry in leaves.tasks().items():
+        words |= {name, entry.cls.lower(), entry.dataset.lower(), *leaves.find(name).score_names}
+    anybodys = {"images", "text"}  # words, too: as names of tasks they are texts of their own
+    assert {"mnist", "mshnet", "cdeit", "pd", "fa", "accuracy", "perplexity", *anybodys} < words
+    for path in MODULES:
+        if layer(path) in LAYERS[: LAYERS.index("inference")]:
+            for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+                # the file to copy, and where an example keeps its run, are no knowledge of a task
+                text = re.sub(r"tasks/mnist\.py|outputs/mnist", "", token.string.lower())
+                named = (words - anybodys) & set(re.findall(r"[\w-]+", text))
+                is_name = token.type == tokenize.STRING and text.strip("\"'") in anybodys
+                assert not (named or is_name or "tpukit_tasks" in text), f"{path}: {token.line}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tpukit/launching").glob("*.py")), ids=lambda p: p.name)

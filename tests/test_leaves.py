@@ -1,9 +1,12 @@
 """A leaf can be cut off: delete any one of the tasks and tools, and all else imports and offers the rest."""
 
 import ast
+import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import refuses
 from tests.test_code import MODULES, dotted
 from tpukit import leaves
 from tpukit_tools.cli import commands
@@ -45,8 +48,21 @@ def test_no_module_of_the_rest_imports_a_leaf_before_a_function_needs_it(leaf):
 
 def test_the_command_line_offers_the_leaves_that_are_there(monkeypatch):
     assert len(leaves.tasks()) == 5 and all(map(commands.is_offered, commands.NEEDED))
+    assert not leaves.is_there("nobody") and not leaves.is_there("nobody.here")
     monkeypatch.setattr(
         leaves, "is_there", lambda module: module not in ("tpukit_tasks.cdeit", "tpukit_tools.plan")
     )
     assert "cdeit" not in leaves.tasks()
     assert [name for name in commands.NEEDED if not commands.is_offered(name)] == ["plan", "simulate"]
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "os", "mshnet.model", "..host.files", "datasets", "MSHNet", ""]
+)
+def test_only_a_name_of_the_table_is_found_and_nothing_else_is_imported(name, monkeypatch):
+    asked = []
+    fake = SimpleNamespace(import_module=asked.append, util=importlib.util)
+    monkeypatch.setattr(leaves, "importlib", fake)
+    with refuses("no task", *leaves.tasks()):
+        leaves.find(name)
+    assert asked == []

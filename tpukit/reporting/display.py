@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tpukit import leaves
 from tpukit.data.datasets import is_synthetic
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
@@ -68,6 +69,19 @@ class Displayed(Protocol):
         samples to look at)."""
         return [f"{len(data)} samples"], []
 
+    def verdict(self, scores: dict, last: dict) -> str:
+        """Return a sentence about scores that need one, or "". A task of tpukit has this and `figures` as
+        static methods: a saved run has only its name.
+
+        scores: what `evaluate` returned for the kept weights, read from a file that may hold anything. last:
+        for the last epoch."""
+        return ""
+
+    def figures(self, scores: dict) -> Mapping[str, "Figure | Table"]:
+        """Return figures and tables of scores that are more than a number, as of `verdict`, each under the
+        name of its file in the run's pictures/."""
+        return {}
+
     def load_predictions(self, folder: Path) -> tuple[Mapping[str, Any], Any] | None:
         """Return (batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none.
         `name` in the batch, if there is one, names each sample."""
@@ -123,18 +137,26 @@ def _show_run(run: Run) -> None:
         return
     if scores is not None:
         present(scores)
-    if verdict := findings.verdict(records):
+    task = _described_by(run)
+    if verdict := findings.verdict(records, part_of(task, Displayed, "verdict")):
         present(Sentences([verdict]))
     present_figure(curves, pictures / "curves.png")
-    if findings.is_roc(roc := findings.of_kept_weights(records, "roc")):
-        from tpukit.reporting.evaluation_figures import roc_figure
+    kept = findings.kept_evaluation(findings.of_kind(records, "evaluation"))
+    shown = part_of(task, Displayed, "figures")(kept["scores"]) if kept else {}
+    for name, thing in shown.items():
+        if isinstance(thing, Table):
+            present(thing)
+        else:
+            present_figure(thing, pictures / f"{name}.png")
 
-        present_figure(roc_figure(roc), pictures / "roc.png")
-    if findings.is_confusion(confusion := findings.of_kept_weights(records, "confusion")):
-        from tpukit.reporting.evaluation_figures import confusion_figure, per_class_table
 
-        present_figure(confusion_figure(confusion), pictures / "confusion.png")
-        present(per_class_table(confusion))
+def _described_by(run: Run) -> Any:
+    """Return the task that a run was opened with, or the class of that name if it is one of tpukit's; None
+    for a run that was only found, of a task of the user's own: nothing is known of its scores."""
+    if run.task is not None:
+        return run.task
+    name = run.config["task"]
+    return leaves.find(name) if name in leaves.tasks() else None
 
 
 def show_report(run: Run | str | Path) -> None:

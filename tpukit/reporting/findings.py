@@ -1,5 +1,6 @@
 """Turn the records of a run into sentences and tables. Pure functions: no files, no device, no drawing."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tpukit.devices import LONG_COMPILE_S
@@ -25,52 +26,34 @@ def _is_readable(record):
         speed = record.get("speed")
         match record["kind"]:
             case "start":
-                positive = _are_numbers(record["batch_size"], record["steps_per_epoch"], least=1)
+                positive = are_numbers(record["batch_size"], record["steps_per_epoch"], least=1)
                 return positive and isinstance(record["max_graphs"], int) and "device" in record
             case "train":
                 optional = [speed.get(name) or 0.0 for name in ("to_device_s", "from_device_s")]
-                times = _are_numbers(speed["seconds"], speed["images_per_s"], speed["wait_s"], *optional)
-                memory = _are_numbers(*(value for pair in speed["memory"] for value in (pair[0], pair[1])))
+                times = are_numbers(speed["seconds"], speed["images_per_s"], speed["wait_s"], *optional)
+                memory = are_numbers(*(value for pair in speed["memory"] for value in (pair[0], pair[1])))
                 counted = isinstance((speed["counters"] or {}).get("fallbacks") or {}, dict)
                 return times and memory and counted and {"loss", "grad_norm"} <= record.keys()
             case "evaluation":
-                numbers = _are_numbers(record["epoch"], speed["seconds"])
+                numbers = are_numbers(record["epoch"], speed["seconds"])
                 return numbers and "kept" in record and _are_scores(record["scores"])
             case "compile":
                 words = isinstance(record["what"], str) and all(isinstance(why, str) for why in record["why"])
                 known = {"refused", "programs"} <= record.keys()
-                return words and known and isinstance(record["why"], list) and _are_numbers(record["seconds"])
+                return words and known and isinstance(record["why"], list) and are_numbers(record["seconds"])
         return True
     except (LookupError, TypeError, AttributeError):
         return False
 
 
-def _are_numbers(*values, least=0):
+def are_numbers(*values: Any, least: float = 0) -> bool:
+    """Return True for numbers from `least` on that can be drawn."""
     return all(isinstance(value, (int, float)) and least <= value < MAX_DRAWN for value in values)
 
 
 def _are_scores(scores):
     beside = scores.get("beside") or {}
     return all(isinstance(other, dict) for other in beside.values())
-
-
-def is_roc(roc: Any) -> bool:
-    """Return True for what `roc_figure` can draw."""
-    try:
-        curves = [roc[name] for name in ("tpr", "fpr", "precision")]
-        return len({*map(len, curves)}) == 1 and all(_are_numbers(*curve) for curve in curves)
-    except (LookupError, TypeError):
-        return False
-
-
-def is_confusion(confusion: Any) -> bool:
-    """Return True for what `confusion_figure` can draw."""
-    try:
-        classes, counts = confusion["classes"], confusion["counts"]
-        is_square = {len(classes)} == {len(counts), *map(len, counts)} and isinstance(classes, list)
-        return is_square and all(_are_numbers(*row) for row in counts)
-    except (LookupError, TypeError):
-        return False
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:
@@ -142,30 +125,22 @@ def kept_evaluation(evaluations: list[Record]) -> Record | None:
     return kept[-1] if kept else None
 
 
-def verdict(records: list) -> str:
-    """Return a sentence about the scores of the kept weights, or "" if they need no comment."""
+def verdict(records: list, judge: Callable[[dict, dict], str | None] = lambda scores, last: None) -> str:
+    """Return a sentence about the scores of the kept weights, or "" if they need no comment. judge:
+    `Displayed.verdict` of the task, whose sentence comes first; without it, what holds for any task."""
     evaluations = of_kind(records, "evaluation")
     kept = kept_evaluation(evaluations)
     if kept is None:
         return ""
-    scores = kept["scores"]
-    false_alarms, detected, accuracy = (_number(scores, name) for name in ("fa", "pd", "accuracy"))
-    confusion = scores.get("confusion")
-    classes = len(confusion["classes"]) if is_confusion(confusion) else 0
-    if false_alarms is not None and false_alarms > 0.1:
-        return "The network marks far too many pixels: train longer."
-    if detected == 0:
-        return "The network finds no target yet: train longer."
-    if detected and _number(evaluations[-1]["scores"], "pd") == 0:
-        return "The last epoch finds no target any more: train longer, or with a lower learning rate."
-    if accuracy is not None and classes and accuracy < 1 / classes + 0.1:
-        return f"This is hardly better than guessing one of {classes} classes: train longer."
+    if sentence := judge(kept["scores"], evaluations[-1]["scores"]):
+        return sentence
     if len(evaluations) > 3 and kept is evaluations[-1]:
         return "The last epoch is the best one: train longer, and the scores may rise further."
     return ""
 
 
-def _number(scores, name):
+def number_in(scores: dict, name: str) -> float | None:
+    """Return a score of an evaluation; None if it is missing, or no number."""
     value = scores.get(name)
     return value if isinstance(value, (int, float)) else None
 
@@ -213,15 +188,7 @@ def labels_of(config: dict) -> Labels:
     """Return the `Labels` of a run. config: `Run.config`, a file in which anybody may have written."""
     epochs, score, names = config["settings"].get("epochs"), config.get("score"), config.get("score_names")
     names = names if isinstance(names, dict) and all(isinstance(unit, str) for unit in names.values()) else {}
-    return Labels(score if isinstance(score, str) else None, names, epochs if _are_numbers(epochs) else 0)
-
-
-def of_kept_weights(records: list, name: str) -> Any:
-    """Return a value in the scores of the evaluation whose weights are kept, else of the last one that has
-    it, or None."""
-    evaluations = of_kind(records, "evaluation")
-    kept = kept_evaluation([evaluation for evaluation in evaluations if evaluation["scores"].get(name)])
-    return kept["scores"][name] if kept else None
+    return Labels(score if isinstance(score, str) else None, names, epochs if are_numbers(epochs) else 0)
 
 
 # A run that is still training

@@ -48,6 +48,7 @@ class Run:
     """One training run in one folder. Use `Run.open`."""
 
     echo = True  # print to the console too
+    task: Described | None = None  # that it was opened with; a run that was only found has its name
     is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
     _writes = True
 
@@ -86,6 +87,7 @@ class Run:
         from tpukit import __version__
 
         run = cls(path, backup)
+        run.task = task
         if task.weights:
             weights.local(task.weights)  # refuses an address: config.json would keep a password that is in it
         config = run.path / "config.json"

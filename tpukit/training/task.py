@@ -32,9 +32,9 @@ class Task:
     Fields declared with `setting(free=True)` may change when a run is resumed.
 
     Other modules declare the methods that only they call: `reporting.display.Displayed` to show samples,
-    labels and predictions, `training.metrics.Rated` to record other speeds, `tools.own_files.OwnFiles` to
-    predict a user's own files, `tools.export.Exportable` to export, `tasks.datasets.Findable` to find a
-    dataset by name.
+    labels, predictions and scores, `training.metrics.Rated` to record other speeds,
+    `tools.own_files.OwnFiles` to predict a user's own files, `tools.export.Exportable` to export,
+    `tasks.datasets.Findable` to find a dataset by name.
     """
 
     name: ClassVar[str]

@@ -27,8 +27,11 @@ from tpukit_tasks.images.samples import find_samples
 from tpukit_tasks.images.synthetic import shapes_set
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import Tensor
     from torch.nn import Module
+
+    from tpukit.host.tables import Table
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
@@ -300,6 +303,18 @@ class ImageClassifier(Task):
         again = f"{path} is damaged; `tpukit test` writes it again"
         with reading(path, again, TpukitError), arrays.load(path) as saved:
             return {name: saved[name] for name in ("image", "label", "name")}, saved["prediction"]
+
+    @staticmethod
+    def verdict(scores: dict, last: dict) -> str:
+        from tpukit_tasks.images import shown
+
+        return shown.verdict(scores, last)
+
+    @staticmethod
+    def figures(scores: dict) -> "dict[str, Figure | Table]":
+        from tpukit_tasks.images import shown
+
+        return shown.figures(scores)
 
     def panels(self, batch, prediction=None):
         import torch

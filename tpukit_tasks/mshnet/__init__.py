@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
+    from matplotlib.figure import Figure
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -161,6 +162,18 @@ class MSHNet(Task):
         rng, size = np.random.default_rng(0), self.crop_size
         image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
         return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
+
+    @staticmethod
+    def verdict(scores: dict, last: dict) -> str:
+        from tpukit_tasks.mshnet import shown
+
+        return shown.verdict(scores, last)
+
+    @staticmethod
+    def figures(scores: dict) -> dict[str, Figure]:
+        from tpukit_tasks.mshnet import shown
+
+        return shown.figures(scores)
 
     def panels(self, batch: Arrays, prediction=None, threshold: float = 0.5) -> list[Panels]:
         from scipy import special

@@ -18,7 +18,6 @@ from tpukit import ImageClassifier, Run, predict, show, train
 from tpukit import test as score_run
 from tpukit.devices.runtime import Runtime
 from tpukit.inference.own import show_own
-from tpukit.reporting import findings
 from tpukit.reporting.display import predictions_figure
 from tpukit.runs import weights
 
@@ -117,7 +116,7 @@ def test_a_run_shows_its_confusion_matrix(finished):
     task, run, _ = finished
     show(run)
     assert (run.path / "pictures/confusion.png").stat().st_size > 5000
-    shown = findings.of_kept_weights(run.records(), "confusion")
+    shown = run.records("evaluation")[-1]["scores"]["confusion"]
     assert shown["classes"] == task.class_names and np.sum(shown["counts"]) == 18
 
 

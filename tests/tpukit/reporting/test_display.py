@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tests.tpukit.reporting.hostile import SPEED, evaluated, write_run
-from tpukit import MNIST, Checkpoints, MSHNet, Run, TpukitError
+from tpukit import MNIST, Checkpoints, MSHNet, Run, TpukitError, leaves
+from tpukit.host.tables import Table
 from tpukit.inference.trained import find_trained
-from tpukit.reporting import display
+from tpukit.reporting import display, figures
 from tpukit.training.prediction import predict_test_images
 
 
@@ -35,8 +38,70 @@ def test_one_table_has_the_last_scores_and_beside_them_those_of_the_kept_weights
 
 
 def test_a_sentence_below_the_scores_says_what_is_wrong_with_them(tmp_path, shown):
-    display.show(write_run(tmp_path / "run", [evaluated(2, 0, dict(iou=0.01, pd=1.0, fa=0.9), kept=True)]))
+    records = [evaluated(2, 0, dict(iou=0.01, pd=1.0, fa=0.9), kept=True)]
+    display.show(write_run(tmp_path / "run", records, task="mshnet"))
     assert shown[1] == ["The network marks far too many pixels: train longer."]
+
+
+class Fibres(MNIST):
+    """A task of a user's own, in whose scores names mean something else."""
+
+    name = "fibres"
+
+    def verdict(self, scores, last):
+        return f"{self.channels} channels: fractional anisotropy {scores['fa']}, at last {last['fa']}."
+
+    def figures(self, scores):
+        drawn = figures.panels_figure([[("fibres", np.eye(4))]], f"of {scores['fa']}")
+        return dict(fibres=drawn, table=Table("Fibres", ("fa",), [(scores["fa"],)]))
+
+
+def test_a_users_own_task_says_and_draws_what_it_thinks_of_its_scores_and_without_it_nobody_does(
+    tmp_path, shown
+):
+    run = Run.open(tmp_path / "run", Fibres(channels=8))
+    about = dict(speed=dict(seconds=1.0))
+    roc, confusion = dict(roc=ROC), dict(confusion=CONFUSION)  # which this task does not draw
+    run.log("evaluation", 2, epoch=0, scores=dict(fa=0.45, pd=0, accuracy=0.1) | roc, kept=True, **about)
+    run.log("evaluation", 4, epoch=1, scores=dict(fa=0.5, accuracy=0.1) | confusion, kept=False, **about)
+    display.show(run)
+    scores, verdict, _, _, table = shown
+    assert verdict == ["8 channels: fractional anisotropy 0.45, at last 0.5."]
+    assert table.rows == [("0.45",)]  # of the kept weights
+    assert {path.name for path in (run.path / "pictures").iterdir()} == {"curves.png", "fibres.png"}
+    shown.clear()
+    for found in (run.path, Run.find(run.path)):  # without the class
+        display.show(found)
+        assert shown[0].title == scores.title and len(shown) == 2  # the scores, and the curves
+        shown.clear()
+
+
+@pytest.mark.parametrize(
+    "task",
+    ["os.system", "os", "antigravity", "../../tmp/evil", ".mshnet", "mshnet.model", "MSHNet", "", "\0"],
+)
+def test_a_name_that_a_file_gives_as_a_task_is_imported_only_if_it_is_one_of_tpukits(
+    task, tmp_path, shown, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(leaves, "importlib", SimpleNamespace(import_module=asked.append, util=importlib.util))
+    records = [evaluated(2, 0, dict(fa=0.9, pd=0.0, roc=ROC, confusion=CONFUSION), kept=True)]
+    display.show(write_run(tmp_path / "run", records, task=task))
+    assert not asked and len(shown) == 2  # the scores, and the curves
+
+
+@pytest.mark.parametrize("task", [{"mshnet": 1}, ["mshnet"], 7, None])
+def test_a_task_that_is_no_text_is_a_damaged_file(task, tmp_path):
+    with refuses("config.json is damaged"):
+        display.show(write_run(tmp_path / "run", [evaluated(2, 0, dict(fa=0.9), kept=True)], task=task))
+
+
+def test_a_run_of_a_task_that_was_cut_off_shows_what_holds_for_any(tmp_path, shown, monkeypatch):
+    monkeypatch.setattr(leaves, "tasks", dict)
+    display.show(
+        write_run(tmp_path / "run", [evaluated(2, 0, dict(fa=0.9, roc=ROC), kept=True)], task="mshnet")
+    )
+    assert len(shown) == 2
 
 
 def test_a_chinese_notebook_has_chinese_tables_and_sentences_and_a_name_that_is_no_word_stays(
@@ -126,11 +191,12 @@ def test_a_run_without_best_weights_predicts_nothing(tmp_path):
 SPEEDS = dict(SPEED, counters=dict(fallbacks={"a": 3}), memory=[[2**30, 2**34]], to_device_s=0.1)
 CONFUSION = dict(classes=["a", "b"], counts=[[1, 0], [1, 2]])
 ROC = dict(tpr=[1.0, 0.5], fpr=[1.0, 0.5], precision=[0.1, 0.5])
+RECORDS = "records.jsonl"
 WHOLE = {
     "config.json": dict(id="1", task="mnist", settings=dict(epochs=2, batch_size=4, freeze=[], weights=None)),
     "progress.json": dict(step=4, total=9),
     "checkpoints/checkpoints.json": {"checkpoints/step-00000008.pt": ["00"], "best.safetensors": ["00"]},
-    "records.jsonl": [
+    RECORDS: [
         dict(kind="start", step=0, device="cpu", batch_size=4, max_graphs=1, steps_per_epoch=4),
         dict(kind="compile", step=1, what="step", programs=1, seconds=9.0, why=["a"], refused=False),
         dict(kind="train", step=4, loss=1.0, grad_norm=1.0, speed=SPEEDS),
@@ -155,26 +221,29 @@ def replaced(values):
 
 
 @pytest.mark.filterwarnings("ignore:.*damaged and left out")
-@pytest.mark.parametrize("name", WHOLE)
-def test_no_file_of_a_run_whatever_it_holds_ends_in_anything_but_a_sentence(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, task",
+    [*((name, "mnist") for name in WHOLE if name != RECORDS), (RECORDS, "mshnet"), (RECORDS, "images")],
+)
+def test_no_file_of_a_run_whatever_it_holds_ends_in_anything_but_a_sentence(
+    name, task, tmp_path, monkeypatch
+):
     def look(act):
         with contextlib.suppress(TpukitError):
             act()
 
-    run = write_run(tmp_path / "run", WHOLE["records.jsonl"], **WHOLE["config.json"])
+    run = write_run(tmp_path / "run", WHOLE[RECORDS], **WHOLE["config.json"] | dict(task=task))
     (run.path / "checkpoints/step-00000008.pt").write_bytes(b"a checkpoint")
     (run.path / "best.safetensors").write_bytes(b"weights")
     monkeypatch.setattr(display, "present_figure", lambda *_: None)  # drawn, and not made a file
     reads = [run.records, run.read_progress, run.checkpoints, run.stop_requested, lambda: run.config]
     acts = [*reads, lambda: display.show_report(run), lambda: display.show(run.path)]
-    if name != "records.jsonl":
+    if name != RECORDS:
         acts += [lambda: find_trained(run.path), lambda: Checkpoints(run.path).restore()]
         acts += [lambda: Run.open(run.path, MNIST(epochs=2, batch_size=4))]
-    documents = [*replaced(WHOLE[name])]
-    for document in documents[
-        :: 5 if name == "records.jsonl" else 1
-    ]:  # which draws figures: all take a minute
-        lines = document if isinstance(document, list) and name == "records.jsonl" else [document]
+    every = 8 if name == RECORDS else 1  # records are drawn: all of them take a minute
+    for document in [*replaced(WHOLE[name])][::every]:
+        lines = document if isinstance(document, list) and name == RECORDS else [document]
         text = "\n".join(json.dumps(dict(line, time=0) if isinstance(line, dict) else line) for line in lines)
         text = text.replace(f'"{HUGE}"', "1e999").replace(f'"{DEEP}"', "[" * 9000 + "]" * 9000)
         for act in acts:

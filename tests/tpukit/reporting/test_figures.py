@@ -12,11 +12,11 @@ from matplotlib.text import Text
 from PIL import Image
 
 from tests.tpukit.reporting.hostile import EVIL, SPEED, evaluated, strange_measurement, strange_run
-from tpukit import MNIST
+from tpukit import MNIST, ImageClassifier, MSHNet
 from tpukit.host import environment, language
 from tpukit.host.tables import Sentences
 from tpukit.host.text import printable
-from tpukit.reporting import display, evaluation_figures, figures, findings, presenting
+from tpukit.reporting import display, figures, findings, presenting
 from tpukit.reporting.figures import RIGHT, WRONG
 from tpukit_tools import cli
 
@@ -222,11 +222,12 @@ def test_an_axis_of_scores_tells_97_from_99_percent_and_leaves_room_above_the_be
 def test_every_figure_is_as_wide_as_the_page_and_no_word_in_it_is_small():
     records, picture = records_of([0.25, 0.5]), ("title", np.eye(4))
     rates = dict(tpr=[1.0, 0.0], fpr=[1.0, 0.0], precision=[0.5, 1.0])
+    confusion = dict(classes=["a", "b"], counts=[[3.0, 0.0], [1.0, 2.0]])
     for drawn in (
         figures.curves_figure(records, LABELS),
         figures.live_figure(records, LABELS),
-        evaluation_figures.roc_figure(rates),
-        evaluation_figures.confusion_figure(dict(classes=["a", "b"], counts=[[3.0, 0.0], [1.0, 2.0]])),
+        MSHNet.figures(dict(roc=rates))["roc"],
+        ImageClassifier.figures(dict(confusion=confusion))["confusion"],
         figures.runs_figure({"a": ([1.0], [0.5])}, "iou"),
         figures.panels_figure([[picture]], "one", ["a.png"]),
         figures.panels_figure([[picture] * 3] * 2, "rows"),

@@ -7,7 +7,7 @@ import pytest
 from tests.tpukit.reporting.hostile import SPEED, evaluated
 from tpukit import MNIST, Run
 from tpukit.host import language
-from tpukit.reporting import evaluation_figures, findings, run_report
+from tpukit.reporting import findings, run_report
 
 
 def started(**more):
@@ -109,14 +109,6 @@ def test_a_score_that_is_no_number_to_be_drawn_has_no_point(value):
     assert findings.curves(records) == dict(iou=([1.0], [0.25]))
 
 
-def test_an_roc_is_that_of_the_kept_weights_or_of_the_last_evaluation_that_has_one():
-    first, second = evaluated(6, 0, dict(roc="first")), evaluated(12, 1, dict(roc="second"))
-    records = [first, second, evaluated(18, 2, {}), trained_at(20)]
-    assert findings.of_kept_weights(records, "roc") == "second"
-    assert findings.of_kept_weights([dict(first, kept=True), *records[1:]], "roc") == "first"
-    assert findings.of_kept_weights(records[2:], "roc") is None
-
-
 def test_the_headline_names_the_device_and_the_compilations_of_the_session_that_runs_now():
     compiled, predict = compiled_at(1, seconds=90.0), compiled_at(1, "predict", seconds=60.0)
     records = [started(), compiled, dict(compiled, refused=True), predict, trained_at(20)]
@@ -125,40 +117,43 @@ def test_the_headline_names_the_device_and_the_compilations_of_the_session_that_
     assert findings.headline([]).startswith("Training starts")
 
 
-def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a_class_that_is_never_called():
-    counts = [[8, 2, 0], [1, 4, 0], [3, 0, 0]]
-    assert evaluation_figures.per_class_table(dict(classes=["a", "b", "c"], counts=counts)).rows == [
-        ("a", "10", "0.6667", "0.8000"),
-        ("b", "5", "0.6667", "0.8000"),
-        ("c", "3", "", "0.0000"),
-    ]
-
-
-CLASSES = dict(confusion=dict(classes=["a", "b"], counts=[[1, 1], [1, 1]]))
-
-
 @pytest.mark.parametrize(
-    "scores, words",
+    "accuracies, words",
     [
-        ([dict(iou=0.001, pd=1.0, fa=0.99)], "marks far too many pixels"),
-        ([dict(iou=0.0, pd=0.0, fa=0.0)], "finds no target"),
-        ([dict(iou=0.5, pd=0.9, fa=1e-5)], None),
-        ([dict(pd=0.9, accuracy=0.9), dict(pd=0.0, accuracy=0.1)], "no target any more"),
-        ([dict(accuracy=0.55) | CLASSES], "guessing one of 2 classes"),
-        ([dict(accuracy=0.9) | CLASSES], None),
-        ([dict(accuracy=0.05)], None),  # of how many classes, nobody says
-        ([dict(accuracy=score / 10) for score in range(5, 9)], "The last epoch is the best one"),
-        ([dict(accuracy=score / 10) for score in (5, 9, 7, 8)], None),
-        ([dict(iou="?", pd=None, fa=[])], None),
-        ([], None),
+        ([0.5, 0.6, 0.7, 0.8], "The last epoch is the best one"),
+        ([0.5, 0.9, 0.7, 0.8], ""),
+        ([0.5, 0.6, 0.7], ""),  # too few to tell
+        ([], ""),
     ],
 )
-def test_a_verdict_is_one_sentence_where_the_kept_scores_need_one(scores, words):
-    best = max((score.get("accuracy", 0) for score in scores), default=0)
-    kept = [score.get("accuracy", 0) == best for score in scores]
-    records = [evaluated(n + 1, n, score, kept=kept[n]) for n, score in enumerate(scores)]
-    verdict = findings.verdict(records)
-    assert bool(verdict) == bool(words) and (words or "") in verdict
+def test_what_holds_for_any_task_is_that_the_last_epoch_is_the_best(accuracies, words):
+    verdict = findings.verdict(scored(*(dict(accuracy=accuracy) for accuracy in accuracies)))
+    assert bool(verdict) == bool(words) and words in verdict
+
+
+def scored(*scores):
+    """The records of an evaluation after each epoch, of which the best accuracy is kept."""
+    best = max((score["accuracy"] for score in scores), default=0)
+    kept = [score["accuracy"] == best for score in scores]
+    return [evaluated(n + 1, n, score, kept=kept[n]) for n, score in enumerate(scores)]
+
+
+def test_what_a_task_says_of_the_kept_and_the_last_scores_comes_first_and_it_may_say_nothing():
+    first, second = dict(accuracy=0.9, mine="kept"), dict(accuracy=0.1, mine="last")
+    judged = findings.verdict(scored(first, second), lambda scores, last: f"{scores['mine']}, {last['mine']}")
+    assert judged == "kept, last"
+    rising = scored(*(dict(accuracy=n / 10) for n in range(5)))
+    assert findings.verdict(rising, lambda scores, last: "Mine.") == "Mine."
+    for nothing in ("", None):
+        assert findings.verdict(rising, lambda scores, last: nothing).startswith("The last epoch is the best")
+    assert findings.verdict([trained_at(3)], lambda scores, last: "Mine.") == ""
+
+
+def test_no_scores_of_a_users_own_task_get_another_tasks_sentence_for_their_names():
+    anisotropy, dice = dict(fa=0.45, accuracy=0.9), dict(pd=0.0, accuracy=0.8)
+    guessed = dict(accuracy=0.5, confusion=dict(classes=["a", "b"], counts=[[1, 1], [1, 1]]))
+    for scores in (anisotropy, dice, guessed):
+        assert findings.verdict(scored(scores)) == ""
 
 
 def test_a_run_has_the_scores_of_its_task_even_of_a_users_own_and_the_epochs_that_it_is_to_train(tmp_path):

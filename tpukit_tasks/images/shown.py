@@ -1,40 +1,48 @@
-"""Draw the rates and the confused classes of an evaluation."""
+"""What a run of the image classifier shows of its scores besides numbers and curves: a sentence, and which
+classes were taken for which."""
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpukit.host.tables import Table
-from tpukit.reporting.figures import BLUE, GREEN, RED, SMALL, finish, label, plot, subplots
-from tpukit.reporting.findings import format_number
+from tpukit.reporting.figures import SMALL, finish, label, subplots
+from tpukit.reporting.findings import are_numbers, format_number, number_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHARES = (-0.03, 1.03)  # of an axis: what lies on 0 or 1 is not on the frame
+MARGIN = 0.1  # of the accuracy above that of guessing, below which nothing was learned
 
 
-def roc_figure(roc: dict) -> "Figure":
-    """Draw recall over the false pixels per pixel, and precision over recall, with the points of three
-    thresholds. roc: lists tpr, fpr, precision over thresholds that are evenly spaced from 0 to 1."""
-    figure, ((left, right),) = subplots(1, 2, 3.2)
-    least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2  # 0 has no logarithm
-    last = max(len(roc["tpr"]) - 1, 1)
-    thresholds = [index / last for index in range(len(roc["tpr"]))]
-    points = list(zip(thresholds, roc["tpr"], [max(rate, least) for rate in roc["fpr"]]))
-    # Where nothing is found the precision says nothing: 0 of 0, or 0 of some.
-    precise = [point for point in zip(thresholds, roc["precision"], roc["tpr"]) if point[2] > 0]
-    for axis, curve, colour in ((left, points, BLUE), (right, precise, RED)):
-        plot(axis, [x for _, _, x in curve], [y for _, y, _ in curve], colour)
-        marked = [point for point in curve if point[0] in (0.1, 0.5, 0.9)]
-        for (threshold, y, x), marker in zip(marked, "^sv"):
-            name = label(f"threshold {threshold:g}")
-            axis.plot(x, y, ls="", color=GREEN, marker=marker, ms=8, label=name)
-    left.set(xscale="log", ylim=SHARES)
-    finish(left, "ROC, pixels of the test set", "false pixels per background pixel", "recall")
-    right.set(xlim=SHARES, ylim=SHARES)
-    finish(right, "precision and recall", "recall", "precision")
-    return figure
+def verdict(scores: dict, last: dict) -> str:
+    """Return a sentence about the accuracy of the kept weights, or "". Any value may be missing or of another
+    type."""
+    accuracy, confusion = number_in(scores, "accuracy"), scores.get("confusion", {})
+    if accuracy is None or not is_confusion(confusion):  # without it, nobody says of how many classes
+        return ""
+    classes = len(confusion["classes"])
+    if classes and accuracy < 1 / classes + MARGIN:
+        return f"This is hardly better than guessing one of {classes} classes: train longer."
+    return ""
+
+
+def figures(scores: dict) -> "dict[str, Figure | Table]":
+    """Return the confusion matrix and a table of its classes, if there is one that can be drawn."""
+    confusion = scores.get("confusion", {})
+    if not is_confusion(confusion):
+        return {}
+    return dict(confusion=confusion_figure(confusion), classes=per_class_table(confusion))
+
+
+def is_confusion(confusion: Any) -> bool:
+    """Return True for what `confusion_figure` can draw."""
+    try:
+        classes, counts = confusion["classes"], confusion["counts"]
+        is_square = {len(classes)} == {len(counts), *map(len, counts)} and isinstance(classes, list)
+        return is_square and all(are_numbers(*row) for row in counts)
+    except (LookupError, TypeError):
+        return False
 
 
 def confusion_figure(confusion: dict) -> "Figure":
