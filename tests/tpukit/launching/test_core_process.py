@@ -4,6 +4,7 @@ import os
 
 import torch.distributed as dist
 
+from tests.tpukit.launching.conftest import needs_torch_xla
 from tests.tpukit.launching.launched import machine
 from tpukit import MNIST, Run, train
 from tpukit.devices import chip_access
@@ -17,6 +18,7 @@ class Flagged(MNIST):
 
 
 def test_tpu_cores_meet_in_a_file_after_the_compilers_flags(group, tmp_path, monkeypatch):
+    needs_torch_xla()
     os.environ.pop("LIBTPU_INIT_ARGS", None)
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.21.1")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
