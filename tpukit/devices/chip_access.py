@@ -1,5 +1,5 @@
-"""A chip or a GPU for each process of a host: the variables that say which, chips that are still busy, and
-opening one."""
+"""A TPU chip for each process of a host: the variables that say which, chips that are still busy, and opening
+one by torch_xla."""
 
 import errno
 import os
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from tpukit.host.environment import ONE_HOST, TORCHRUN, Environment
@@ -73,7 +72,7 @@ def count_started(env: Environment) -> int:
         return int(os.environ["WORLD_SIZE"])
     if dist.is_initialized():
         return dist.get_world_size()
-    if env.accelerator in ("tpu", "xla") and not env.uses_torch_tpu:
+    if env.backend == "torch_xla":
         import torch_xla.runtime as xr
 
         return xr.world_size()
@@ -98,21 +97,3 @@ def rank_of_opened_chip() -> tuple[int, int]:
         cores = f"{xr.world_size()} cores, of which this host has {xr.local_process_count()}"
         raise TpukitError(f"found {cores}: {ONE_HOST}")
     return xr.global_ordinal(), xr.world_size()
-
-
-def open_for_group(env: Environment, local_rank: int) -> str:
-    """Open the GPU or torch_tpu's chip of a process that is about to join a group. Return the group's
-    backend, a name of torch.distributed."""
-    if env.accelerator == "cuda":
-        from tpukit.devices import cuda
-
-        if torch.backends.cuda.is_built():
-            torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
-        cuda.check_cuda()  # second: after a fork from a process that has used CUDA it finds no GPU
-        return "cpu:gloo,cuda:nccl"
-    if env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu
-
-        torch_tpu.open_device()  # which makes its backend known to torch.distributed
-        return torch_tpu.BACKEND
-    return "gloo"

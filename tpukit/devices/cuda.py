@@ -43,6 +43,13 @@ class CUDARuntime(Runtime):
         if self.precision == "fp32":
             _multiply_in_fp32()
 
+    @staticmethod
+    def open_for_group(local_rank: int) -> str:
+        if torch.backends.cuda.is_built():
+            torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
+        check_cuda()  # second: after a fork from a process that has used CUDA it finds no GPU
+        return "cpu:gloo,cuda:nccl"
+
     def _open_device(self) -> torch.device:
         check_cuda()
         torch.cuda.reset_peak_memory_stats()  # of what this process did before

@@ -1,5 +1,5 @@
 """`Runtime`: what the training loop needs from a device. The base class is the CPU; what other kinds of
-device do in their own way is in cuda.py, xla.py and torch_tpu.py.
+device do in their own way is in the modules that `devices.RUNTIMES` names.
 
 A runtime is one process of a `World`: it takes its share of every global batch, and gradients are averaged
 over all ranks. Shapes: B samples of a batch, N of a dataset."""
@@ -104,6 +104,24 @@ class Runtime:
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
         self.scaler = GradScaler(self.device.type, enabled=self.precision == "fp16")
+
+    # What a launch asks of the class, before there is a runtime
+
+    @staticmethod
+    def is_open() -> bool:
+        """Return whether this process has opened the XLA device or the TPU, which processes forked from it
+        then cannot use. For CUDA only a forked process can tell: see `CUDARuntime.open_for_group`."""
+        return False
+
+    @staticmethod
+    def set_launch_variables(processes: int) -> None:
+        """Set the variables by which processes that this one forks find each other and their devices."""
+
+    @staticmethod
+    def open_for_group(local_rank: int) -> str:
+        """Open the device of a process that is about to join a group, if that needs it. Return the group's
+        backend, a name of torch.distributed."""
+        return "gloo"
 
     def _open_device(self) -> torch.device:
         keep_freed_memory()

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
+XLA_DEVICES = {"xla", "tpu"}  # types of device, one by each package for TPUs
 
 
 def is_on_xla(tensor: Tensor) -> bool:
-    """Return whether XLA compiles what is computed with a tensor, by torch_xla or by torch_tpu."""
+    """Return whether XLA compiles what is computed with a tensor, by whichever package."""
     return tensor.device.type in XLA_DEVICES
 
 

@@ -30,6 +30,33 @@ class TorchTPURuntime(Runtime):
         "tpu": (lambda: random_generator().get_state(), lambda state: random_generator().set_state(state)),
     }
 
+    @staticmethod
+    def is_open() -> bool:
+        import torch_tpu  # noqa: F401
+
+        return torch.tpu.is_initialized()
+
+    @staticmethod
+    def set_launch_variables(processes: int) -> None:
+        """Set those that are not set, so a session launches one number of processes. Raises TpukitError for
+        another number, because the processes would wait for chips that nobody opens."""
+        import torch_tpu  # noqa: F401
+        from torch.tpu.distributed import set_tpu_launch_env
+
+        set_tpu_launch_env(nproc_per_node=processes)
+        addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
+        chips = len(addresses.split(",")) if addresses else 0
+        if chips != processes:
+            raise TpukitError(
+                f"TORCH_TPU_SLICEBUILDER_ADDRESSES names {chips} TPU chips, but {processes} processes were to"
+                " run, one on each: unset it, or restart the session"
+            )
+
+    @staticmethod
+    def open_for_group(local_rank: int) -> str:
+        open_device()  # which makes its backend known to torch.distributed
+        return BACKEND
+
     def _open_device(self) -> torch.device:
         # Else a TPU rounds fp32 factors to bfloat16, in a bf16 training run too.
         torch.set_float32_matmul_precision("highest")
@@ -75,27 +102,3 @@ def open_device() -> torch.device:
             f"torch_tpu finds no TPU here (torch's accelerator is {accelerator}): `tpukit doctor` shows why"
         )
     return torch.device("tpu")
-
-
-def is_open() -> bool:
-    """Return whether this process has opened the TPU, so that processes forked from it cannot."""
-    import torch_tpu  # noqa: F401
-
-    return torch.tpu.is_initialized()
-
-
-def set_launch_variables(processes: int) -> None:
-    """Set the variables by which the processes of this host, forked later, find each other and their
-    chips. Those that are set stay, so a session launches one number of processes. Raises TpukitError if they
-    are of another number, because the processes would wait for chips that nobody opens."""
-    import torch_tpu  # noqa: F401
-    from torch.tpu.distributed import set_tpu_launch_env
-
-    set_tpu_launch_env(nproc_per_node=processes)
-    addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
-    chips = len(addresses.split(",")) if addresses else 0
-    if chips != processes:
-        raise TpukitError(
-            f"TORCH_TPU_SLICEBUILDER_ADDRESSES names {chips} TPU chips, but {processes} processes were to"
-            " run, one on each: unset it, or restart the session"
-        )

@@ -38,6 +38,10 @@ class XLARuntime(Runtime):
         # CPU XLA devices of different processes share no link.
         self.reduces_on_the_host = self.world.size > 1 and accelerator != "tpu"
 
+    @staticmethod
+    def is_open() -> bool:
+        return xla_private.is_open()
+
     def _open_device(self) -> torch.device:
         if self.accelerator == "tpu":
             # Otherwise a TPU rounds fp32 factors to bfloat16, even those that a bf16 training run keeps in

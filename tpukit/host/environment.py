@@ -12,7 +12,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.text import notebook_kernel
@@ -20,7 +20,9 @@ from tpukit.host.text import notebook_kernel
 if TYPE_CHECKING:
     from tpukit.host.tables import Table
 
-PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
+Backend = Literal["cpu", "cuda", "torch_xla", "torch_tpu"]
+TPU_PACKAGES = ("torch_xla", "torch_tpu")  # by each of which torch reaches a TPU
+PACKAGES = ("torch", "torchvision", *TPU_PACKAGES, "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 CHOSEN = "TPUKIT_ACCELERATOR"  # "cpu" if `require("cpu")` chose the processor over an accelerator
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # is set in the processes that torchrun starts
 ONE_HOST = "tpukit trains on one host: use one machine that has all the chips or GPUs, such as a v5litepod-8"
@@ -64,28 +66,23 @@ class Environment:
         return self.drive is not None and os.path.isdir(self.drive)
 
     @property
-    def tpu_backend(self) -> str | None:
-        """ "torch_xla" or "torch_tpu", through which torch reaches a TPU here; None without either."""
-        if "torch_tpu" in self.versions and not self._torch_xla_fits:
+    def backend(self) -> Backend:
+        """What opens the accelerator, one of `devices.RUNTIMES`. Of the packages for a TPU it is torch_xla if
+        that fits torch or is the only one."""
+        torch_xla_fits = "torch_xla" in self.versions and not self.misfit
+        if self.accelerator == "tpu" and "torch_tpu" in self.versions and not torch_xla_fits:
             return "torch_tpu"
-        return "torch_xla" if "torch_xla" in self.versions else None
-
-    @property
-    def _torch_xla_fits(self) -> bool:
-        torch_xla, torch = self.versions.get("torch_xla"), self.versions.get("torch", "")
-        return torch_xla is not None and release(torch_xla) == release(torch)
-
-    @property
-    def uses_torch_tpu(self) -> bool:
-        """True if this machine has a TPU and torch reaches it through torch_tpu."""
-        return self.accelerator == "tpu" and self.tpu_backend == "torch_tpu"
+        if self.accelerator in ("tpu", "xla"):
+            return "torch_xla"
+        return "cuda" if self.accelerator == "cuda" else "cpu"
 
     @property
     def misfit(self) -> str:
-        """The reason why torch_xla does not work with the installed torch, or "" if it does."""
-        if self.tpu_backend == "torch_xla" and not self._torch_xla_fits:
-            return f"torch_xla {self.versions['torch_xla']} does not match torch {self.versions.get('torch')}"
-        return ""
+        """The reason why an installed torch_xla does not work with the installed torch; "" without one."""
+        torch_xla, torch = self.versions.get("torch_xla"), self.versions.get("torch")
+        if torch_xla is None or release(torch_xla) == release(torch or ""):
+            return ""
+        return f"torch_xla {torch_xla} does not match torch {torch}"
 
     def run_folder(self, name: str, outputs: str | Path = "") -> Path:
         """Return the folder of a run in `outputs`, by default this machine's. Raises TpukitError for a name
@@ -100,7 +97,7 @@ class Environment:
         from tpukit.host.tables import Table  # here: most of the library's parts show none
 
         cores = f"{self.cores} x " if self.accelerator in ("tpu", "cuda") else ""
-        backend = f" through {self.tpu_backend}" if self.accelerator == "tpu" else ""
+        backend = f" through {self.backend}" if self.accelerator == "tpu" else ""
         rows = [
             ("host", self.host),
             ("accelerator", f"{self.accelerator}: {cores}{self.device_name}{backend}"),
@@ -140,7 +137,7 @@ class Environment:
         if accelerator != "cpu" and os.environ.pop(CHOSEN, None):
             return detect().require(accelerator, cores=cores)
         is_here = self.accelerator in accepted[accelerator]
-        if is_here and self.accelerator == "tpu" and self.misfit:
+        if is_here and (self.accelerator, self.backend) == ("tpu", "torch_xla") and self.misfit:
             raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
         if is_here and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             if accelerator == "any" and self.accelerator == "cpu" and self.host in ("colab", "kaggle"):
@@ -215,7 +212,7 @@ def _accelerator(environ, root, versions):
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
     chips = chips_here(environ, root)
     is_tpu = chosen == "TPU" or (chosen == "" and chips)
-    if is_tpu and ("torch_xla" in versions or "torch_tpu" in versions):
+    if is_tpu and any(package in versions for package in TPU_PACKAGES):
         return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or _accelerator_type(root) or "TPU"
     if gpus := nvidia_gpus(environ):
         return "cuda", len(gpus), ", ".join(sorted(set(gpus)))

@@ -56,8 +56,8 @@ def explained(what: str, kind: type[TpukitError] = TpukitError) -> Iterator[None
 
 # Packages that only a part of tpukit needs, by the name that is imported: name for pip, what needs it
 _OPTIONAL = {
-    "PIL": ("pillow", "images"),
-    "scipy": ("scipy", "scores of MSHNet and CDEIT"),
+    "PIL": ("pillow", "image files"),
+    "scipy": ("scipy", "the scores of images"),
     "matplotlib": ("matplotlib", "charts"),
     "tyro": ("tyro", "the command line"),
 }

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 from torch.utils._pytree import tree_map_only
 
-from tpukit.devices import avoid_launch_barrier, chip_access, open_runtime
+from tpukit.devices import avoid_launch_barrier, chip_access, open_runtime, runtime_class
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
@@ -131,18 +131,16 @@ def open_core(job: Job, world: World) -> Runtime:
 def join(job: Job, index: int) -> World:
     """Return the `World` of one of a launch's processes, which meet in a file and use the loopback device
     only."""
-    by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
+    rank, size = index, job.processes
     if job.env.accelerator == "tpu":
         chip_access.clear_variables()
-    if by_torch_xla:  # before `open_chip`: libtpu reads its flags once
-        avoid_launch_barrier()
+    if (job.env.accelerator, job.env.backend) == ("tpu", "torch_xla"):
+        avoid_launch_barrier()  # before `open_chip`: libtpu reads its flags once
+        rank, size = chip_access.open_chip(index, size)
     else:
-        os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
-        # torch_tpu opens no chip without an address; they meet in a file.
+        os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(size))
+        # They meet in a file, but a chip may not open without an address.
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
-    rank, size = index, job.processes
-    if by_torch_xla:
-        rank, size = chip_access.open_chip(index, job.processes)
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     store = dist.FileStore(str(job.rendezvous), size)
@@ -153,7 +151,7 @@ def join(job: Job, index: int) -> World:
 def join_group(job: Job, local_rank: int, **init_args) -> World:
     """Return the `World` of this process, after it has joined the others. init_args: of
     torch.distributed.init_process_group."""
-    backend = chip_access.open_for_group(job.env, local_rank)
+    backend = runtime_class(job.env).open_for_group(local_rank)
     dist.init_process_group(backend, timeout=_group_timeout(job), **init_args)
     return World(dist.get_rank(), dist.get_world_size())
 

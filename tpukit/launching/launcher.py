@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpukit.devices import is_open, open_runtime
+from tpukit.devices import open_runtime, runtime_class
 from tpukit.host import environment
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
@@ -80,8 +80,8 @@ def _count_cores(env: Environment, cores: int | None) -> int:
         return env.cores
     if cores > env.cores:
         env.require(env.accelerator, cores=cores)
-    # torch_xla starts one or all; torch_tpu itself knows how many chips of a host are linked.
-    if env.accelerator == "tpu" and cores != 1 and not env.uses_torch_tpu:
+    # torch_xla starts one or all; other backends themselves know how many devices of a host are linked.
+    if env.backend == "torch_xla" and cores != 1:
         raise TpukitError(f"requested {cores} of {env.cores} TPU cores: use cores=1 or cores={env.cores}")
     return cores
 
@@ -89,7 +89,7 @@ def _count_cores(env: Environment, cores: int | None) -> int:
 def _check_device(env: Environment, count: int, say: Callable[[str], None]) -> None:
     """Wait until no other process holds the TPU. Raises TpukitError if this process holds the device that
     several cores are to open."""
-    has_opened = is_open(env)
+    has_opened = runtime_class(env).is_open()
     if has_opened and count > 1:
         raise TpukitError(
             "Runtime is already initialized: this kernel has already used the"
@@ -107,10 +107,7 @@ def _call_in_processes(job: Job, count: int) -> Any:
     """Call the job's function on several cores, in forked processes. Return rank 0's result."""
     from tpukit.launching.supervisor import Supervisor
 
-    if job.env.uses_torch_tpu:
-        from tpukit.devices import torch_tpu
-
-        torch_tpu.set_launch_variables(count)
+    runtime_class(job.env).set_launch_variables(count)
     # In `private`, which is this user's alone, the cores leave their addresses for each other.
     private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
     with job.plan.reserve() as folder, private as meeting:

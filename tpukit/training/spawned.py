@@ -27,7 +27,7 @@ def train_core(index: int, task: Task, run_folder: str | Path) -> None:
     index: this process's number, which they pass. Flags that the task has for libtpu are not set: the chip
     is open already. A core that fails prints its rank, step and error, and all end."""
     env = environment.detect()
-    if env.uses_torch_tpu or env.accelerator not in ("tpu", "xla"):
+    if env.backend != "torch_xla":
         raise TpukitError("train_core is for torch_xla's processes; here use tpukit.launch")
     _, size = chip_access.rank_of_opened_chip()
     run = Run(run_folder)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
+    """A training task. Its fields are its whole configuration; copy `tpukit_tasks/mnist.py` to write your own.
 
     A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
     Fields declared with `setting(free=True)` may change when a run is resumed.

@@ -63,6 +63,11 @@ class Machine:
     def version(self, package: str) -> str | None:
         return self.env.versions.get(package)
 
+    @property
+    def backend_of_a_tpu(self) -> str:
+        """The package by which torch would reach a TPU, even if there is none here."""
+        return dataclasses.replace(self.env, accelerator="tpu").backend
+
     def repair(self, fix: str) -> str:
         """Return a fix that changes torch, torch_xla, libtpu or a driver, on hosts where that is allowed."""
         return FRESH if self.env.host in IMAGES else fix
@@ -165,7 +170,7 @@ def _torch_xla(machine: Machine) -> Rows:
     fitting = machine.repair(f"pip install 'torch~={'.'.join(map(str, release(version)))}.0'")
     error = machine.errors.get("torch_xla", "")
     return [
-        (machine.env.tpu_backend == "torch_tpu", NOTE, unused, ""),
+        (machine.backend_of_a_tpu != "torch_xla", NOTE, unused, ""),
         (torch and machine.env.misfit, BLOCKS, machine.env.misfit, fitting),
         (error, BLOCKS, f"{version} cannot be imported: {error}", fix_for(error) or FRESH),
         (True, OK, version, ""),
@@ -174,7 +179,7 @@ def _torch_xla(machine: Machine) -> Rows:
 
 def _libtpu(machine: Machine) -> Rows:
     """Check that libtpu is the one that the installed torch_xla names in its `tpu` extra."""
-    if machine.env.tpu_backend != "torch_xla":
+    if machine.version("torch_xla") is None or machine.backend_of_a_tpu != "torch_xla":
         return []
     version, requirements = machine.version("libtpu"), []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -189,13 +194,13 @@ def _libtpu(machine: Machine) -> Rows:
 
 
 def _torch_tpu(machine: Machine) -> Rows:
-    if machine.version("torch_tpu") is None:
+    version, torch, libtpu = map(machine.version, ("torch_tpu", "torch", "libtpu"))
+    if version is None:
         return []
-    torch_tpu, torch, libtpu = map(machine.version, ("torch_tpu", "torch", "libtpu"))
-    found = f"{torch_tpu} with torch {torch} and libtpu {libtpu}"
+    found = f"{version} with torch {torch} and libtpu {libtpu}"
     unused = f"{found} is not used: torch_xla fits this torch"
     uninstall = "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-    return [(machine.env.tpu_backend == "torch_xla", NOTE, unused, uninstall), (True, OK, found, "")]
+    return [(machine.backend_of_a_tpu == "torch_xla", NOTE, unused, uninstall), (True, OK, found, "")]
 
 
 def _tensorflow(machine: Machine) -> Rows:

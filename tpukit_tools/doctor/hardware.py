@@ -282,7 +282,7 @@ def describe(env: Environment) -> dict[str, Any]:
         rehearsal=env.accelerator not in HARDWARE,
         host=env.host,
         accelerator=env.accelerator,
-        backend=env.tpu_backend if env.accelerator in ("tpu", "xla") else None,
+        backend=env.backend if env.accelerator in ("tpu", "xla") else None,
         chip=chip.name if chip else scrub(env.device_name),
         chips=env.cores,
         python=env.python,
@@ -295,7 +295,7 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
     """Run a check in a process of its own. Returns PASS, FAIL or SKIP, and what was found."""
     if name in ("all_reduce", "all_cores") and env.accelerator in HARDWARE and env.cores == 1:
         return SKIP, "one chip is here"
-    if name == "attention_kernels" and (env.accelerator in ("cuda", "cpu") or env.uses_torch_tpu):
+    if name == "attention_kernels" and env.backend != "torch_xla":
         return SKIP, "the kernels are for a TPU that is reached by torch_xla"
     if name == "overflow" and env.accelerator in ("tpu", "xla"):
         return SKIP, "a TPU computes in bf16, not in fp16"

@@ -5,16 +5,27 @@ import json
 import os
 import platform
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
 from tests.conftest import refuses
 from tpukit import detect
-from tpukit.devices import open_runtime
+from tpukit.devices import RUNTIMES, open_runtime, runtime_class
 from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
+from tpukit.host.environment import Backend
 from tpukit_tools.subprocess_call import run_python
+
+
+def test_every_backend_has_a_runtime_of_its_own_and_the_table_loads_none():
+    ran = run_python("-c", "import sys, tpukit.devices as _; print('torch' in sys.modules)", timeout_s=60)
+    assert ran.stdout.split() == ["False"], ran.stderr
+    assert [*RUNTIMES] == [*get_args(Backend)]
+    pytest.importorskip("torch_xla")
+    found = [runtime_class(SimpleNamespace(backend=backend)) for backend in RUNTIMES]
+    assert len({*found}) == 4 and all(issubclass(one, Runtime) for one in found)
 
 
 def gpu(monkeypatch):
@@ -124,7 +135,7 @@ def test_a_libtpu_without_a_bus_gets_no_launch_barrier_before_it_opens_the_chips
         monkeypatch.delenv("LIBTPU_INIT_ARGS")
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
     for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
-        env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False, versions={})
+        env = SimpleNamespace(accelerator=accelerator, backend="torch_xla", versions={})
         open_runtime(env)
     assert [environ.get("LIBTPU_INIT_ARGS") for environ in opened] == [given, wanted, wanted]
 
@@ -170,6 +181,14 @@ def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set():
     ran = run_python("-c", FP32, json.dumps(settings), timeout_s=120)
     found = list(map(json.loads, ran.stdout.splitlines()))
     assert found == len(settings) * [[False, False, "highest", *["ieee"] * 4 * has_newer]], ran.stderr
+
+
+def test_a_process_of_a_group_takes_its_own_gpu_before_it_looks_whether_there_is_one(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked == [3])
+    assert runtime_class(dataclasses.replace(detect(), accelerator="cuda")).open_for_group(3).endswith("nccl")
 
 
 @pytest.mark.parametrize("installed, value", [(["torch_tpu"], "1"), ([], None)])

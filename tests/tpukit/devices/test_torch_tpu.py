@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.conftest import COMPILERS, ROOT, best_weights, exact, refuses, same
 from tests.tpukit.devices import torch_tpu_mock
@@ -20,7 +21,8 @@ from tpukit.devices import open_runtime, torch_tpu
 from tpukit.devices.torch_tpu import TorchTPURuntime
 from tpukit.host import environment
 from tpukit.host.folders import atomic_folder
-from tpukit.launching import launcher
+from tpukit.launching import core_process, launcher
+from tpukit.launching.job import Job
 from tpukit_tools.subprocess_call import run_python
 
 SMALL = dict(epochs=2, batch_size=16, channels=4, log_every=3, precision="fp32")
@@ -78,10 +80,29 @@ def test_a_launch_is_refused_where_this_process_has_used_the_chips(mock, digits,
 
 
 def test_a_launch_is_refused_where_other_chips_are_set(mock):
-    torch_tpu.set_launch_variables(8)
+    TorchTPURuntime.set_launch_variables(8)
     assert os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].count(":") == 8
     with refuses("8 TPU chips", "4 processes"):
-        torch_tpu.set_launch_variables(4)
+        TorchTPURuntime.set_launch_variables(4)
+
+
+def test_a_launch_may_take_any_number_of_the_chips_each_of_which_opens_before_its_group(
+    mock, tmp_path, monkeypatch
+):
+    opened = []
+
+    def open_device():
+        opened.append(not dist.is_initialized())
+        return torch_tpu_mock.open_device()  # which refuses where a variable is missing
+
+    monkeypatch.setattr(torch_tpu, "open_device", open_device)
+    env = torch_tpu_mock.machine(8)
+    assert launcher._count_cores(env, 4) == 4
+    TorchTPURuntime.set_launch_variables(1)
+    job = Job(train, MNIST().for_launch(Run(tmp_path)), env, 60.0, processes=1, rendezvous=tmp_path / "store")
+    world = core_process.join(job, 0)
+    dist.destroy_process_group()
+    assert (opened, world.size) == ([True], 1)
 
 
 @pytest.mark.slow

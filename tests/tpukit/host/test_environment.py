@@ -37,26 +37,33 @@ def test_a_tpu_is_found_and_required_with_as_many_cores_as_it_has(
 
 
 @pytest.mark.parametrize(
-    "torch, torch_xla, torch_tpu, libtpu, backend, fits",
+    "torch, torch_xla, newer, libtpu, backend, fits",
     [
         ("2.9.0+cpu", "2.9.0", None, "0.0.21", "torch_xla", True),
         ("2.11.0", "2.9.0", None, "0.0.21", "torch_xla", False),
         ("2.13.0+cpu", None, "0.2.0", "0.0.52", "torch_tpu", True),
         ("2.15.0", "2.9.0", "0.2.0", "0.0.50", "torch_tpu", True),  # both, of which torch_xla does not fit
         ("2.9.0", "2.9.0", "0.2.0", "0.0.52", "torch_xla", True),  # both, of which torch_xla fits
-        ("2.9.0", None, None, None, None, None),
+        ("2.9.0", None, None, None, "cpu", False),
     ],
 )
 def test_the_backend_of_a_tpu_and_whether_it_fits_are_known(
-    torch, torch_xla, torch_tpu, libtpu, backend, fits, tmp_path, versions
+    torch, torch_xla, newer, libtpu, backend, fits, tmp_path, versions
 ):
     add_chips(tmp_path, 8)
-    versions(torch=torch, torch_xla=torch_xla, torch_tpu=torch_tpu, libtpu=libtpu)
+    versions(torch=torch, torch_xla=torch_xla, torch_tpu=newer, libtpu=libtpu)
     env = detect(KAGGLE_TPU, tmp_path)
-    assert env.tpu_backend == backend and ("through" in str(env)) == (f"through {backend}" in str(env))
-    named = f"{backend} " if backend else "neither torch_xla nor torch_tpu"
+    assert env.backend == backend and (f"through {backend}" in str(env)) == (env.accelerator == "tpu")
+    named = "neither torch_xla nor torch_tpu" if backend == "cpu" else f"{backend} "
     with contextlib.nullcontext() if fits else refuses(named, "fresh session"):
         assert env.require("tpu", cores=8) is env
+
+
+@pytest.mark.parametrize("environ, backend", [({"PJRT_DEVICE": "CPU"}, "torch_xla"), ({}, "cuda")])
+def test_only_a_tpu_is_opened_by_the_newer_package(environ, backend, tmp_path, versions, gpu):
+    versions(torch="2.13.0", torch_xla="2.9.0", torch_tpu="0.2.0", libtpu="0.0.52")
+    gpu("Tesla T4")
+    assert detect(environ, tmp_path).backend == backend
 
 
 def test_a_colab_gpu_has_the_empty_tpu_variable_and_is_no_tpu(tmp_path, versions, gpu):

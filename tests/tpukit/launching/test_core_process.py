@@ -4,6 +4,7 @@ import os
 
 import torch.distributed as dist
 
+from tests.tpukit.launching.conftest import needs_torch_xla
 from tests.tpukit.launching.launched import machine
 from tpukit import MNIST, Run, train
 from tpukit.devices import NO_LAUNCH_BARRIER, chip_access
@@ -12,6 +13,7 @@ from tpukit.launching.job import Job
 
 
 def test_tpu_cores_meet_in_a_file_after_libtpus_flag(group, tmp_path, monkeypatch):
+    needs_torch_xla()
     os.environ.pop("LIBTPU_INIT_ARGS", None)
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.21.1")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 0)

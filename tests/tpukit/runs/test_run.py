@@ -17,6 +17,7 @@ import torch
 from tests.conftest import SMALL, best_weights, exact, refuses, same
 from tests.tpukit.runs.store import content
 from tpukit import MNIST, MSHNet, Run, launch, train
+from tpukit.devices.runtime import Runtime
 from tpukit.reporting import display
 
 WRONG = ["{", "[]", '{"id": "1", "task": "mnist", "settings": 3}', '{"task": "mnist", "settings": {}}']
@@ -164,7 +165,7 @@ def test_where_a_disk_has_no_locks_the_one_that_came_first_ends_at_its_next_save
 @pytest.mark.parametrize("lock", [".lock", ".launch.lock"])
 def test_a_second_launch_is_refused_and_leaves_what_the_first_wrote(lock, digits, tmp_path, monkeypatch):
     # Other tests have opened the device.
-    monkeypatch.setattr("tpukit.launching.launcher.is_open", lambda env: False)
+    monkeypatch.setattr("tpukit.launching.launcher.runtime_class", lambda env: Runtime)
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     run = Run.open(tmp_path / "run", task)
     (run.path / "cores").mkdir()

@@ -180,19 +180,19 @@ def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(
 
 
 @pytest.mark.parametrize(
-    "kind, count, torch_tpu, refused",
+    "kind, count, backend, refused",
     [
-        ("v6e-1", 2, False, True),
-        ("v6e-1", 1, False, False),
-        ("v5e-1", 2, False, False),
-        ("v6e-8", 4, True, False),
+        ("v6e-1", 2, "torch_xla", True),
+        ("v6e-1", 1, "torch_xla", False),
+        ("v5e-1", 2, "torch_xla", False),
+        ("v6e-8", 4, "torch_tpu", False),
     ],
 )
 def test_micro_batches_are_refused_where_a_graph_that_accumulates_them_was_wrong(
-    kind, count, torch_tpu, refused, digits, tmp_path, cpu, monkeypatch
+    kind, count, backend, refused, digits, tmp_path, cpu, monkeypatch
 ):
     env = SimpleNamespace(
-        accelerator="tpu", host="local", device_name=kind, uses_torch_tpu=torch_tpu, versions={}, inputs=None
+        accelerator="tpu", host="local", device_name=kind, backend=backend, versions={}, inputs=None
     )
     monkeypatch.setattr(environment, "detect", lambda: env)
     task = MNIST(dataset_dir=digits, epochs=1, micro_batches=count, channels=4, **SMALL)
