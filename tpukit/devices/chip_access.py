@@ -113,6 +113,6 @@ def open_for_group(env: Environment, local_rank: int) -> str:
     if env.uses_torch_tpu:
         from tpukit.devices import torch_tpu
 
-        torch_tpu.open_device()  # which makes its backend known to torch.distributed
+        torch_tpu.open_device()  # registers its backend with torch.distributed
         return torch_tpu.BACKEND
     return "gloo"

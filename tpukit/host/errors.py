@@ -10,7 +10,8 @@ from tpukit.host.text import printable
 
 
 class TpukitError(ValueError):
-    """Says what it got, what it needs and what to do. The command line prints it without a traceback."""
+    """An error that the user can fix: it says what it got, what it needs and what to do. The command line and
+    notebooks print it without a traceback."""
 
     def __init__(self, *args: object) -> None:
         # A notebook and tyro print them as they are, with the names of files in them.

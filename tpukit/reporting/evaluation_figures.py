@@ -11,7 +11,7 @@ from tpukit.reporting.findings import format_number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHARES = (-0.03, 1.03)  # of an axis: what lies on 0 or 1 is not on the frame
+SHARES = (-0.03, 1.03)  # limits of an axis, so that points at 0 and 1 are off the frame
 
 
 def roc_figure(roc: dict) -> "Figure":

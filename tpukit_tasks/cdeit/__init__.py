@@ -102,7 +102,7 @@ class CDEIT(Task):
 
     @staticmethod
     def synthesize(folder, size, rng):
-        """Simulated tanks, four fifths of them to train: see `simulator.py`."""
+        """Simulate tanks, four fifths of them to train: see `simulator.py`."""
         cut = size * 4 // 5
         simulate(folder, samples=cut, test_samples=size - cut)
 
@@ -233,14 +233,14 @@ class CDEIT(Task):
         ]
 
     def results(self, batch, predictions):
-        """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
+        """Return image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
         unit = np.float32(sets.CONVENTIONS[self.data].unit)
         images = np.where(disk(), np.asarray(predictions)[:, 0] * unit, np.float32(np.nan))
         return [dict(image=image) for image in images]
 
     def read_files(self, paths, best):
-        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of
-        `data`'s files."""
+        """Read voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit
+        of `data`'s files."""
         statistics = _carried_statistics(best)
         if statistics is None:
             raise TpukitError(f"{best} does not say how its voltages were normalised: train it again")

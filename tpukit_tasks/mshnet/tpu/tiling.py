@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from tpukit.devices.chips import LANES
 from tpukit.devices.tensors import with_optimization_barrier
 
-MIN_ROWS = 16  # of a tile of the image; the network halves them twice
+MIN_ROWS = 16  # in a tile of the image; the network halves them twice
 
 
 def num_tiles(image: Tensor) -> int:
@@ -66,7 +66,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def exchange_halo(x: Tensor, tiles: int, halo: int) -> Tensor:
     """(T*B, C, h, W) -> (T*B, C, h + 2 * halo, W): each tile with the nearest rows of the tiles above and
     below, or zeros."""
-    # The axis of size 1 is for libtpu 0.0.21: without it, the same values are laid out with 18% more HBM traffic.
+    # The axis of size 1 is for libtpu 0.0.21: without it, the same values move 18% more through HBM.
     last, first = x[:, :, -halo:].unflatten(0, (1, -1)), x[:, :, :halo].unflatten(0, (1, -1))
     batch = len(x) // tiles
     zeros = torch.zeros_like(last[:, :batch])
