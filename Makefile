@@ -147,8 +147,9 @@ executed: .venv/installed
 # In the copy: what pages say until they are published goes, the built notebooks are tracked.
 publish: .venv/installed
 	rm -rf dist/publish && git clone --quiet . dist/publish && rm -rf dist/publish/.git
-	cd dist/publish && grep -rlIZ --exclude=Makefile -e TPUKIT_SOURCE -e 'until published -->' . | xargs -0 sed -i \
-		-e '/<!-- until published -->/d' -e 's,TPUKIT_SOURCE,$(or $(REPO),$(error REPO=owner/name)),g'
+	cd dist/publish && grep -rlIZ --exclude=Makefile -e TPUKIT_SOURCE -e TPUKIT_OWNER -e 'until published -->' . \
+		| xargs -0 sed -i -e '/<!-- until published -->/d' -e 's,TPUKIT_OWNER,$(firstword $(subst /, ,$(REPO))),g' \
+		-e 's,TPUKIT_SOURCE,$(or $(REPO),$(error REPO=owner/name)),g'
 	cd dist/publish && sed -i '/^dist/d' .gitignore && $(CURDIR)/$(BIN)/python -m release.notebooks
 
 clean:

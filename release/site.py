@@ -1,11 +1,9 @@
-"""Hooks of MkDocs, which makes a site of the pages (mkdocs.yml): README becomes its first page, and links to
-other files of the repository lead to GitHub."""
+"""Hooks of MkDocs, which makes a site of the pages (mkdocs.yml): README becomes its first page, docstrings
+of the public names become a page, and links to other files of the repository lead to GitHub."""
 
 import posixpath
 import re
 from pathlib import Path
-
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 HOME = "https://github.com/TPUKIT_SOURCE/blob/main"
@@ -14,10 +12,22 @@ LINK = r"(\]\(|src=\")(?!\w+:|#)([^)\s#\"]+)"
 
 
 def on_files(files, config):
-    """Add README, which lies outside of docs/."""
-    for name, page in FIRST.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+    """Add README, which lies outside of docs/, and the page of the public names."""
+    from mkdocs.structure.files import File  # here: the tests have no MkDocs
+
+    pages = {page: (ROOT / name).read_text() for name, page in FIRST.items()}
+    pages["api.md"] = reference((ROOT / "tpukit/__init__.py").read_text())
+    for page, content in pages.items():
+        files.append(File.generated(config, page, content=content))
     return files
+
+
+def reference(init):
+    """Return the page of the public names, from the text of tpukit/__init__.py: mkdocstrings puts a docstring
+    in place of each line that starts with colons. No code is imported, because torch isn't there."""
+    homes = re.findall(r"^    from (\S+) import (\w+) as \w+$", init, flags=re.M)
+    lines = [f"::: {module}.{name}" for module, name in sorted(homes, key=lambda home: home[1].lower())]
+    return "\n\n".join(["# API", "The public names: each is `tpukit.NAME`.", *lines])
 
 
 def on_page_markdown(markdown, page, **_):

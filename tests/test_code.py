@@ -4,11 +4,13 @@ core."""
 import ast
 import functools
 import graphlib
+import inspect
 import io
 import json
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 import tomllib
 
@@ -173,6 +175,102 @@ def test_every_public_name_is_found_and_an_unknown_one_lists_them():
         tpukit.nothing
 
 
+def public_classes():
+    """Return the public classes and those that public functions return; and the hooks of a task, by class."""
+    import tpukit
+    from tpukit.data.datasets import Findable
+    from tpukit.host.environment import Environment
+    from tpukit.inference.export import Exportable, Exported
+    from tpukit.inference.own_files import OwnFiles
+    from tpukit.launching.core import Core
+    from tpukit.reporting.device_report import MetricsReport
+    from tpukit.reporting.display import Displayed
+    from tpukit.training.metrics import Rated
+    from tpukit_tools.plan import Plan
+
+    public = [value for name in tpukit.__all__ if inspect.isclass(value := getattr(tpukit, name))]
+    hooks = [tpukit.Task, Displayed, Rated, OwnFiles, Exportable, Findable]
+    return [*public, Environment, Core, MetricsReport, Exported, Plan, *hooks[1:]], hooks
+
+
+def public_functions():
+    """Yield (name, function, parameters of the hook that it implements) of public functions and methods."""
+    import tpukit
+
+    for name in tpukit.__all__:
+        if inspect.isfunction(function := inspect.unwrap(getattr(tpukit, name))):
+            yield name, function, {}
+    classes, hooks = public_classes()
+    for cls in classes:
+        for name, method in vars(cls).items():
+            method = inspect.unwrap(getattr(method, "__func__", method))
+            is_called_by_users = name[0] != "_" or (cls.__name__, name) == ("Checkpoints", "__init__")
+            if is_called_by_users and inspect.isfunction(method):
+                bases = [base for base in hooks if base is not cls and hasattr(base, name)]
+                implemented = inspect.signature(vars(bases[0])[name]) if bases else inspect.Signature()
+                yield f"{cls.__name__}.{name}", method, implemented.parameters
+
+
+def parsed(thing):
+    return ast.parse(textwrap.dedent(inspect.getsource(thing)))
+
+
+def fault_of_docstring(function, implemented):
+    """Return what a docstring in Google's form lacks. What implements a hook of a task is described there,
+    but for parameters that it adds."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    signature = inspect.signature(function)
+    parameters = [one for name, one in signature.parameters.items() if name not in ("self", "cls")]
+    names = [stars.get(one.kind, "") + one.name for one in parameters]
+    text = inspect.cleandoc(function.__doc__ or "")
+    parts = re.split(r"^(Args|Returns|Raises):\n", text, flags=re.M)
+    sections = dict(zip(parts[1::2], parts[2::2]))
+    told = re.findall(r"^    ([*\w]+): \S", sections.get("Args", ""), flags=re.M)
+    if told != [name for name in names if name in told or name not in implemented]:
+        return f"Args: {told} for {names}"
+    if implemented:
+        return ""
+    has_result = str(signature.return_annotation) not in ("None", "collections.abc.Iterator[None]")
+    if names and has_result != ("Returns" in sections):
+        return "Returns"
+    raised = [ast.unparse(node.exc) for node in ast.walk(parsed(function)) if getattr(node, "exc", None)]
+    if any(one.startswith("TpukitError(") for one in raised) and "TpukitError: " not in sections.get(
+        "Raises", ""
+    ):
+        return "Raises"
+    return "" if text else "no docstring"
+
+
+def test_the_docstring_of_a_public_function_has_each_argument_its_result_and_its_errors():
+    faults = {name: fault_of_docstring(function, hook) for name, function, hook in public_functions()}
+    assert len(faults) > 150
+    assert {name: fault for name, fault in faults.items() if fault} == {}
+
+
+def documented_fields(cls):
+    """Return {field of a class: whether a docstring is below it}."""
+    [body] = [node.body for node in parsed(cls).body if isinstance(node, ast.ClassDef)]
+    texts = [
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for node in [*body[1:], ast.Pass()]
+    ]
+    fields = [(node, text) for node, text in zip(body, texts) if isinstance(node, ast.AnnAssign)]
+    return {ast.unparse(node.target): text for node, text in fields}
+
+
+def test_every_field_of_a_public_class_has_its_docstring_below_it():
+    classes, hooks = public_classes()
+    inherited = {name for hook in hooks for name, has_text in documented_fields(hook).items() if has_text}
+    fields = {
+        f"{cls.__name__}.{name}": name in inherited or has_text
+        for cls in classes
+        for name, has_text in documented_fields(cls).items()
+        if name[0] != "_"
+    }
+    assert len(fields) > 100
+    assert [name for name, has_text in fields.items() if not has_text] == []
+
+
 def test_an_editor_is_told_the_same_homes_of_the_public_names_as_python():
     import tpukit
 
@@ -255,7 +353,7 @@ def test_a_chinese_notebook_has_the_code_of_the_english_one_and_its_texts_in_chi
         for cell in notebook["cells"]:
             is_code = cell["cell_type"] == "code"
             cell["source"] = without_comments("".join(cell["source"])) if is_code else []
-    assert json.dumps(chinese) == json.dumps(english)
+    assert json.dumps(chinese, sort_keys=True) == json.dumps(english, sort_keys=True)  # Jupyter sorts them
 
 
 def without_comments(code):

@@ -1,6 +1,7 @@
 """The texts of the pages: both languages agree, links lead somewhere, Chinese by the glossary, and what is
 generated is up to date."""
 
+import importlib
 import json
 import re
 import shlex
@@ -11,7 +12,7 @@ from markdown_it import MarkdownIt
 
 import tpukit
 from benchmarks.hlo import V5E_BANDWIDTH
-from release import troubleshooting
+from release import site, troubleshooting
 from tests.conftest import ROOT
 from tpukit.devices.chips import CHIPS, V5E
 from tpukit.host.known_errors import KNOWN_ERRORS
@@ -195,7 +196,15 @@ def test_the_pages_say_what_the_hardware_reports_say_and_no_more():
 
 def test_the_site_has_every_page():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "release/mkdocs.yml").read_text(), flags=re.MULTILINE)
-    assert sorted(listed) == sorted(path.name.replace("README", "index") for path in PAGES)
+    assert sorted(listed) == sorted(["api.md", *(path.name.replace("README", "index") for path in PAGES)])
+
+
+def test_the_site_has_the_docstring_of_every_public_name():
+    page = site.reference((ROOT / "tpukit/__init__.py").read_text())
+    homes = {name: home for home, name in re.findall(r"^::: (\S+)\.(\w+)$", page, flags=re.M)}
+    assert sorted(homes) == tpukit.__all__
+    for name, home in homes.items():
+        assert getattr(importlib.import_module(home), name) is getattr(tpukit, name)
 
 
 @pytest.mark.parametrize("page", ["TRAINING.md", "TRAINING.zh-CN.md"])

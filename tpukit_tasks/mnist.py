@@ -82,7 +82,7 @@ class MNIST(Task):
         return model(batch["image"].float() / 255).argmax(1)  # (B,)
 
     def evaluate(self, predictions) -> dict[str, float]:
-        """accuracy in [0, 1], images. Samples that only fill up the last batch are not `valid`."""
+        """Return accuracy, in [0, 1], and images, how many were scored."""
         correct = images = 0
         for digit, batch in predictions:
             correct += int(((digit == batch["label"]) & batch["valid"]).sum())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
 
 FORMAT = "tpukit comparison 1"
-ROUNDS = 5  # of timed steps; each ends with a metric sync, as an interval of a training run does
+ROUNDS = 5  # rounds of timed steps; each ends with a metric sync, as an interval of a training run does
 WARM_UP = 4  # untimed steps after the first: torch_xla checks them for recompilations, so they are slower
 
 
@@ -42,19 +42,27 @@ class Measurement:
     """The training step of a task at one batch size on one machine."""
 
     task: str
-    sample: str  # the largest array of a training sample: "image 1x256x256"
-    parameters: int  # of the model
-    samples: int  # of the training set
+    sample: str
+    """The largest array of a training sample: "image 1x256x256"."""
+    parameters: int
+    """Of the model."""
+    samples: int
+    """Size of the training set."""
     hardware: str
     cores: int
-    host: str  # as `Environment` has it
+    host: str
+    """As `Environment` has it."""
     precision: str
     versions: dict[str, str]
-    batch_size: int  # global
-    steps: int  # timed
-    step_ms: float  # median of the rounds
+    batch_size: int
+    """Global batch size."""
+    steps: int
+    """Steps that were timed."""
+    step_ms: float
+    """Median of the rounds."""
     first_step_s: float
-    memory_bytes: int | None = None  # peak of one device; None if it does not tell
+    memory_bytes: int | None = None
+    """Peak of one device; None if it does not tell."""
 
     @property
     def subject(self) -> str:

@@ -77,4 +77,4 @@ def _line():
         is_library = frame.filename.startswith(LIBRARIES) and not frame.filename.startswith(PACKAGES)
         if frame.filename != __file__ and not is_library:
             return f"{frame.filename}:{frame.lineno}"
-    return "the backward pass"  # which runs on a thread of its own
+    return "the backward pass"  # it runs on a thread of its own

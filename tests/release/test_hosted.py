@@ -2,6 +2,7 @@
 forms that can be filled in."""
 
 import re
+import subprocess
 
 import pytest
 import yaml
@@ -69,6 +70,41 @@ def test_the_nightly_twins_are_those_of_images_toml():
         if "image" in job["strategy"]["matrix"]
     ]  # fmt: skip
     assert sorted(matrix["image"]) == sorted(map(twins.slug, twins.IMAGES))
+
+
+def test_publishing_fills_in_the_home_the_owner_and_leaves_out_what_holds_until_then(tmp_path):
+    commands = subprocess.check_output(["make", "-n", "publish", "REPO=me/mine"], cwd=ROOT, text=True)
+    [fill] = re.findall(r"^cd dist/publish && grep(?:.*\\\n)*.*", commands, flags=re.MULTILINE)
+    page, owners = tmp_path / "dist/publish/README.md", tmp_path / "dist/publish/.github/CODEOWNERS"
+    owners.parent.mkdir(parents=True)
+    page.write_text("github.com/TPUKIT_" + "SOURCE/blob\nsoon <!-- until " + "published -->\n")
+    owners.write_text("/tpukit/ @TPUKIT_" + "OWNER\n")
+    subprocess.run(fill, cwd=tmp_path, shell=True, check=True)
+    assert page.read_text() == "github.com/me/mine/blob\n"
+    assert owners.read_text() == "/tpukit/ @me\n"
+
+
+def test_each_package_has_one_owner():
+    lines = (ROOT / ".github/CODEOWNERS").read_text().splitlines()
+    owned = [re.fullmatch(r"/(\w+)/ @\w[\w-]*", line)[1] for line in lines]
+    assert owned == ["tpukit", "tpukit_tasks", "tpukit_tools"]
+
+
+def test_newer_actions_are_proposed_each_week():
+    (update,) = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())["updates"]
+    assert update["package-ecosystem"] == "github-actions" and update["directory"] == "/"
+    assert update["schedule"]["interval"] == "weekly"
+
+
+def test_hooks_before_a_commit_have_one_version_and_see_every_notebook():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = {hook["id"]: hook for hook in repository["hooks"]}
+    assert sorted(hooks) == ["nbstripout", "ruff-check", "ruff-format"]
+    pinned = [package for hook in hooks.values() for package in hook["additional_dependencies"]]
+    assert all(re.fullmatch(r"\w+==[\d.]+", package) for package in pinned)
+    assert len({package.partition("==")[0] for package in pinned}) == len(set(pinned))
+    notebooks = [path.relative_to(ROOT) for path in (ROOT / "notebooks").rglob("*.ipynb")]
+    assert notebooks and all(re.search(hooks["nbstripout"]["files"], str(path)) for path in notebooks)
 
 
 def test_the_form_for_a_broken_notebook_lists_every_notebook():

@@ -39,11 +39,21 @@ class Findable(Protocol):
 
     @staticmethod
     def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
-        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
+        """Write a synthetic dataset, in the layout of the real one.
+
+        Args:
+            folder: an empty folder.
+            size: number of samples, train and test together.
+            rng: source of all random numbers."""
 
     def download(self, folder: Path) -> None:
-        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError if that
-        fails."""
+        """Download the real dataset and verify its checksums.
+
+        Args:
+            folder: an empty folder.
+
+        Raises:
+            TpukitError: if that fails, or the dataset cannot be downloaded."""
         raise TpukitError("tpukit knows none")
 
 
@@ -64,15 +74,25 @@ def find_dataset(
     """Find a dataset's folder and print which one is used and why; download it or make a synthetic set if
     there is none.
 
-    A given `path` is used. Without one, in this order: Drive (MyDrive/datasets/NAME); Kaggle inputs;
-    ./datasets/NAME; the folder `fallback`, by default the task's own, if it has one; on Colab a Drive that is
-    not mounted yet, for which the user is asked once; a download, if the task has one and its server answers;
-    a synthetic set of `size` samples, by default more of them with a TPU or a GPU, or an error with `demo`
-    False. The path "demo" is that set, too. Archives (.zip) at these places are unpacked below `env.outputs`;
-    env is what `detect()` returns, if it is not given.
+    Without a `path`, these places are searched in this order: Drive (MyDrive/datasets/NAME); Kaggle inputs;
+    ./datasets/NAME; `fallback`; on Colab a Drive that is not mounted yet, for which the user is asked once.
+    Then a download, if the task has one and its server answers; then a synthetic set. Archives (.zip) at
+    these places are unpacked below `env.outputs`.
 
-    Raises TpukitError for a given `path` that does not exist, and for a name that no task has, if no place
-    holds it."""
+    Args:
+        name: name of the dataset. A task has it as `task.dataset`.
+        path: a folder or an archive, which is used; "demo" is the synthetic set. None: search.
+        fallback: another folder to search; by default the task's own, if it has one.
+        size: samples of the synthetic set; by default the task's, more of them with a TPU or a GPU.
+        demo: False: raise an error instead of making a synthetic set.
+        env: this machine; by default what `detect()` returns.
+
+    Returns:
+        The folder of the dataset.
+
+    Raises:
+        TpukitError: if a given `path` does not exist, or no place holds the dataset and no task can make
+            it."""
     env = env or environment.detect()
     if is_demo(path):
         return _synthetic(env, name, size, "as the path `demo` says")

@@ -62,7 +62,7 @@ def from_hub(name: str, *patterns: str) -> Path:
     try:
         check_reachable(library.constants.ENDPOINT)
         return Path(download())
-    except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
+    except Exception as error:  # the hub's, its HTTP library's, or a timeout
         with contextlib.suppress(OSError, ValueError):
             return Path(download(local_files_only=True))
         raise TpukitError(

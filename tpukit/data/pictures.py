@@ -17,9 +17,9 @@ from tpukit.runs import weights
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 STACKS = ("PNG", "WEBP", "GIF", "TIFF")  # may have several pages; what phones put into a JPEG is a preview
-DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats that can have more than 8 bits of grey
+DEEP_ENDINGS = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats that can have more than 8 bits of grey
 ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", *DEEP_ENDINGS, ".webp", ".bmp", ".gif", ".ppm")
-# Of files that belong next to images: they are left out without a word.
+# Endings of files that belong next to images: they are left out without a word.
 BESIDE = ".txt .csv .tsv .json .jsonl .xml .md .html .yaml .yml .db .ini .py".split()
 LEVELS = 256
 PERCENTILES = (0, 0.5, 99.5, 100)

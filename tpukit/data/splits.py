@@ -32,7 +32,7 @@ def files_below(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
-    found, seen = [], {*folder.resolve().parents}  # of folders, to which a link may lead back
+    found, seen = [], {*folder.resolve().parents}  # a link may lead back to a folder that was seen
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         here = Path(place)
         if here.resolve() in seen:

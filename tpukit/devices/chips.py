@@ -19,9 +19,12 @@ class Chip:
     larger graph names the limit."""
 
     name: str
-    cloud_type: str  # how the accelerator types of Google Cloud begin: v5litepod-8
-    hbm_bytes: float  # what a compiled graph may use of the memory of one chip
-    flops: float  # bf16 FLOP/s of one chip
+    cloud_type: str
+    """How the accelerator types of Google Cloud begin: v5litepod-8."""
+    hbm_bytes: float
+    """What a compiled graph may use of the memory of one chip."""
+    flops: float
+    """bf16 FLOP/s of one chip."""
 
     @property
     def short_name(self) -> str:

@@ -52,7 +52,7 @@ class CUDARuntime(Runtime):
 
     def _open_device(self) -> torch.device:
         check_cuda()
-        torch.cuda.reset_peak_memory_stats()  # of what this process did before
+        torch.cuda.reset_peak_memory_stats()  # forget what this process did before
         torch.backends.cudnn.benchmark = True  # shapes are fixed; runs may differ by rounding
         return torch.device("cuda")
 

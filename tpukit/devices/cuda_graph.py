@@ -50,9 +50,9 @@ class CapturedStep:
     repeats nothing that the function does on the host (a counter in Python, random numbers)."""
 
     may_capture = True
-    signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
+    signature: dict[str, Any] | None = None  # the first call's, which all must have
     warm_ups = 0  # calls so far, without those that overflowed
-    memory: list[tuple[int, int]] = []  # of the last one: an evaluation may come before the capture
+    memory: list[tuple[int, int]] = []  # after the last warm-up: an evaluation may come before the capture
     # Once captured: the graph, what it returns, and what it does not change
     graph: torch.cuda.CUDAGraph | None = None
     result: Tensor | None = None
@@ -63,7 +63,7 @@ class CapturedStep:
         self.mutates = mutates
         self.parameter_names = tuple(inspect.signature(function).parameters)
         self.stream = _capture_stream()
-        self.pool = torch.cuda.graph_pool_handle()  # of the graph's memory
+        self.pool = torch.cuda.graph_pool_handle()  # holds the graph's memory
         self.inputs: list[Tensor] = []  # what the graph reads in place of the arguments
 
     def __call__(self, *arguments) -> Tensor:
@@ -95,11 +95,11 @@ class CapturedStep:
         self.may_capture = False
         self._note(0, 0.0, [reason])
         self.graph = self.result = None
-        torch.cuda.empty_cache()  # of the graph's memory, and of the capture's stream
+        torch.cuda.empty_cache()  # free the graph's memory and the capture stream's
 
     def _warm_up(self, arguments):
         """Run the step on the stream of the capture. After the last time, `memory` is what a step takes."""
-        torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
+        torch.cuda.reset_peak_memory_stats()  # in the first step, cuDNN tried out algorithms
         scaler = self.runtime.scaler
         scale = scaler.get_scale()
         current = torch.cuda.current_stream()
@@ -143,7 +143,7 @@ class CapturedStep:
         host.measure()
         is_replaced = host.were_replaced()
         counts = any(increment.any() for increment in host.increments)
-        if isinstance(optimizer, torch.optim.Adagrad):  # which counts its steps for the decay alone
+        if isinstance(optimizer, torch.optim.Adagrad):  # it counts its steps only for the decay
             counts = counts and any(group["lr_decay"] for group in optimizer.param_groups)
         host.restore()
         if is_replaced or counts:
@@ -165,10 +165,10 @@ def _end_capture(graph, pool):
     device = torch.cuda.current_device()
     try:
         graph.pool()
-    except RuntimeError:  # CUDA ended it; of a capture that ended well the graph gives the memory back
-        with contextlib.suppress(RuntimeError):  # which torch 2.12 has done
+    except RuntimeError:  # CUDA ended it; after a good capture the graph gives the memory back
+        with contextlib.suppress(RuntimeError):  # torch 2.12 has already done so
             torch._C._cuda_endAllocateToPool(device, pool)
-        if release(torch.__version__) < (2, 14):  # whose graph gives back the memory of a broken capture too
+        if release(torch.__version__) < (2, 14):  # from 2.14 on the graph does so
             torch._C._cuda_releasePool(device, pool)
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())

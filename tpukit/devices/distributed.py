@@ -18,15 +18,23 @@ if TYPE_CHECKING:
 
 
 class World:
-    """This process among the `size` processes of a training run. The default is a world of one.
+    """This process among the processes of a training run. The default is a world of one.
 
-    rank: 0 to size - 1; rank 0 records, saves and prints. step: of the last `heartbeat`. watchdog: gets each
-    heartbeat, or None. All other methods are collective: all ranks call them, in the same order."""
+    All methods but `heartbeat` are collective: all ranks call them, in the same order."""
+
+    rank: int
+    """From 0 to size - 1; rank 0 records, saves and prints."""
+    size: int
+    """Number of processes."""
+    step: int
+    """The step of the last `heartbeat`."""
+    watchdog: Watchdog | None
+    """Gets each heartbeat."""
 
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
         self.step = 0
-        self.watchdog: Watchdog | None = None
+        self.watchdog = None
 
     def heartbeat(self, step: int) -> None:
         """Report that this rank is alive. step: the number of steps taken."""

@@ -49,11 +49,12 @@ def check_batch(batch_size: int, cores: int, micro_batches: int = 1) -> None:
 
 
 class Stored(NamedTuple):
-    """An array of samples on the device. rows: the array itself, or as `lanes.to_rows` makes them. shape: the
-    array's, (N, ...)."""
+    """An array of samples on the device."""
 
     rows: Tensor
+    """The array itself, or its rows as `lanes.to_rows` makes them."""
     shape: tuple[int, ...]
+    """The array's shape, (N, ...)."""
 
     def take(self, index: Tensor) -> Tensor:
         """Return samples of the array, (B, ...). index: (B,). Call it in a compiled function."""
@@ -85,8 +86,8 @@ class Runtime:
     trusts_graphs = True
     reduces_on_the_host = False
     device_seed: tuple[int, ...] = ()  # see `seed_device`
-    device_calls = 0  # of compiled functions since
-    # Of random numbers: name -> (function that returns the state, a tensor on the CPU; function that sets it)
+    device_calls = 0  # calls of compiled functions since then
+    # Random number generators: name -> (function that returns the state, a CPU tensor; function that sets it)
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "cpu": (torch.get_rng_state, torch.set_rng_state)
     }
@@ -225,7 +226,7 @@ class Runtime:
         from tpukit.host import cache  # here: a plain function's launch does not need it
 
         with contextlib.suppress(OSError, TpukitError):  # without the folder Inductor has one of its own
-            folder = cache.entry("inductor")  # of code that is run
+            folder = cache.entry("inductor")  # it holds code that is run
             folder.mkdir(0o755, exist_ok=True)
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         return torch.compile(function)

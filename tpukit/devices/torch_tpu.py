@@ -16,7 +16,7 @@ from tpukit.devices.optimizers import count_steps_on_device
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 
-BACKEND = "cpu:gloo,tpu:tpu_dist"  # of torch.distributed: host memory, and the links between chips
+BACKEND = "cpu:gloo,tpu:tpu_dist"  # for torch.distributed: host memory, and the links between chips
 
 
 class TorchTPURuntime(Runtime):
@@ -69,10 +69,10 @@ class TorchTPURuntime(Runtime):
         return torch.tpu.get_device_name() + " through torch_tpu"
 
     def to_device(self, model: nn.Module) -> nn.Module:
-        return model.to(self.device)  # whose compiler chooses its own layouts
+        return model.to(self.device)  # the compiler chooses its own layouts
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
-        # Of the step, which changes weights, the loss alone is compiled: see `torch_compile`.
+        # The step changes weights, so only its loss is compiled: see `torch_compile`.
         return function if mutates else torch.compile(function, dynamic=False)
 
     def torch_compile(self, function, choice):

@@ -62,7 +62,7 @@ class XLARuntime(Runtime):
         if prepare and not self.notes:
             self.notes = prepare(self)  # a sentence: which of its ways it computes here
         values = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
-        model = model.to(self.device)  # whose compiler chooses its own layouts
+        model = model.to(self.device)  # the compiler chooses its own layouts
         self._separate(model.buffers(), values)
         with torch.no_grad():
             # A tensor that was never written in place is traced differently the first time.
@@ -123,7 +123,7 @@ class XLARuntime(Runtime):
             return
         grads = gradients(optimizer)
         if not self.reduces_on_the_host:
-            # Of clones: torch_xla writes into a tensor behind torch's back, and a gradient that a second
+            # Clones, because torch_xla writes into a tensor behind torch's back, and a gradient that a second
             # backward pass has added to is still the old one to what reads it by a view, as clipping does.
             means = [grad.clone() for grad in grads]
             # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each

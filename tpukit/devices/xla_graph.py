@@ -47,7 +47,7 @@ class CompiledFunction:
 
     calls = 0
     graphs = 0  # compiled so far, without those that were captured
-    signature: dict[str, Any] | None = None  # of the last call, see `recompiles`
+    signature: dict[str, Any] | None = None  # the last call's, see `recompiles`
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Graph(NamedTuple):
     inputs: list[tuple[str, int]]  # in the graph's order: which "argument", "state" or "constant" each is
     constants: list[Tensor]
     draws_random_numbers: bool
-    host: HostNumbers  # which a replay does not change
+    host: HostNumbers  # a replay does not change them
 
 
 class ReplayedStep(CompiledFunction):
@@ -234,7 +234,7 @@ class ReplayedStep(CompiledFunction):
             inputs.append((kind, number))
             if kind == "constant":
                 constants.append(value)
-            elif kind == "state" and number in written:  # which may take the memory of its old value
+            elif kind == "state" and number in written:  # the new value may reuse its memory
                 xla_private.set_donated(value, True)
         is_random = xla_private.random_seed_id() in ids
         name = xla_private.graph_hash(outputs)

@@ -19,7 +19,7 @@ is_open: Callable[[], bool] = _XLAC._xla_runtime_is_initialized
 # Copies on the CPU, by one transfer.
 to_cpu: Callable[[list[Tensor]], list[Tensor]] = _XLAC._xla_get_cpu_tensors
 handles: Callable[[list[Tensor]], list[int]] = _XLAC._get_tensors_handle
-# Of outputs: (ids, tensors) of all data that must be on the device to compute them, in the graph's order.
+# (ids, tensors) of all data that must be on the device to compute the outputs, in the graph's order.
 graph_inputs: Callable[[list[Tensor]], tuple[list[int], list[Tensor]]] = (
     _XLAC._get_tensors_xla_device_data_node
 )
@@ -37,7 +37,7 @@ discard_pending: Callable[[str], None] = _XLAC._clear_pending_irs
 are_pending: Callable[[list[Tensor]], list[bool]] = _XLAC._check_tensor_need_materialization
 # Whether graphs that are traced from here on keep the line of each operation.
 name_lines: Callable[[bool], None] = _XLAC._set_ir_debug
-# Of the graph of outputs for a device, with [] and whether it is to be a portable artifact: StableHLO.
+# StableHLO of the outputs' graph for a device. The others: [], and whether it is to be a portable artifact.
 stablehlo: Callable[[list[Tensor], str, list, bool], bytes] = _XLAC._get_stablehlo
 # Whether anything may run: not within `torch_xla.compile(full_graph=True)`, which ends that itself.
 allow_execution: Callable[[bool], None] = _XLAC._set_allow_execution

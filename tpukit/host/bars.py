@@ -28,7 +28,7 @@ class tqdm(shell_bar):
 
     def _show(self, text):
         if self._output is None:
-            display = sys.modules["IPython.display"].display  # of every kernel
+            display = sys.modules["IPython.display"].display  # every kernel has it loaded
             self._output = display({"text/plain": text}, raw=True, display_id=True)
         else:
             self._output.update({"text/plain": text}, raw=True)

@@ -31,7 +31,7 @@ def check_own(*paths: Path) -> None:
     write to. One that is not there is fine."""
     for path in paths:
         with contextlib.suppress(OSError):
-            # Of a link, and of its target.
+            # A link is checked, and its target, too.
             owners = {path.lstat().st_uid, path.stat().st_uid} - {0, os.geteuid()}
             if owners:
                 raise TpukitError(

@@ -8,8 +8,14 @@ _asked = set()  # the Drives that this process asked for: a refusal is an answer
 
 
 def mount_drive(env: environment.Environment | None = None) -> Path | None:
-    """Mount Google Drive on Colab, which asks for the user's consent. Returns its MyDrive folder, or None
-    with a line that says why there is none. env: by default the result of `detect()`."""
+    """Mount Google Drive on Colab, which asks for the user's consent.
+
+    Args:
+        env: this machine; by default what `detect()` returns.
+
+    Returns:
+        The MyDrive folder, or None if there is no Drive here or it was not mounted; a printed line says
+        why."""
     env = env or environment.detect()
     if env.drive is None:
         print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")

@@ -50,15 +50,24 @@ ACCELERATOR_TYPES = {"0x0063": "v5litepod", "0x006f": "v6e"}  # by PCI device
 class Environment:
     """The host and accelerator that `detect()` found. Printing it is a table."""
 
-    host: str  # colab, kaggle, tpu-vm or local
-    accelerator: str  # tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu
-    cores: int  # TPU chips or GPUs; 1 for the CPU
-    device_name: str  # for instance v5litepod-8, or Tesla T4
+    host: str
+    """colab, kaggle, tpu-vm or local."""
+    accelerator: str
+    """tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu."""
+    cores: int
+    """TPU chips or GPUs; 1 for the CPU."""
+    device_name: str
+    """For instance v5litepod-8, or Tesla T4."""
     python: str
-    versions: dict[str, str]  # package -> version, of those in PACKAGES that are installed
-    outputs: Path  # where results go
-    drive: Path | None  # MyDrive on Colab, mounted or not; None elsewhere
-    inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
+    """Version of Python."""
+    versions: dict[str, str]
+    """Package -> version, of those in `PACKAGES` that are installed."""
+    outputs: Path
+    """Where results go."""
+    drive: Path | None
+    """MyDrive on Colab, mounted or not; None elsewhere."""
+    inputs: Path | None
+    """Kaggle's read-only inputs; None elsewhere."""
 
     @property
     def has_drive(self) -> bool:
@@ -85,8 +94,17 @@ class Environment:
         return f"torch_xla {torch_xla} does not match torch {torch}"
 
     def run_folder(self, name: str, outputs: str | Path = "") -> Path:
-        """Return the folder of a run in `outputs`, by default this machine's. Raises TpukitError for a name
-        that leads elsewhere."""
+        """Return the folder of a run.
+
+        Args:
+            name: name of the folder, as RUN_NAME in a notebook. No path.
+            outputs: parent folder; by default this machine's `outputs`.
+
+        Returns:
+            Path of the folder, which need not exist.
+
+        Raises:
+            TpukitError: if the name leads to another folder."""
         parent, name = Path(str(outputs or self.outputs)), str(name)  # papermill makes 7 a number
         if Path(name).name != name or not name.strip("."):
             raise TpukitError(f"RUN_NAME={name!r}: give the name of a folder, to be made in {parent}")
@@ -116,13 +134,22 @@ class Environment:
         return self.table()._repr_html_()
 
     def require(self, accelerator: str, *, cores: int = 1) -> "Environment":
-        """Return the environment to train in if it has this accelerator, with at least this many cores;
-        otherwise a TpukitError names the menu to open.
+        """Check that this machine has the hardware that you need, before anything slow starts.
 
-        accelerator, in lower or upper case: "any" is whatever is here. "tpu" (the CPU XLA device counts,
-        so that a notebook can be tried without a TPU) or "gpu" (or "cuda") must be here. "cpu" is the
-        processor even if an accelerator is here, for this process and those that it starts, until it requires
-        another. On a CPU a core is a process, so any number will do."""
+        Args:
+            accelerator: in lower or upper case. "any": whatever is here. "tpu": a TPU, or the CPU XLA device,
+                so that a notebook can be tried without a TPU. "gpu" or "cuda": a GPU. "cpu": the processor
+                even if an accelerator is here, for this process and those that it starts, until it requires
+                another.
+            cores: least number of TPU chips or GPUs. On a CPU a core is a process, so any number will do.
+
+        Returns:
+            The environment to train in: this one, or a new one if "cpu" hides an accelerator, or no longer
+            does.
+
+        Raises:
+            TpukitError: if the accelerator is missing or has too few cores; it names the menu to open.
+                Also if torch_xla does not match torch."""
         if not isinstance(cores, int):
             raise TpukitError(f"cores={cores!r} (CORES in a notebook): it must be a whole number")
         accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "any": NAMES, "cpu": NAMES}
@@ -148,7 +175,7 @@ class Environment:
         advice = menus[self.accelerator if is_here else accelerator][self.host]
         if is_here:
             raise TpukitError(f"requested {cores} cores, found {self.cores} ({self.device_name}).\n{advice}")
-        has = self.device_name  # which names the kind of a CPU XLA device
+        has = self.device_name  # a CPU XLA device has its kind in its name
         if self.accelerator != "xla":
             has = f"{NAMES[self.accelerator]} ({has})"
         raise TpukitError(
@@ -160,8 +187,12 @@ class Environment:
 def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> Environment:
     """Detect where this Python runs, without touching a device.
 
-    environ: environment variables; by default those of this process. root: the file system's root (for
-    tests)."""
+    Args:
+        environ: environment variables; by default those of this process.
+        root: root of the file system, for tests.
+
+    Returns:
+        An `Environment`. Printing it shows a table."""
     environ = os.environ if environ is None else environ
     root = Path(root)
     environ = {**environ, **failed_lookups(environ, root)}

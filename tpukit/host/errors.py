@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from tpukit.host.text import printable
 
 
 class TpukitError(ValueError):
-    """Says what it got, what it needs and what to do. The command line prints it without a traceback."""
+    """An error that the user can fix: it says what it got, what it needs and what to do. The command line and
+    notebooks print it without a traceback."""
 
     def __init__(self, *args: object) -> None:
         # A notebook and tyro print them as they are, with the names of files in them.
@@ -76,6 +78,12 @@ def importing() -> Iterator[None]:
             f"{package} is not installed, and {need} need it: pip install {package}"
             " (the extra `standard` of tpukit brings it and all else that the notebooks use)"
         ) from error
+
+
+def check_installed(package: str) -> None:
+    """Raise ModuleNotFoundError if a package is missing, without importing it."""
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 @contextlib.contextmanager

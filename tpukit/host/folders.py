@@ -20,7 +20,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.iterdir():
             if is_left(left, folder.name):
-                shutil.rmtree(left, ignore_errors=True)  # which removes neither a file nor a link
+                shutil.rmtree(left, ignore_errors=True)  # leaves files and links alone
         work = partial_of(folder)
         work.mkdir()  # not tempfile.mkdtemp, which ignores the user's umask
     try:

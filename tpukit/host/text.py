@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 GIB = 2**30
-PAGE_COLUMNS = 100  # of a printed line in a notebook: pages from 1,000 pixels show them without a break
+PAGE_COLUMNS = 100  # a notebook page shows a printed line this long unbroken from 1,000 pixels on
 # Control characters, marks of text direction, and surrogates; newlines and tabs are allowed.
 UNPRINTABLE = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"

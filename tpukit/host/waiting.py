@@ -12,8 +12,8 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.text import say
 
 POLL_S = 0.1  # between two attempts to get the lock
-SAY_AFTER_S = 5.0  # of waiting, who holds it
-GIVE_UP_AFTER_S = 60.0  # in which the holder did nothing
+SAY_AFTER_S = 5.0  # then print who holds the lock
+GIVE_UP_AFTER_S = 60.0  # if the holder did nothing for so long
 
 
 def wait_for(file: BinaryIO, path: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tpukit.training.data import Batch
     from tpukit.training.task import Task
 
-LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller
+LARGEST_DIFFERENCE = 1e-4  # between outputs, relative to the largest absolute one, or to 1 if that is smaller
 FOLDERS = ("peft", "transformers")  # by a task's own `export_folder`
 COMPARED = 16  # samples, which the graph is traced with, too; any number works later
 
@@ -39,24 +39,38 @@ class Exportable(Protocol):
     def predict(self, model: nn.Module, batch: Batch) -> Any: ...
 
     def export_inputs(self, batch: Arrays) -> Arrays:
-        """Return the inputs of the graph, dict of arrays (B, ...), from a batch of the dataset or of
-        `Task.example`."""
+        """Return the inputs of the graph.
+
+        Args:
+            batch: dict of arrays (B, ...), of the dataset or of `Task.example`.
+
+        Returns:
+            A dict of arrays (B, ...)."""
         return dict(image=batch["image"])
 
     def exported(self, model: nn.Module, inputs: Batch) -> Any:
-        """Compute the output of the graph, a float32 tensor (B, ...), from raw inputs: normalisation belongs
-        in here. inputs: dict of tensors, as of `export_inputs`."""
+        """Compute the output of the graph from raw inputs: normalisation belongs in here.
+
+        Args:
+            model: the model, on the CPU.
+            inputs: dict of tensors (B, ...), as of `export_inputs`.
+
+        Returns:
+            A float32 tensor (B, ...)."""
         return self.predict(model, inputs).float()
 
 
 @dataclasses.dataclass
 class Exported:
+    """A model that `export` wrote. Printing it shows its size and difference."""
+
     path: Path
-    """the file, or the folder of files"""
+    """The file, or the folder of files."""
     difference: float
-    """of its output and the trained model's, see `LARGEST_DIFFERENCE`"""
+    """Largest difference of its output from the trained model's, see `LARGEST_DIFFERENCE`."""
 
     def is_equal(self) -> bool:
+        """Return whether the file computes what the trained model does, up to `LARGEST_DIFFERENCE`."""
         return self.difference <= LARGEST_DIFFERENCE  # NaN is not
 
     def __str__(self) -> str:
@@ -83,8 +97,11 @@ def export(
         out: a new file or folder. By default it is next to the weights, where an older best.onnx is replaced.
         task: a task of your own, or the name of a task for a file that does not name its own.
 
-    Return an `Exported`, whose difference is measured on random samples. Raise TpukitError if a package is
-    missing or the model cannot be exported."""
+    Returns:
+        An `Exported`, whose difference is measured on random samples.
+
+    Raises:
+        TpukitError: if a package is missing, or the model cannot be exported."""
     from tpukit.inference.trained import find_trained
     from tpukit.runs import weights
 

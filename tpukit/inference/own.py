@@ -104,11 +104,17 @@ def _as_csv(entries):
 
 def show_own(run: Run | str | Path, task: Task | None = None, paths: str | Path | list = "") -> None:
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
+    What is uploaded also joins the zip of `save_zip`, if there is one.
 
-    run: a `Run`, its folder, or "demo", the small MSHNet that comes with tpukit, which saves nothing; without
-    paths it shows four infrared images that come with it. task: of the run. paths: a file, a folder, or a
-    list of files. Empty: test images stand in for them, and an open page gets a button to upload. What is
-    uploaded also joins the zip of `save_zip`, if there is one."""
+    Args:
+        run: a `Run`, its folder, or "demo", the small MSHNet that comes with tpukit, which saves nothing;
+            without `paths` it shows four infrared images that come with it.
+        task: the task of the run; by default as in its config.json.
+        paths: a file, a folder, or a list of files. Empty: test images stand in for them, and an open page
+            gets a button to upload.
+
+    Raises:
+        TpukitError: if a file cannot be read, or there are more samples than one picture shows."""
     if is_demo(run):
         title = "Detections of the small MSHNet that comes with tpukit"
         present_figure(_predict(run, None, paths or DEMO, title)[2])
@@ -170,10 +176,17 @@ def save_uploads(value: Any, folder: Path) -> list[Path]:
 
 
 def save_zip(run: Run) -> Path:
-    """Pack weights, settings, records, pictures and predictions of a run into one zip in its folder.
+    """Pack weights, settings, records, pictures and predictions of a run into one zip in its folder. An open
+    page of Colab then downloads it; on Kaggle it is under Output; JupyterLab shows a link.
 
-    Returns its path. An open page of Colab then downloads it; on Kaggle it is under Output; JupyterLab shows
-    a link. Raises TpukitError for a run without results."""
+    Args:
+        run: the run.
+
+    Returns:
+        Path of the zip.
+
+    Raises:
+        TpukitError: if the run has no results yet."""
     path, count = _pack(run)
     print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {count} files"))
     if environment.is_interactive_notebook():

@@ -33,30 +33,46 @@ class OwnFiles(Protocol):
     """The part of a task that only a user's own files ask for; what a task does not have is as here."""
 
     def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
-        """Read a user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names). Arrays
-        that a user gives come as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
+        """Read a user's own files, without labels. `panels` shows such a batch. Arrays that a user gives come
+        as files, too: NAME.png of uint8, uint16 and bool, NAME.npy of all others.
 
-        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
-        such a batch. Raises TpukitError naming a file that cannot be read."""
+        Args:
+            paths: the files.
+            best: the file of the weights, whose metadata may say how the input was normalised.
+
+        Returns:
+            (dict of arrays (N, ...) for `predict`, N names).
+
+        Raises:
+            TpukitError: if a file cannot be read, which it names; or if the task does not implement it."""
         raise TpukitError(
             f"{type(self).__name__} must implement read_files() to predict a user's own files:"
             " tpukit_tasks/mnist.py shows how"
         )
 
     def results(self, batch: Arrays, predictions: Any) -> list[dict]:
-        """Return a user's results for files of their own: a dict for each sample, of numbers, strings, lists
-        of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a
-        mask.
+        """Return a user's results for files of their own.
 
-        batch, predictions: arrays (N, ...), as `panels` gets them."""
+        Args:
+            batch: dict of arrays (N, ...), as `panels` gets it.
+            predictions: arrays (N, ...), as `panels` gets them.
+
+        Returns:
+            A dict for each sample, of numbers, strings, lists of dicts (each is a line of the table), and
+            arrays, which are saved as files: (H, W) of bool as a mask."""
         values = np.asarray(predictions)
         return [dict(prediction=value if np.ndim(value) else value.item()) for value in values]
 
     def split(self, batch: Arrays) -> tuple[list[Arrays], Callable[[list], object]]:
-        """(rows, join): a sample of a user's own (dict of arrays (1, ...)) as rows of one shape for all
-        samples, a list of dicts of arrays without the batch's axis; and a function from the list of their
-        predictions to that of the sample, (1, ...). This is one row; a task with samples of any size has its
-        own, which may cut a sample into several."""
+        """Split a sample of a user's own into rows of one shape for all samples. By default it is one row; a
+        task with samples of any size may cut one into several.
+
+        Args:
+            batch: dict of arrays (1, ...).
+
+        Returns:
+            (rows, join): a list of dicts of arrays without the batch's axis; and a function from the list
+            of their predictions to that of the sample, (1, ...)."""
         row = {name: values[0] for name, values in batch.items()}
         return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
 
@@ -106,7 +122,7 @@ def predict_files(
             batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
             yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
 
-    predictions = (  # of each row
+    predictions = (  # one for each row
         tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
         for prediction, batch in predict_batches(predictor, batches(), runtime, keys=())
         for index in range(int(batch["valid"].sum()))

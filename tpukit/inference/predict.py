@@ -41,8 +41,12 @@ def predict(
         device: cpu, or auto, what this machine has. After auto on a TPU, this process can launch no cores.
         progress: show a progress bar.
 
-    Returns a dict for each sample: the `name`, and what the task's `results` gives, or the `error` of a file
-    that cannot be read. Raises TpukitError if none can, or the run has no weights."""
+    Returns:
+        A dict for each sample: the `name`, and what the task's `results` gives, or the `error` of a file that
+        cannot be read.
+
+    Raises:
+        TpukitError: if no file can be read, or the run has no weights."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.inference import own, own_files

@@ -12,16 +12,15 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
+    import torch
     from torch.optim import Optimizer
 
+    from tpukit.devices.distributed import World
     from tpukit.devices.runtime import Runtime
 
 
 class Core:
-    """This process's core, number `rank` (from 0) of the `size` of a launch.
-
-    device: torch.device, for the model and the batches. world: what the ranks tell each other, see
-    `World.all_gather`, `World.broadcast`. runtime: the `Runtime` of the device.
+    """This process's core, one of the cores of a launch.
 
         core = tpukit.core()
         for images, labels in batches[core.rank :: core.size]:
@@ -33,19 +32,38 @@ class Core:
     Every rank must take the same number of steps, because a step waits for all ranks, and must start from
     the same weights: set one seed, or load those of `core.world.broadcast(model.state_dict())`."""
 
+    rank: int
+    """Number of this core, from 0 to size - 1."""
+    size: int
+    """Number of cores in the launch."""
+    device: torch.device
+    """For the model and the batches."""
+    world: World
+    """What the ranks tell each other, see `World.all_gather` and `World.broadcast`."""
+    runtime: Runtime
+    """The runtime of the device."""
+    is_forked: bool
+    """True if the notebook's process forked this one, and so passes signals on."""
+
     def __init__(self, runtime: Runtime, is_forked: bool = False):
         self.runtime, self.world, self.device = runtime, runtime.world, runtime.device
         self.rank, self.size = runtime.world.rank, runtime.world.size
-        self.is_forked = is_forked  # from the notebook's process, which passes signals on
+        self.is_forked = is_forked
 
     def print(self, *values: Any) -> None:
-        """Print on rank 0 alone; `launch` shows it at once."""
+        """Print on rank 0 alone; `launch` shows it at once.
+
+        Args:
+            *values: what to print, as for Python's `print`."""
         if self.rank == 0:
             print(*values, flush=True)
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """End a training step, as `xm.optimizer_step` does: average the gradients over all cores, update the
-        weights, and on XLA run what was traced. The launch counts it as one step."""
+        weights, and on XLA run what was traced. The launch counts it as one step.
+
+        Args:
+            optimizer: the optimizer of this core's model, after `backward()`."""
         self.runtime.all_reduce_gradients(optimizer)
         self.runtime.optimizer_step(optimizer)
         self.runtime.end_traced_step()
@@ -56,8 +74,14 @@ _running: Core | None = None
 
 
 def core() -> Core:
-    """Return this process's core: in a function that `launch` calls, one of several; elsewhere the only one,
-    whose device this opens. Raises TpukitError in one of several processes that something else started."""
+    """Return the core that this process runs on.
+
+    Returns:
+        In a function that `launch` calls, one of its cores. Elsewhere the only core, whose device is opened
+        by the first call.
+
+    Raises:
+        TpukitError: if this is one of several processes that something else started."""
     return _running or _alone()
 
 

@@ -58,15 +58,18 @@ class LaunchedCall:
 class Job:
     """The launch, as every process of it sees it."""
 
-    start_timeout_s: ClassVar[float] = 600.0  # to import torch_xla and open the chips; eight were never timed
+    start_timeout_s: ClassVar[float] = 600.0
+    """Time to import torch_xla and open the chips; eight were never timed."""
 
     function: Callable
     plan: LaunchedCall
     env: Environment
     hang_timeout_s: float
     processes: int = 1
-    folder: Path = Path()  # where the forked processes leave their files
-    rendezvous: Path | None = None  # the file in which they meet
+    folder: Path = Path()
+    """Where the forked processes leave their files."""
+    rendezvous: Path | None = None
+    """The file in which they meet."""
 
     def call(self, core: Core) -> Any:
         """Call the function on a core."""

@@ -26,17 +26,27 @@ def launch(
 ) -> Any:
     """Call `function(*args)` on every core and return what rank 0's call returned.
 
-    function: any function, even of a notebook cell; `tpukit.core()` tells it which core it runs on. A
-    function of a task and a run, like `tpukit.train`, gets the keyword `runtime`.
-    cores: by default all of this host (one on a CPU, where any number of processes can be tried, and one GPU
-    if more would not serve a task). Each has a process of its own.
-    hang_timeout_s: when no step completes for this long, every core's stack is shown and the launch ends; it
-    must be longer than reading the dataset, the first compilation, and an evaluation. A plain function is
-    watched from its first `core.optimizer_step` on.
+    On one core the function runs in this process. On several, each core gets a process of its own, forked
+    from this one, which shows what rank 0 prints and passes interrupts on.
 
-    On one core the function runs in this process. On several, the result may hold numbers, strings and
-    tensors, in lists, tuples and dicts. Raises TpukitError before anything starts; `CoreFailed`, leaving no
-    process behind, when a core fails, hangs, or has not started after `Job.start_timeout_s`."""
+    Args:
+        function: any function, even one of a notebook cell; `tpukit.core()` tells it which core it runs on. A
+            function of a task and a run, like `tpukit.train`, gets the keyword `runtime`.
+        *args: arguments of the function.
+        cores: number of cores; by default all of this host: one on a CPU, where any number of processes can
+            be tried, and one GPU if more would not serve a task.
+        hang_timeout_s: seconds without a completed step after which every core's stack is shown and the
+            launch ends. It must be longer than reading the dataset, the first compilation, and an evaluation.
+            A plain function is watched from its first `core.optimizer_step` on.
+
+    Returns:
+        What the function returned on rank 0. From several cores it may hold numbers, strings and tensors, in
+        lists, tuples and dicts.
+
+    Raises:
+        TpukitError: before anything starts, if these cores cannot be used as requested.
+        CoreFailed: if a core fails, hangs, or has not started after `Job.start_timeout_s`. No process is
+            left behind."""
     if hang_timeout_s <= 0:
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
     if environment.TORCHRUN in os.environ:

@@ -38,7 +38,7 @@ class Supervisor:
     def __init__(self, job: Job):
         self.job, self.plan = job, job.plan
         self.dead_cores: list[int] = []  # those that died first, without writing an end file
-        self.bytes_shown = 0  # of what rank 0 printed
+        self.bytes_shown = 0  # how much of rank 0's output was shown
         self.bar: tqdm | None = None
         job.folder.mkdir(parents=True, exist_ok=True)
         for old in job.folder.iterdir():
@@ -87,7 +87,7 @@ class Supervisor:
                 if is_hung := self._is_hung():
                     for _, pid in self._started():
                         with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGUSR1)  # which makes it write its stacks
+                            os.kill(pid, signal.SIGUSR1)  # the core writes its stacks
                 if is_hung or self.dead_cores or self._ends("failed"):
                     failed_at = time.monotonic()
             elif time.monotonic() - failed_at > GRACE_S:

@@ -13,11 +13,23 @@ READ_A_VALUE = "aten::_local_scalar_dense"  # what `.item()` calls
 
 
 class MetricsReport:
-    """The device's work since the process began; after a `with` block, in the block.
+    """The device's work since the process began; after a `with` block, in the block. Printing it shows all of
+    it."""
 
-    counters: dict, see `xla_counters.counters`; empty without an open XLA device. compilations: their number.
-    causes: likely cause -> how many of them. fallbacks: operation that the CPU ran instead -> count.
-    memory: [(peak bytes since the process began, total bytes)] of each device that tells."""
+    counters: dict[str, Any]
+    """See `xla_counters.counters`; empty without an open XLA device."""
+    compilations: int
+    """Graphs that were compiled."""
+    causes: collections.Counter[str]
+    """Likely cause -> how many of the compilations it explains."""
+    fallbacks: dict[str, int]
+    """Operation that the CPU ran instead of the device -> count."""
+    device: str
+    """Name of the device; empty if this process has opened none."""
+    memory: list[tuple[int, int]]
+    """(Peak bytes since the process began, total bytes) of each device that tells."""
+    where: str
+    """What the numbers are of, in words: "in this block" or "since this process began"."""
 
     def __init__(self) -> None:
         self.where = "since this process began"
@@ -46,9 +58,9 @@ class MetricsReport:
         self.counters = now
         if self._before:
             self.counters = {name: now[name] - before for name, before in self._before.items()}
-        self.compilations: int = self.counters.get("compilations", 0)
+        self.compilations = self.counters.get("compilations", 0)
         self.fallbacks = dict(self.counters.get("fallbacks", {}))
-        self.causes: collections.Counter[str] = collections.Counter()
+        self.causes = collections.Counter()
         self.device, self.memory = _gpus()
         if xla:
             causes = xla.causes()
@@ -56,7 +68,7 @@ class MetricsReport:
             self.device, self.memory = xla.device_name(), xla.memory()
 
     def problems(self) -> list[str]:
-        """Return the problems, each with its fix."""
+        """Return the problems that were found, each a sentence with its fix."""
         executions, problems = self.counters.get("executions", 0), []
         if _is_often(self.compilations, executions):
             from tpukit.devices.recompiles import KEEP_ONE_GRAPH  # here: with torch, which has compiled
@@ -83,7 +95,7 @@ class MetricsReport:
         return problems
 
     def facts(self) -> list[str]:
-        """Return facts that are no problems."""
+        """Return sentences about the device and its work that are no problems."""
         if self.counters:
             compiled, executed = self.compilations, self.counters["executions"]
             sentences = [f"{self.device}, {self.where}: graphs compiled: {compiled}, executed: {executed}."]
@@ -103,7 +115,7 @@ class MetricsReport:
         ]
 
     def tables(self) -> list[Table]:
-        """Return the numbers."""
+        """Return the numbers as tables, without those that are empty."""
         counted = collections.defaultdict(int, self.counters)
         rows = [
             ("compilations", counted["compilations"], counted["compile_s"]),
@@ -173,8 +185,11 @@ def metrics_report() -> MetricsReport:
                 step(batch)
         report.compilations, report.fallbacks
 
-    The block's report is shown when it ends, also by an error. Problems come first, with what to do: graphs
-    that are compiled again and again, operations that the CPU runs instead, values that are read in a step.
-    Then numbers: compilations, executions, transfers, memory. Where the block begins and ends the host waits
-    for the device. Of several processes each has a report of its own."""
+    The block's report is shown when it ends, even if by an error. Problems come first, with what to do:
+    graphs that are compiled again and again, operations that the CPU runs instead, values that are read in a
+    step. Then numbers: compilations, executions, transfers, memory. The host waits for the device where the
+    block begins and where it ends. Each process has a report of its own.
+
+    Returns:
+        A `MetricsReport`, which is also a context manager."""
     return MetricsReport()

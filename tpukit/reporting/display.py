@@ -42,11 +42,19 @@ class Displayed(Protocol):
     are evenly spaced."""
 
     def panels(self, batch: Mapping[str, Any], prediction: Any = None) -> list[list[Panel]]:
-        """Return what to show of a batch: for each sample a list of (title, array), the array (H, W) or (H,
-        W, 3), or (title, text). A title that begins with ✓ or ✗ gets a green or a red frame.
+        """Return what to show of a batch. By default: `image`, titled by what has one value a sample, `label`
+        and the prediction.
 
-        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
-        data alone. By default `image`, titled by what has one value a sample: `label`, and the prediction."""
+        Args:
+            batch: dict of arrays from the dataset.
+            prediction: what `predict` returned, on the CPU; None to show the data alone.
+
+        Returns:
+            For each sample a list of (title, array), the array (H, W) or (H, W, 3), or (title, text). A title
+            that begins with ✓ or ✗ gets a green or a red frame.
+
+        Raises:
+            TpukitError: if the batch has no `image` and the task no method of its own."""
         if "image" not in batch:
             name = type(self).__name__
             raise TpukitError(f"{name} must implement panels() to show its samples: they have no `image`")
@@ -65,26 +73,46 @@ class Displayed(Protocol):
         return [[panel] for panel in zip(titles, images)]
 
     def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
-        """Return (sentences about a dataset's samples and labels, the most important first; indices of
-        samples to look at)."""
+        """Describe the samples and labels of a dataset.
+
+        Args:
+            data: the training set.
+
+        Returns:
+            (sentences, the most important first; indices of samples to look at)."""
         return [f"{len(data)} samples"], []
 
     def verdict(self, scores: dict, last: dict) -> str:
         """Return a sentence about scores that need one, or "". A task of tpukit has this and `figures` as
         static methods: a saved run has only its name.
 
-        scores: what `evaluate` returned for the kept weights, read from a file that may hold anything. last:
-        for the last epoch."""
+        Args:
+            scores: what `evaluate` returned for the kept weights, read from a file that may hold anything.
+            last: the same for the last epoch.
+
+        Returns:
+            The sentence."""
         return ""
 
     def figures(self, scores: dict) -> Mapping[str, "Figure | Table"]:
-        """Return figures and tables of scores that are more than a number, as of `verdict`, each under the
-        name of its file in the run's pictures/."""
+        """Return figures and tables of scores that are more than a number.
+
+        Args:
+            scores: as of `verdict`.
+
+        Returns:
+            Each under the name of its file in the run's pictures/."""
         return {}
 
     def load_predictions(self, folder: Path) -> tuple[Mapping[str, Any], Any] | None:
-        """Return (batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none.
-        `name` in the batch, if there is one, names each sample."""
+        """Read what `save_predictions` wrote.
+
+        Args:
+            folder: the run's folder predictions/.
+
+        Returns:
+            (batch, predictions) for `panels`, or None if there are none. `name` in the batch, if it is
+            there, names each sample."""
         return None
 
 
@@ -106,7 +134,8 @@ def show(shown: Run | Task | Shown | str | Path) -> None:
             folders: their curves in one chart. A task: its settings. What `plan` or `compare` returned: its
             table and what the columns mean.
 
-    Raises TpukitError for a folder without runs, and for anything else."""
+    Raises:
+        TpukitError: if the folder holds no runs, or for anything else."""
     if isinstance(shown, (str, Path)):
         folder = Path(shown)
         if files.exists(folder / "config.json") or not any(folder.glob("*/config.json")):
@@ -160,10 +189,11 @@ def _described_by(run: Run) -> Any:
 
 
 def show_report(run: Run | str | Path) -> None:
-    """Show the accelerator's work in the last session of a run: in sentences, then numbers.
+    """Show the accelerator's work in the last session of a run, in sentences, then in numbers: compilations
+    with their causes, where a step's time went, the memory of every device.
 
-    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or its
-    path."""
+    Args:
+        run: a `Run`, or its path."""
     from tpukit.reporting import run_report
 
     run = run if isinstance(run, Run) else Run.find(run)
@@ -184,7 +214,11 @@ def _show_task(task: Task) -> None:
 
 
 def show_samples(task: Task, *, count: int = 4) -> None:
-    """Show samples of the training set as the model gets them, augmented, with their labels."""
+    """Show samples of the training set as the model gets them, augmented, with their labels.
+
+    Args:
+        task: the task, with its `dataset_dir`.
+        count: number of samples, evenly spaced over the set."""
     check_dataset_dir(task)
     data, _ = task.datasets()
     indices = _evenly_spaced(len(data), count)
@@ -198,7 +232,11 @@ def show_samples(task: Task, *, count: int = 4) -> None:
 
 def show_labels(task: Task, *, count: int = 4) -> None:
     """Show the facts and problems of the training set's labels before training on them, with the samples
-    concerned."""
+    concerned.
+
+    Args:
+        task: the task, with its `dataset_dir`.
+        count: largest number of samples to show."""
     check_dataset_dir(task)
     data, _ = task.datasets()
     notices: list[str] = [*getattr(data, "notices", ())]
@@ -217,8 +255,13 @@ def show_labels(task: Task, *, count: int = 4) -> None:
 def show_predictions(run: Run, task: Task, *, count: int = 4) -> None:
     """Show the predictions of the run's best weights for test images, next to the truth.
 
-    The predictions are those that `test` saved, if the task saves them; otherwise they are made here, on the
-    CPU. Also saved as pictures/predictions.png in the run's folder."""
+    They are the predictions that `test` saved, if the task saves them; otherwise they are made here, on the
+    CPU. The picture is also saved as pictures/predictions.png in the run's folder.
+
+    Args:
+        run: a run with best weights, or with saved predictions.
+        task: the task of the run.
+        count: number of test images."""
     present_figure(predictions_figure(run, task, count), run.path / "pictures" / "predictions.png")
 
 

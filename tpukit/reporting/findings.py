@@ -171,14 +171,14 @@ def steps_per_epoch(records: list) -> int:
 
 
 class Labels(NamedTuple):
-    """A task's names of its scores.
-
-    score: the one that decides which weights are best. names: the scores worth a curve, with unit; all if
-    there are none. epochs: those that the run is to train; 0 if its settings do not say."""
+    """A task's names of its scores."""
 
     score: str | None
+    """The one that decides which weights are best."""
     names: dict[str, str]
+    """The scores worth a curve, with unit; all if there are none."""
     epochs: int = 0
+    """Those that the run is to train; 0 if its settings do not say."""
 
 
 NO_LABELS = Labels(None, {})

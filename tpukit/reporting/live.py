@@ -17,11 +17,15 @@ MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the p
 
 @contextlib.contextmanager
 def live(run: Run, *, every_s: float = 5.0) -> Iterator[None]:
-    """Context manager: show the training run inside as one chart, redrawn in place; the last one stays in the
+    """Context manager: show the training run inside as one chart, redrawn in place. The last one stays in the
     notebook.
 
-    Loss, score, speed and compilations are read from the run's folder, for one core and for many.
-    Where nobody looks at the page (papermill, a shell) nothing is shown: the printed lines tell the same."""
+    Loss, score, speed and compilations are read from the run's folder, for one core and for many. Without an
+    open page (papermill, a shell) nothing is shown: the printed lines tell the same.
+
+    Args:
+        run: the run that trains in the block.
+        every_s: least seconds between two drawings."""
     if not environment.is_interactive_notebook():
         yield
         return

@@ -91,7 +91,7 @@ def offer_download(path: Path) -> None:
     except ImportError:
         from IPython.display import FileLink, display
 
-        display(FileLink(os.path.relpath(path)))  # which the page resolves from the notebook's folder
+        display(FileLink(os.path.relpath(path)))  # the page resolves it from the notebook's folder
         return
     try:
         colab.download(str(path))

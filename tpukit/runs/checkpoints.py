@@ -20,7 +20,7 @@ from tpukit.runs.tensors import explain_damage, load_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-ID = "checkpoints/id.json"  # of a loop that has a backup, so that no other loop replaces that
+ID = "checkpoints/id.json"  # written if there is a backup, so that no other loop replaces it
 
 
 class Checkpoints:
@@ -32,18 +32,28 @@ class Checkpoints:
 
     With several ranks, let rank 0 save; ranks that save at once wait for each other. All may restore."""
 
+    folder: Path
+    """Folder of the checkpoints."""
+    backup: Backup | None
+    """Folder that gets a copy of each checkpoint."""
+    spare: Backup | None
+    """Folder in which a damaged checkpoint may be whole: the backup, or that of the run."""
+
     def __init__(self, folder: str | Path, backup: str | Path | None = None, *, say: Say = say):
-        """
+        """Open the checkpoints of a folder. Nothing is read or written there yet.
+
         Args:
+            folder: folder of the checkpoints, which need not exist.
             backup: a folder that gets a copy of each checkpoint. A folder without checkpoints is restored
                 from it.
             say: called with each line; prints it by default.
 
-        Raises TpukitError for a backup in which nothing can be written."""
+        Raises:
+            TpukitError: if nothing can be written in the backup."""
         self.folder, self.say = files.local_path(folder, MOUNT), say
         self._knows_newest = False  # has restored or written a checkpoint
         self.backup = Backup(backup, [ID]) if backup else None
-        self.spare = self.backup  # in which a damaged checkpoint may be whole
+        self.spare = self.backup
         if self.backup:
             self.backup.check_writable()
 
@@ -51,15 +61,17 @@ class Checkpoints:
         return f"Checkpoints({str(self.folder)!r})"
 
     def save(self, state: Any, step: int) -> None:
-        """Write a checkpoint, whole or not at all, and copy it to the backup.
+        """Write a checkpoint, whole or not at all, and copy it to the backup. A backup that fails is
+        reported, and tried again by the next save.
 
         Args:
-            state: pytree of tensors on any device, numbers and strings, as of `state_dict()`.
+            state: pytree of tensors on any device, numbers and strings, such as a `state_dict()`.
             step: 0 or more. A later checkpoint of the same step takes the place of this one.
 
-        Raises TpukitError for a full disk, which leaves the checkpoints before as they were, for a state with
-        anything else in it, and for a step below the newest checkpoint of a folder that was not restored. A
-        backup that fails is reported, and tried again by the next save."""
+        Raises:
+            TpukitError: if the disk is full, which leaves the earlier checkpoints as they were; if the
+                state holds anything else; if the step is below the newest checkpoint of a folder that was
+                not restored."""
         import torch
         from torch.utils._pytree import tree_map_only
 
@@ -91,12 +103,18 @@ class Checkpoints:
             )
 
     def restore(self) -> Any:
-        """Return the newest whole state, with its tensors on the CPU; None if there is none yet. No code is
-        run from it. A damaged checkpoint is named, and renamed to NAME.damaged, so that it does not count as
-        one of those that are kept. Its copy in the backup takes its place, or else the checkpoint before.
+        """Return the newest whole state, running no code from it.
 
-        Raises TpukitError if all are damaged, if the backup belongs to another loop, or if it has a later
-        state than this folder has. An error of the disk raises Unreadable, and changes nothing."""
+        A damaged checkpoint is named, and renamed to NAME.damaged, so that it does not count as one of those
+        that are kept. Its copy in the backup takes its place, or else the checkpoint before.
+
+        Returns:
+            The state, with its tensors on the CPU; None if there is none yet.
+
+        Raises:
+            TpukitError: if all checkpoints are damaged, if the backup belongs to another loop, or if it has a
+                later state than this folder.
+            Unreadable: if the disk cannot be read now. Nothing is changed."""
         if self.backup:
             with files.file_lock(self.folder):  # ranks share it
                 if not manifest.steps(self._read_manifest()):

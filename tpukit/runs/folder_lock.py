@@ -41,7 +41,7 @@ def exclusive_lock(path: Path) -> Iterator[Callable[[], None]]:
                 named = path.read_bytes().decode(
                     errors="replace"
                 )  # by its name: the disk may have another file
-            except (OSError, MemoryError):  # which says nothing about who trains
+            except (OSError, MemoryError):  # says nothing about who trains
                 return ""
             return "" if named == me else named
 

@@ -45,14 +45,26 @@ COPIED = ("config.json", "log.txt", "records.jsonl")  # to a backup, besides the
 
 
 class Run:
-    """One training run in one folder. Use `Run.open`."""
+    """One training run in one folder. `Run.open` starts or resumes it, `Run.find` opens it for reading."""
 
-    echo = True  # print to the console too
-    task: Described | None = None  # that it was opened with; a run that was only found has its name
-    is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
+    path: Path
+    """Folder of the run."""
+    backup: Backup | None
+    """Folder of its copy, if there is one."""
+    task: Described | None = None
+    """The task that it was opened with; a run that was only found has its name."""
+    echo: bool = True
+    """Print to the console, too."""
+    is_launched: bool = False
+    """True on a core of a launch, whose launching process passes signals on (`stop_requested`)."""
     _writes = True
 
     def __init__(self, path: str | Path, backup: str | Path | None = None):
+        """Name the folder of a run, without reading it.
+
+        Args:
+            path: folder of the run.
+            backup: folder of its copy, if there is one."""
         self.path = files.local_path(path, MOUNT)
         self.backup = Backup(backup, COPIED) if backup else None
         self._checkpoints = Checkpoints(self.path, say=self.print)
@@ -73,17 +85,23 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path, task: Described, *, backup: str | Path | None = None) -> "Run":
-        """Start a run in the folder `path`, or resume the one that is there. On Kaggle, a run of this name in
-        the inputs (an earlier version's output) is copied here first.
+        """Start a run in a folder, or resume the one that is there. On Kaggle, a run of this name in the
+        inputs (an earlier version's output) is copied here first.
 
         Args:
-            backup: a folder (on Drive, say) that gets a copy at every checkpoint; when `path` is gone and the
+            path: folder of the run, which need not exist.
+            task: the task to train. A resumed run must have the same settings, except for those that do not
+                change the result (epochs, folders, workers); before the first step all may differ.
+            backup: a folder (on Drive, say) that gets a copy at every checkpoint. If `path` is gone and the
                 backup is there, the run is restored from it.
 
-        Raises TpukitError for a run of another task or of other settings, naming them; settings that do not
-        change the result (epochs, folders, workers) may differ, and all of them before the first step was
-        trained. Also for a folder that holds something else, or results without checkpoints, for a backup of
-        another run, and while another process trains here."""
+        Returns:
+            The run, ready to train.
+
+        Raises:
+            TpukitError: if the folder holds a run of another task or of other settings, which are named;
+                if it holds something else, or results without checkpoints; if the backup is of another
+                run; while another process trains here."""
         from tpukit import __version__
 
         run = cls(path, backup)
@@ -133,7 +151,16 @@ class Run:
 
     @classmethod
     def find(cls, path: str | Path) -> "Run":
-        """Open a run for reading. Raises TpukitError if there is none."""
+        """Open a run for reading.
+
+        Args:
+            path: folder of the run.
+
+        Returns:
+            The run.
+
+        Raises:
+            TpukitError: if there is none; it lists the runs in the folders below."""
         run = cls(path)
         if not files.exists(run.path / "config.json"):
             below = ", ".join(sorted(str(config.parent) for config in run.path.glob("*/config.json")))
@@ -143,8 +170,11 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager: keep other processes from training here. Raises TpukitError with host and pid of
-        one that does. Where the disk has no locks, a process that comes later ends this one's saving."""
+        """Context manager: keep other processes from training here. If the disk has no locks, a process that
+        comes later ends this one's saving.
+
+        Raises:
+            TpukitError: if another process trains here; it gives the host and pid."""
         if not self._writes:
             yield
             return
@@ -170,7 +200,10 @@ class Run:
         return trained or files.exists(self.path / manifest.BEST)
 
     def check_results(self) -> None:
-        """Raise TpukitError for results without checkpoints, which a new training run would replace."""
+        """Check that no results would be replaced by a new training run.
+
+        Raises:
+            TpukitError: if there are results without checkpoints."""
         if manifest.read(self.path) is None and self._has_results():
             raise TpukitError(
                 f"{self.path} holds results of training (best.safetensors, records.jsonl), but none of its"
@@ -180,7 +213,10 @@ class Run:
     # Printing and recording
 
     def print(self, text: Any) -> None:
-        """Print a line and keep it in log.txt."""
+        """Print a line and keep it in log.txt.
+
+        Args:
+            text: what to print; its control characters are escaped."""
         from tqdm import tqdm  # its write keeps a progress bar below the line
 
         text = printable(text)
@@ -196,8 +232,13 @@ class Run:
                 self.print(f"log.txt gets no more lines ({error}); training continues")
 
     def log(self, kind: str, step: int, **values: Any) -> None:
-        """Append one record. Floats that are not finite become null: JSON has no such numbers. What the disk
-        refuses is kept for the next call, and for the next checkpoint."""
+        """Append one record to records.jsonl. What the disk refuses is kept for the next call, and for the
+        next checkpoint.
+
+        Args:
+            kind: kind of the record, such as "train" or "evaluation".
+            step: steps taken so far.
+            **values: what to record, as JSON has it. Floats that are not finite become null."""
         if not self._writes:
             return
         record = _finite(dict(kind=kind, step=step, time=round(time.time(), 3), **values))
@@ -211,7 +252,10 @@ class Run:
             self._unwritten = ""
 
     def check_records(self) -> None:
-        """Raise TpukitError if the disk still refuses records after a few seconds."""
+        """Write the records that the disk has refused so far.
+
+        Raises:
+            TpukitError: if it still refuses them after a few seconds."""
         for pause_s in RETRY_AFTER_S:
             with contextlib.suppress(TpukitError):
                 return self._write_records()
@@ -220,8 +264,13 @@ class Run:
 
     def records(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Return the records in the order of their steps; in the file an evaluation comes once it is scored,
-        after some later steps. A damaged line, or a last one cut short by a kill, is left out with a
-        warning."""
+        after some later steps. A damaged line, or a last one cut short by a kill, is left out with a warning.
+
+        Args:
+            kind: kind of the records to return; None: all.
+
+        Returns:
+            A dict for each record: kind, step, time (seconds since 1970), and its values."""
         path, records = self.path / "records.jsonl", []
         data = files.read_bytes(path) if files.exists(path) else b""
         for number, line in enumerate(data.splitlines(), 1):
@@ -242,7 +291,8 @@ class Run:
         return files.size_of(self.path / "records.jsonl")
 
     def mark_records(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the records: dict(records_size: bytes in the file, unwritten)."""
+        """Return what a checkpoint keeps of the records: dict(records_size: bytes in the file, unwritten:
+        what the disk refused so far)."""
         return dict(records_size=self.records_size(), unwritten=self._unwritten)
 
     def _cut_records(self, size: int) -> None:
@@ -255,7 +305,12 @@ class Run:
 
     def write_progress(self, *, step: int, total: int, **values: Any) -> None:
         """Replace what `read_progress` returns, at most twice a second and at the end. If the disk refuses
-        it, a progress bar stands still."""
+        it, a progress bar stands still.
+
+        Args:
+            step: steps taken so far.
+            total: steps in all.
+            **values: what else to show, as JSON has it."""
         now = time.monotonic()
         if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
@@ -279,7 +334,7 @@ class Run:
     # Weights
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Return dict(file, step) of each, newest first."""
+        """Return the checkpoints as dict(file: name, step), the newest first."""
         listed = manifest.steps_there(self.path, manifest.read(self.path) or {})
         return [dict(file=Path(name).name, step=step) for name, step in listed.items()]
 
@@ -288,9 +343,11 @@ class Run:
 
         Args:
             state: pytree of tensors, numbers and strings.
+            step: steps taken so far.
             records: what `mark_records` returned when the state was that; by default what it returns now.
 
-        Raises TpukitError if another process has started to train here."""
+        Raises:
+            TpukitError: if another process has started to train here."""
         self._check_lock()
         records = records or self.mark_records()
         # A checkpoint reaches the disk after what it counts on.
@@ -307,7 +364,13 @@ class Run:
             self.backup.update(self.path, self.print)
 
     def restore(self) -> Any:
-        """Return the newest whole state, or None if the run has none. See `Checkpoints.restore`."""
+        """Return the newest whole state, and cut the records back to it.
+
+        Returns:
+            The state, as of `Checkpoints.restore`; None if the run has none yet.
+
+        Raises:
+            TpukitError: as `Checkpoints.restore`; also for results without checkpoints."""
         self.check_results()
         saved = self._checkpoints.restore()
         self._cut_records(saved["records_size"] if saved else 0)
@@ -332,14 +395,21 @@ class Run:
             return False
 
     def best(self) -> Path:
-        """Return the file of the best weights. Raises TpukitError if the run has none yet."""
+        """Return the file of the best weights.
+
+        Raises:
+            TpukitError: if the run has none yet."""
         path = self.path / manifest.BEST
         if not files.exists(path):
             raise TpukitError(f"{self.path} has no best weights yet: the first evaluation saves them")
         return path
 
     def save_best(self, tensors: "Mapping[str, Tensor]", **values: Any) -> None:
-        """Write the best weights, CPU tensors by name, as best.safetensors. values: kept as its metadata."""
+        """Write the best weights as best.safetensors.
+
+        Args:
+            tensors: CPU tensors by name.
+            **values: metadata of the file; each is kept as a string."""
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         manifest.put(self.path, manifest.BEST, lambda file: file.write(data))
 

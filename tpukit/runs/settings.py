@@ -78,7 +78,7 @@ def as_declared(name: str, value: Any, declared: Any) -> Any:
         if not is_right:
             raise TpukitError(f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}")
     if int in kinds and not isinstance(value, int):
-        return int(value)  # of papermill, or of NumPy
+        return int(value)  # papermill and NumPy give whole floats, too
     return value
 
 

@@ -35,7 +35,7 @@ def _plain_types():
     """Return types that checkpoints hold besides tensors, and that run no code: numbers and settings."""
     numbers = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
     scalar = np.float64(0).__reduce__()[0]
-    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # of NumPy 1 and 2
+    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # its name in NumPy 1 and 2
     return [
         *((scalar, name) for name in names),
         np.dtype,

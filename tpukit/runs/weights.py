@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 KEYS = ("state_dict", "model_state_dict", "model", "net")
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
+PREFIXES = ("module.", "_orig_mod.", "model.")  # added by DataParallel, torch.compile, Lightning
 
 
 def local(path: str | Path) -> Path:

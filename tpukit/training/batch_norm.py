@@ -56,7 +56,7 @@ class FrozenBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         x = self._normalised(input, self.running_mean, self.running_var)
-        for part in self.children():  # of timm's batch norms the activation
+        for part in self.children():  # timm's batch norms have their activation as a child
             x = part(x)
         return x
 

@@ -16,7 +16,7 @@ from tpukit.training import metrics
 from tpukit.training.saver import Saver
 from tpukit.training.task import Task
 
-FORMAT = 6  # of a checkpoint's state
+FORMAT = 6  # version of a checkpoint's state
 SET_BY_DEVICE = ("capturable", "fused", "foreach")  # settings of an optimizer
 TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
 
@@ -86,7 +86,7 @@ def restore(
     if not has_whole_best:
         state.best = None
     if changed := differences(saved["test_set"], origin.test_set):
-        state.best = None  # which no score on these samples can be compared with
+        state.best = None  # not comparable with scores on these samples
         run.print(
             f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other"
             f" {' and '.join(changed)}: the scores so far are those of the old one. `tpukit test` scores the"

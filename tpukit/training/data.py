@@ -10,7 +10,7 @@ import numpy as np
 from tpukit.devices.runtime import Batch, Runtime, Stored
 from tpukit.host.errors import TpukitError
 
-MAX_BYTES = 2**31  # of a dataset on a device: an eighth of the 16 GiB of a T4 or a v5e chip
+MAX_BYTES = 2**31  # largest dataset kept on a device: an eighth of the 16 GiB of a T4 or a v5e chip
 
 
 class BatchSpec(NamedTuple):

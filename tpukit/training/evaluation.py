@@ -32,11 +32,17 @@ EVALUATION_BATCH = 32
 
 
 def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
-    """Score the run's best weights, or `task.weights` if it has none, on the test set. Returns the scores,
-    on every rank.
+    """Score the run's best weights on the test set. What the task keeps of its predictions is written to the
+    run's folder predictions/.
 
-    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for
-    `train`."""
+    Args:
+        task: the task of the run. Its `weights` are scored if the run has no best ones.
+        run: the run.
+        runtime: this core's, as `launch` gives it; None: test opens the one device of this process.
+        progress: show a progress bar.
+
+    Returns:
+        The scores, on every rank."""
     with known_errors.explain_known_errors():
         best = run.path / "best.safetensors"
         path = task.weights if task.weights and not files.exists(best) else best

@@ -17,15 +17,24 @@ from tpukit.training.task import Task
 
 
 def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
-    """Train `task` in the run directory `run`, from its last checkpoint to `task.epochs`. Returns the last
-    scores, on every rank.
-
-    runtime: this core's, as `launch` gives it; None: train opens the one device of this process.
+    """Train a task in a run, from its last checkpoint to the last epoch.
 
     A checkpoint is written every `task.save_every_s` seconds, at the end, and before leaving on an interrupt,
-    SIGTERM, SIGHUP (a closed terminal), or an error that comes between two steps of one process; a resumed
-    run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged` when
-    loss or gradient stop being finite, and TpukitError for what the user can fix."""
+    SIGTERM, SIGHUP (a closed terminal), or an error that comes between two steps of one process. A resumed
+    run equals an uninterrupted one, on GPUs except for the rounding of their kernels.
+
+    Args:
+        task: what to train, for `task.epochs` epochs.
+        run: where to train, from `Run.open`.
+        runtime: this core's, as `launch` gives it; None: train opens the one device of this process.
+        progress: show a progress bar.
+
+    Returns:
+        The last scores, on every rank.
+
+    Raises:
+        Diverged: if loss or gradient stop being finite.
+        TpukitError: if something else is wrong that the user can fix."""
     with StopSignal() as stop, known_errors.explain_known_errors(), run.lock():
         return fit(Trainer(task, run, runtime, stop), progress)  # without a name here, so that it is freed
 

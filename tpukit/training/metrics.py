@@ -16,7 +16,7 @@ from tpukit.runs.run import Run
 from tpukit.training.data import Batch
 from tpukit.training.task import Task
 
-# Of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9.
+# The fp16 loss scale starts at 2**16. A gradient that overflows even at this one is above 1e9.
 MIN_LOSS_SCALE = 2.0**-14
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, grad_norm=0.0)
 """Metrics summed on the device over an interval, with their initial values. bad_step: the first step whose
@@ -100,7 +100,15 @@ class Rated(Protocol):
     """A task whose speed has other figures than samples per second."""
 
     def rates(self, model: nn.Module, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """Return such figures, by names for the report, from the samples per second over all cores."""
+        """Return the other figures of its speed.
+
+        Args:
+            model: the model, on the device.
+            runtime: this core's `Runtime`.
+            samples_per_s: samples per second, over all cores.
+
+        Returns:
+            Figures, by their names in the report."""
         ...
 
 

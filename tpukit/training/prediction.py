@@ -21,7 +21,7 @@ from tpukit.runs.run import Run
 from tpukit.training.data import Batch, BatchLoader, evaluation_index_batches
 from tpukit.training.task import Task
 
-BATCH_SIZE = 16  # of what is predicted outside of a training run
+BATCH_SIZE = 16  # for predictions outside of a training run
 
 
 def open_predictor(task: Task, best: Path, runtime: Runtime) -> Callable[[Batch], object]:

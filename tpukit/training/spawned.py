@@ -21,11 +21,17 @@ from tpukit.training.task import Task
 
 
 def train_core(index: int, task: Task, run_folder: str | Path) -> None:
-    """Train `task` as one of the processes that `xmp.spawn` or `torch_xla.launch` started, in the run folder
-    `run_folder`; a run that is there is resumed.
+    """Train `task` as one of the processes that `xmp.spawn` or `torch_xla.launch` started. Flags that the
+    task has for libtpu are not set: the chip is open already. A core that fails prints its rank, step and
+    error, and all end.
 
-    index: this process's number, which they pass. Flags that the task has for libtpu are not set: the chip
-    is open already. A core that fails prints its rank, step and error, and all end."""
+    Args:
+        index: this process's number, which they pass.
+        task: what to train.
+        run_folder: folder of the run; a run that is there is resumed.
+
+    Raises:
+        TpukitError: if the processes are not torch_xla's, or the only one fails."""
     env = environment.detect()
     if env.backend != "torch_xla":
         raise TpukitError("train_core is for torch_xla's processes; here use tpukit.launch")

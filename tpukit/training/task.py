@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training task. Its fields are its whole configuration; copy `tpukit_tasks/mnist.py` to write your own.
+    """A training task. Its fields are its whole configuration; copy `tpukit_tasks/mnist.py` to write your
+    own.
 
     A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
     Fields declared with `setting(free=True)` may change when a run is resumed.
 
-    Other modules declare the methods that only they call: `reporting.display.Displayed` to show samples,
-    labels, predictions and scores, `training.metrics.Rated` to record other speeds,
-    `tools.own_files.OwnFiles` to predict a user's own files, `tools.export.Exportable` to export,
-    `tasks.datasets.Findable` to find a dataset by name.
-    """
+    Other modules declare the methods that only they call:
+
+    - `tpukit.reporting.display.Displayed` to show samples, labels, predictions and scores,
+    - `tpukit.training.metrics.Rated` to record other speeds,
+    - `tpukit.inference.own_files.OwnFiles` to predict a user's own files,
+    - `tpukit.inference.export.Exportable` to export,
+    - `tpukit.data.datasets.Findable` to find a dataset by name."""
 
     name: ClassVar[str]
     """Its name on the command line."""
@@ -43,16 +46,20 @@ class Task:
     """The evaluation score that decides which weights are best; larger is better."""
 
     def datasets(self) -> tuple:
-        """Return (training set, test set). Each has `len()` and `batch(indices, numbers)`, which returns a
-        dict of numpy arrays. It may have `notes`, a str for the log, and `notices`, sentences that
-        `show_labels` puts into a box.
+        """Open the training set and the test set.
+
+        Each set has `len()` and `batch(indices, numbers)`, which returns a dict of numpy arrays. It may have
+        `notes`, a str for the log, and `notices`, sentences that `show_labels` puts into a box.
         `num_uniforms` of the training set: random numbers for each sample's augmentation (0 if none);
         `numbers` holds them, (B, num_uniforms) float64, uniform in [0, 1), and is None in an evaluation.
 
-        A dataset that can be kept on the device implements four more methods:
-        `device_arrays()` -> dict of arrays (N, ...), uploaded once; `device_nbytes()`, their size in bytes;
-        `sample_parameters(indices, numbers)` -> dict of arrays (B, ...), the few numbers sent for each batch;
-        `compose(rows, parameters)` -> the batch, made of rows of the arrays, as tensors on the device."""
+        A set that can be kept on the device has four more methods. `device_arrays()` returns a dict of arrays
+        (N, ...), uploaded once, and `device_nbytes()` their size in bytes. `sample_parameters(indices,
+        numbers)` returns a dict of arrays (B, ...), the few numbers sent for each batch. `compose(rows,
+        parameters)` returns the batch, made of rows of the arrays, as tensors on the device.
+
+        Returns:
+            (training set, test set)."""
         raise self._missing("datasets")
 
     def model(self) -> nn.Module:
@@ -60,28 +67,51 @@ class Task:
         raise self._missing("model")
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Make the optimizer of a model that already lies on the device."""
+        """Make the optimizer.
+
+        Args:
+            model: the model, which already lies on the device.
+
+        Returns:
+            An optimizer of the parameters that train."""
         raise self._missing("optimizer")
 
     def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
-        """Return the loss of a batch (dict of device tensors), a scalar computed in float32. Runs under
-        autocast; no `.item()` here.
+        """Compute the loss of a batch. Runs under autocast; no `.item()` here.
 
-        epoch: from 0. On XLA, on GPUs and with compile="yes" a 0-d tensor, so that all epochs are one
-        graph: choose by `torch.where`, not by `if`."""
+        Args:
+            model: the model, on the device.
+            batch: dict of tensors (B, ...) on the device.
+            epoch: from 0. On XLA, on GPUs and with compile="yes" a 0-d tensor, so that all epochs are one
+                graph: choose by `torch.where`, not by `if`.
+
+        Returns:
+            A scalar, computed in float32."""
         raise self._missing("loss")
 
     def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Any:
-        """Predict a batch, for `evaluate`: return one tensor or a pytree of them. It is one compiled graph
-        on XLA. On one GPU a batch may have more samples than `batch_size`.
+        """Predict a batch, for `evaluate`. It is one compiled graph on XLA.
 
-        epoch: as in `loss`, for a model that has a warm-up: the epoch that the weights come from, or None if
-        they are finished."""
+        Args:
+            model: the model, on the device.
+            batch: dict of tensors (B, ...) on the device. On one GPU it may have more samples than
+                `batch_size`.
+            epoch: as in `loss`, for a model that has a warm-up: the epoch that the weights come from, or None
+                if they are finished.
+
+        Returns:
+            A tensor (B, ...), or a pytree of them."""
         raise self._missing("predict")
 
     def evaluate(self, predictions: Iterable[tuple[Any, Batch]]) -> dict:
-        """Return a dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid`
-        (B,) bool."""
+        """Compute the scores of predictions.
+
+        Args:
+            predictions: iterable of (prediction, batch), both on the CPU. Each batch has `valid`, (B,) bool:
+                False for samples that only fill it up.
+
+        Returns:
+            A dict of scores, with `score` among them."""
         raise self._missing("evaluate")
 
     def _missing(self, method: str) -> TpukitError:
@@ -182,45 +212,84 @@ class Task:
         return self.datasets()[1]
 
     def data_signature(self, data: Any) -> dict[str, str]:
-        """Return what must be the same in the data when a run is resumed, whatever folder the data is in: a
-        digest, made by `arrays.digest`, under the name that errors use.
+        """Return what must be the same in the data when a run is resumed, whatever folder the data is in.
 
-        data: the training set, which a resumed run refuses if this differs, or the test set: then the best
-        score so far is dropped."""
+        Args:
+            data: the training set, which a resumed run refuses if this differs; or the test set, for which
+                the best score so far is then dropped.
+
+        Returns:
+            Digests, made by `arrays.digest`, under the names that errors use."""
         return {}
 
     def metadata(self, data: Any) -> dict[str, str]:
-        """Return strings to keep with the best weights, because they only make sense with these. data: the
-        training set."""
+        """Return what to keep with the best weights, because they only make sense with it.
+
+        Args:
+            data: the training set.
+
+        Returns:
+            Strings by name."""
         return {}
 
     def example(self, count: int) -> dict[str, np.ndarray]:
-        """Make a batch of arrays to try the model with; by default the first samples of the training set.
-        A task that makes one up can be planned and tried without data."""
+        """Make a batch to try the model with; by default the first samples of the training set. A task that
+        makes one up can be planned and tried without data.
+
+        Args:
+            count: number of samples, B.
+
+        Returns:
+            A dict of arrays (B, ...)."""
         if self.dataset_dir is None:
             raise self._missing("example")
         data, _ = self.datasets()
         return data.batch(np.arange(count) % len(data), None)
 
     def head(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters that freeze="backbone" leaves to train: those of the last
-        layer."""
+        """Name the parameters that freeze="backbone" leaves to train: those of the last layer.
+
+        Args:
+            model: the model.
+
+        Returns:
+            Names, as in `model.named_parameters()`.
+
+        Raises:
+            TpukitError: if the task does not implement it."""
         kind = type(self).__name__
         raise TpukitError(f"{kind} must implement head() for freeze='backbone'; or name the parts to freeze")
 
     def predictor(
         self, model: nn.Module, runtime: Runtime, epoch: int | None = None
     ) -> Callable[[Batch], object]:
-        """Return a function batch -> prediction on the device, for `evaluate`; a task that predicts in
-        several steps overrides it."""
+        """Make the function that predicts for `evaluate`; a task that predicts in several steps overrides it.
+
+        Args:
+            model: the model, on the device.
+            runtime: this core's `Runtime`.
+            epoch: the epoch that the weights come from, as in `predict`.
+
+        Returns:
+            A function batch -> prediction, both on the device."""
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
 
     def save_predictions(self, folder: Path, predictions: list, data: Any) -> None:
-        """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data:
-        the test set."""
+        """Write the predictions on the test set to a folder; by default nothing.
+
+        Args:
+            folder: the run's folder predictions/.
+            predictions: list of (prediction, batch), as `evaluate` gets them.
+            data: the test set."""
 
     def for_launch(self, *others: Any) -> LaunchedCall | None:
-        """Return what `launch(function, task, run)` must know about the call; None without a run."""
+        """Return what `launch(function, task, run)` must know about the call.
+
+        Args:
+            *others: the function's other arguments, the run first.
+
+        Returns:
+            The plan of the launch; None without a run."""
         from tpukit.training.launched_call import launched_call
 
         return launched_call(self, *others) if others and isinstance(others[0], Run) else None

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-import scipy  # noqa: F401 (the scores need it: missed here, and not after an epoch)
 
 from tpukit.data import arrays
 from tpukit.data.splits import find_copies
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained, reading
+from tpukit.host.errors import TpukitError, check_installed, explained, reading
 from tpukit.host.text import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tpukit_tasks.cdeit.model import CDEITModel
+
+check_installed("scipy")  # which the scores need: missed now, and not after an epoch
 
 CLASSICAL = dict(zip(("Tikhonov", "Gauss-Newton"), sets.BASELINES))  # name -> array of the files
 
@@ -103,7 +104,7 @@ class CDEIT(Task):
 
     @staticmethod
     def synthesize(folder, size, rng):
-        """Simulated tanks, four fifths of them to train: see `simulator.py`."""
+        """Simulate tanks, four fifths of them to train: see `simulator.py`."""
         cut = size * 4 // 5
         simulate(folder, samples=cut, test_samples=size - cut)
 
@@ -234,14 +235,14 @@ class CDEIT(Task):
         ]
 
     def results(self, batch, predictions):
-        """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
+        """Return image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
         unit = np.float32(sets.CONVENTIONS[self.data].unit)
         images = np.where(disk(), np.asarray(predictions)[:, 0] * unit, np.float32(np.nan))
         return [dict(image=image) for image in images]
 
     def read_files(self, paths, best):
-        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of
-        `data`'s files."""
+        """Read voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit
+        of `data`'s files."""
         statistics = _carried_statistics(best)
         if statistics is None:
             raise TpukitError(f"{best} does not say how its voltages were normalised: train it again")

@@ -20,11 +20,11 @@ from tpukit_tasks.cdeit.diffusion import STEPS
 ELECTRODES = 16
 PATTERN = (ELECTRODES, ELECTRODES - 3)  # drive patterns, voltages of each
 VOLTAGES = 16 * 13
-SIZE = 128  # of the images
+SIZE = 128  # side of the images
 FALLBACK = Path("data")
 NPZ = "[!.]*.npz"  # without macOS's ._NAME.npz, which is beside NAME.npz on a disk of another system
 SAMPLES = "save each sample as one, with xs, its image of 128 x 128, and ys, its 208 voltages"
-STATISTICS = ("mean.pth", "std.pth")  # of the voltages
+STATISTICS = ("mean.pth", "std.pth")  # files with the statistics of the voltages
 APART = 10.0  # times as large as they should be: numbers in another unit
 BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
 
@@ -208,7 +208,7 @@ def read_voltages(path: Path) -> np.ndarray:
             values = np.loadtxt(text.replace(",", " ").splitlines())
         volts = _real(values)
         shape = volts.squeeze().shape
-        if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # of another, samples would be mixed
+        if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # another shape would mix samples
             raise ValueError(f"shape {volts.shape}")
         if not len(volts) or not np.isfinite(volts).all():
             raise ValueError(f"{len(volts)} rows, some with NaN or infinity")
@@ -238,7 +238,7 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
     volts = split["ys"].reshape(-1, *PATTERN)
     mean = volts.mean(0, dtype=np.float64).astype(np.float32)
     deviation = volts.std(0, dtype=np.float64).astype(np.float32)
-    if not np.isfinite(volts).all() or not deviation.all():  # of a single sample, too
+    if not np.isfinite(volts).all() or not deviation.all():  # a single sample has no deviation, either
         raise TpukitError(
             f"{training}: its {len(volts)} samples have voltages that hold NaN or infinity, or do not vary:"
             " make them again, or add more"

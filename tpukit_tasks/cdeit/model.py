@@ -41,7 +41,7 @@ class Norm(nn.Module):
     def forward(self, x, shift, scale):  # (B, T, C), (B, 1, C), (B, 1, C)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x = F.rms_norm(x.to(dtype), x.shape[-1:], eps=1e-24)  # whose sums torch takes in float32
+        x = F.rms_norm(x.to(dtype), x.shape[-1:], eps=1e-24)  # torch takes its sums in float32
         return torch.addcmul(shift.to(dtype), x, (self.g * (1 + scale)).to(dtype))
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy import ndimage
 
-RANGE = 2.0  # of the images: -1 to 1
+RANGE = 2.0  # of values in an image: -1 to 1
 
 
 def image_scores(image: np.ndarray, truth: np.ndarray, inside: np.ndarray) -> dict[str, float]:

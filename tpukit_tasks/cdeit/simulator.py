@@ -27,7 +27,7 @@ VOLTS = 0.87e-3
 TIKHONOV, GAUSS_NEWTON = 1e-6, 3e-3
 SPLITS = ("train", "test")
 SEED = 1
-NOISE = 0.01  # of the voltages, relative to their root mean square: 40 dB
+NOISE = 0.01  # deviation of the noise, relative to the root mean square of the voltages: 40 dB
 # How far a real tank is from this model: the relative deviation of each voltage's gain, and of that of all
 MISMATCH = 0.15
 
@@ -121,7 +121,8 @@ class Tank:
         self.centres = self.mesh.node[self.mesh.element][:, :, :2].mean(1)  # (elements, 2)
         x, y = self.centres.T
         row, column = (1 - x) * SIZE / 2, (1 + y) * SIZE / 2
-        self._pixel = tuple(index.astype(int).clip(0, SIZE - 1) for index in (row, column))  # of each element
+        # the pixel of each element
+        self._pixel = tuple(index.astype(int).clip(0, SIZE - 1) for index in (row, column))
         self.empty = self.volts(np.ones(self.elements))
 
     def volts(self, conductivity: np.ndarray) -> np.ndarray:
@@ -215,7 +216,7 @@ def make_sample(tank: Tank, split: str, number: int) -> dict:
     rng = np.random.default_rng(np.random.SeedSequence((SEED, SPLITS.index(split), number)))
     image = scene(rng)
     volts = tank.simulate(image)
-    gain = np.exp(MISMATCH * rng.standard_normal())  # of all
+    gain = np.exp(MISMATCH * rng.standard_normal())  # one for all voltages
     volts = volts * gain * np.exp(MISMATCH * rng.standard_normal(volts.shape))
     volts += rng.standard_normal(volts.shape) * np.sqrt(np.mean(volts**2)) * NOISE
     volts = volts.astype(np.float32)

@@ -135,7 +135,7 @@ class ImageClassifier(Task):
         return data, test
 
     def test_set(self) -> ImageSet:
-        """test/ if there is one; of a set with a val/ alone, that."""
+        """Open test/ if there is one; of a set with a val/ alone, that."""
         found = self._find_samples()
         levels, _ = self._levels(found)
         test = self._open(found, levels, "test", "val")
@@ -262,8 +262,8 @@ class ImageClassifier(Task):
     # Scores and predictions
 
     def evaluate(self, predictions):
-        """dict: accuracy in [0, 1], images; `confusion`, a row of predicted classes for each true one, if
-        there are at most 30."""
+        """Return accuracy, in [0, 1]; images, how many were scored; and confusion, a row of predicted classes
+        for each true one, if there are at most 30."""
         logits, labels = _gather(predictions)
         count = logits.shape[1]
         is_right = (logits <= logits.gather(1, labels[:, None])).all(1)  # False for what is not a number
@@ -275,8 +275,8 @@ class ImageClassifier(Task):
         return scores
 
     def save_predictions(self, folder, predictions, data):
-        """predictions.csv, the largest loss first; and worst.npz, the mistakes, then what is right, each with
-        the largest loss first."""
+        """Write predictions.csv, the largest loss first; and worst.npz, the mistakes, then what is right,
+        each with the largest loss first."""
         from torch.nn.functional import cross_entropy
 
         logits, labels = _gather(predictions)
@@ -349,7 +349,7 @@ class ImageClassifier(Task):
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def results(self, batch, predictions):
-        """class and probability."""
+        """Return class and probability."""
         import torch
 
         shares, best = torch.as_tensor(np.asarray(predictions)).double().softmax(1).max(1)
@@ -360,7 +360,7 @@ class ImageClassifier(Task):
 def _verdict(name, result):
     """Return the title of an image: the class that was predicted, and its own if that is known."""
     predicted = f"{result['class']} {result['probability']:.0%}"
-    mark = "\u2713" if name == result["class"] else "\u2717"  # which colours its frame
+    mark = "\u2713" if name == result["class"] else "\u2717"  # it colours the frame
     return f"{mark} {name}, predicted {predicted}" if name else predicted
 
 

@@ -20,7 +20,7 @@ from tpukit.host.text import GIB
 from tpukit_tasks.images.augment import NUM_UNIFORMS
 from tpukit_tasks.images.lists import Sample
 
-VERSION = 7  # of what `_decode` returns for the same files, which is cached
+VERSION = 7  # raise it if `_decode` returns something else for the same files, because that is cached
 
 
 def read_image(path: Path, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
@@ -145,7 +145,7 @@ def find_copies(train: ImageSet, test: ImageSet) -> list[str]:
     """Return sentences about images with the same pixels: test images that are training images, too, and
     images in two classes."""
     notices = splits.find_copies(train.digests, test.digests, test.names, "images")
-    classes = collections.defaultdict(dict)  # of each digest, class -> the first image in it
+    classes = collections.defaultdict(dict)  # digest -> {class: its first image with this digest}
     for data in (train, test):
         for digest, label, name in zip(data.digests, data.labels.tolist(), data.names):
             classes[digest].setdefault(label, name)

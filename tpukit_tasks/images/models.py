@@ -39,7 +39,7 @@ def describe(name: str) -> Network:
     except ImportError:
         return _describe_torchvision(name)
     known = {*timm.list_models(), *timm.list_models(pretrained=True)}
-    if not timm.is_model(name):  # which knows its older names, too
+    if not timm.is_model(name):  # it knows older names, too
         _require_known(name, known, "timm")
     try:
         config = timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
@@ -78,7 +78,7 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
     own_size = f"its own size is {network.size}"
     with explained(f"{network.name} cannot classify images of {size}x{size} pixels, {own_size}"):
         model = _make(network, classes, size)
-        trial = copy.deepcopy(model)  # whose batch norms count
+        trial = copy.deepcopy(model)  # a copy, because batch norms count
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # computes nothing
             trial(torch.zeros(2, 3, size, size))
     if pretrained is None:
@@ -158,7 +158,7 @@ def _find_published(network):
         if "://" not in network.published:
             return downloads.from_hub(network.published, "model.safetensors") / "model.safetensors"
         path = Path(torch.hub.get_dir(), "checkpoints", network.published.rpartition("/")[2])
-        with files.file_lock(path):  # of several processes one downloads it
+        with files.file_lock(path):  # only one of several processes downloads it
             if not files.exists(path):
                 downloads.check_reachable(network.published)
                 path.parent.mkdir(parents=True, exist_ok=True)

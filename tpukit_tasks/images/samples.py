@@ -11,7 +11,7 @@ from tpukit.host.errors import TpukitError
 from tpukit_tasks.images.folders import find_in_class_folders
 from tpukit_tasks.images.lists import Sample, find_lists, read_list
 
-# Of every class, chosen by a hash of the file names, in a set without a test split.
+# Share of every class to test on, chosen by a hash of the file names, in a set without a test split.
 TEST_SHARE = 0.2
 
 

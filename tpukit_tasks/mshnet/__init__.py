@@ -11,12 +11,11 @@ import re
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-import scipy  # noqa: F401 (the scores need it: missed here, and not after an epoch)
 
 from tpukit.data import arrays, pictures
 from tpukit.data.arrays import Arrays
 from tpukit.data.splits import find_copies
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, check_installed
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
 from tpukit.training.task import Task
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from tpukit.training.data import Batch
     from tpukit_tasks.mshnet.data import InfraredSet
     from tpukit_tasks.mshnet.overlay import Panels
+
+check_installed("scipy")  # which the scores need: missed now, and not after an epoch
 
 MAX_SIDE = 8192  # pixels, as of `pictures.MAX_PIXELS`
 
@@ -57,7 +58,7 @@ class MSHNet(Task):
     export_output: ClassVar[str] = (
         "probability of a target (batch, 1, height, width); images RGB, or grey three times"
     )
-    export_multiple: ClassVar[int] = 16  # of which height and width of an exported image are multiples
+    export_multiple: ClassVar[int] = 16
 
     network: Literal["published", "small"] = "published"
     """Channels of the network's stages: published, 4,065,513 parameters, or small, 174,537 parameters."""
@@ -113,7 +114,7 @@ class MSHNet(Task):
         return model
 
     def head(self, model: nn.Module) -> list[str]:
-        """The outputs of all scales, too: the warm-up trains one of them, and not the last layer."""
+        """Name the outputs of all scales, too: the warm-up trains one of them, and not the last layer."""
         return [name for name, _ in model.named_parameters() if name.startswith(("output_", "final."))]
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -131,7 +132,11 @@ class MSHNet(Task):
         return network_for(image).predict(model, image, warm_up)  # (B, 1, H, W) logits
 
     def evaluate(self, predictions: Iterable[tuple[Tensor, Batch]], threshold: float = 0.5) -> dict:
-        """dict of `scores.summary`. threshold: of the probability, in (0, 1)."""
+        """Return the scores of `scores.summary`.
+
+        Args:
+            predictions: logits (B, 1, H, W), with their batches.
+            threshold: probability, in (0, 1), above which a pixel belongs to a target."""
         from tpukit_tasks.mshnet import scores
 
         counts = []
@@ -176,6 +181,13 @@ class MSHNet(Task):
         return shown.figures(scores)
 
     def panels(self, batch: Arrays, prediction=None, threshold: float = 0.5) -> list[Panels]:
+        """Show where the small targets of each image are, which were found, and a window large enough to see
+        their pixels.
+
+        Args:
+            batch: `image`, and `mask` if it is known.
+            prediction: logits (B, 1, H, W).
+            threshold: as in `evaluate`."""
         from scipy import special
 
         from tpukit_tasks.mshnet import overlay
@@ -211,7 +223,7 @@ class MSHNet(Task):
         return min(self.base_size / int(side), 1.0) if known else 0.5
 
     def read_files(self, paths: Iterable[Path], best: Path) -> tuple[Arrays, list[str]]:
-        """Images in their own size; several at once must have the same."""
+        """Read images in their own size; several at once must have the same."""
         from tpukit_tasks.mshnet.data import read_image
 
         levels = pictures.kept_levels(best)
@@ -228,8 +240,13 @@ class MSHNet(Task):
         return [dict(image=row) for row in rows], lambda parts: windows.resize(join(parts), image.shape[1:])
 
     def results(self, batch: Arrays, predictions, threshold: float = 0.5) -> list[dict]:
-        """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of
-        `scores.boxes`."""
+        """Return height, width, targets (how many), mask (H, W) bool in the image's own pixels, and boxes as
+        of `scores.boxes`.
+
+        Args:
+            batch: not used.
+            predictions: logits (N, 1, H, W).
+            threshold: as in `evaluate`."""
         from tpukit_tasks.mshnet.scores import boxes
 
         found = [boxes(logits, threshold) for logits in np.asarray(predictions)[:, 0]]

@@ -22,12 +22,18 @@ NUM_UNIFORMS = 6  # uniform numbers for each sample
 class Crop(NamedTuple):
     """The square that becomes a sample: of an image that is flipped, scaled, and black beyond its edge."""
 
-    size: int  # side in pixels
-    scaled: tuple[int, int]  # (width, height) to which the image is scaled
+    size: int
+    """Side in pixels."""
+    scaled: tuple[int, int]
+    """(width, height) to which the image is scaled."""
     flip: bool = False
-    x1: int = 0  # pixel of the scaled image where the square starts
+    """Mirror it, left to right."""
+    x1: int = 0
+    """Column of the scaled image where the square starts."""
     y1: int = 0
-    blur: float = 0.0  # radius in pixels, below 1
+    """Row of the scaled image where the square starts."""
+    blur: float = 0.0
+    """Radius in pixels, below 1."""
 
 
 def random_crop(
@@ -59,7 +65,7 @@ def on_host(image: np.ndarray, mask: np.ndarray, crop: Crop) -> tuple[np.ndarray
         picture = ImageOps.mirror(picture) if crop.flip else picture
         return picture.resize(crop.scaled, method).crop(box)
 
-    blur = ImageFilter.GaussianBlur(crop.blur)  # of radius 0: none
+    blur = ImageFilter.GaussianBlur(crop.blur)  # radius 0: no blur
     planes = [cut(plane, Image.Resampling.BILINEAR).filter(blur) for plane in image]
     mask = np.asarray(cut(mask, Image.Resampling.NEAREST))
     return np.stack([np.asarray(plane) for plane in planes]), mask[None]

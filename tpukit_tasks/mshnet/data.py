@@ -17,8 +17,8 @@ from tpukit.host.errors import TpukitError, as_unreadable
 from tpukit_tasks.mshnet import augment, lists
 from tpukit_tasks.mshnet.scores import brightest, regions
 
-NOISE = 64  # of masks that are JPEG files: what is darker is not a label, and channels differ by less
-VERSION = 11  # of what `_read_split` returns for the same files, which is cached
+NOISE = 64  # in masks that are JPEG files: what is darker is not a label, and channels differ by less
+VERSION = 11  # raise it if `_read_split` returns something else for the same files, because that is cached
 
 
 class InfraredSet:

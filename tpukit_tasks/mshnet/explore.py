@@ -18,11 +18,15 @@ THRESHOLDS = tuple(step / 20 for step in range(1, 20))
 
 def explore(run: Run, task: "Task", *, count: int = 32) -> None:
     """Show scores and predictions of test images at a threshold, with sliders for the threshold and the
-    image.
+    image. Without an open page, or without ipywidgets, the picture is that of threshold 0.5.
 
-    The best weights predict `count` test images here, on the CPU; the scores are those of these images.
-    Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
-    a task other than MSHNet, whose predictions have no threshold."""
+    Args:
+        run: a run with best weights, which predict here, on the CPU.
+        task: the task of the run, an `MSHNet`.
+        count: number of test images, which the scores are of.
+
+    Raises:
+        TpukitError: if the task is not MSHNet, whose predictions alone have a threshold."""
     from tpukit_tasks.mshnet import MSHNet
 
     if not isinstance(task, MSHNet):

@@ -13,7 +13,7 @@ from tpukit_tasks.mshnet.scores import regions
 if TYPE_CHECKING:
     from tpukit_tasks.mshnet.data import InfraredSet
 
-# Of an image's area: the largest small target, 80 of 256 x 256 pixels by SPIE (Zhang et al., 2003)
+# Share of an image's area: the largest small target, 80 of 256 x 256 pixels by SPIE (Zhang et al., 2003)
 SMALL = 0.0012
 TINY = 3  # pixels at the network's size: fewer are lost when an image is scaled
 WHITE = 0.5  # share of a mask: more is not targets on black

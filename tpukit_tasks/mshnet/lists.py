@@ -22,7 +22,7 @@ FOLDERS = dict(images=("images", "image", "imgs", "img"), masks=("masks", "mask"
 # An image NAME, or NAME_img, has the mask NAME, NAME_mask, ...
 IMAGE_SUFFIXES = ("", "_img", "_image")
 MASK_SUFFIXES = ("", "_pixels0", "_mask", "_masks", "_gt", "_label")
-TEST_SHARE = 0.2  # of the images, without lists
+TEST_SHARE = 0.2  # share of the images to test on, without lists
 IN_BOTH = (
     "folders are in training and test: if these are sequences, their frames look alike, so put each sequence"
     " into one list, trainval.txt or test.txt"

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from tpukit_tasks.mshnet.loss import multiscale_loss
 
-CHANNELS = {"published": (16, 32, 64, 128, 256), "small": (8, 12, 20, 32, 32)}  # of the five stages
+CHANNELS = {"published": (16, 32, 64, 128, 256), "small": (8, 12, 20, 32, 32)}  # in the five stages
 BLOCKS = (1, 2, 2, 2, 2)
-IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
+IMAGE_MEAN = (0.485, 0.456, 0.406)  # ImageNet's, as published
 IMAGE_STD = (0.229, 0.224, 0.225)
 
 

@@ -7,7 +7,7 @@ from tpukit_tasks.mshnet.scores import match, regions
 
 Panels = list[tuple[str, np.ndarray]]  # (title, picture) of one sample
 
-# Of Okabe and Ito: told apart with every common colour blindness, and on grey.
+# Okabe and Ito's colours: told apart with every common colour blindness, and on grey.
 HIT, MISSED, FALSE = (86, 180, 233), (240, 228, 66), (213, 94, 0)
 FRAME = (255, 255, 255)
 RING = 6  # pixels around a region, at least

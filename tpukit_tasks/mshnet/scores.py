@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import ndimage, special
 
-THRESHOLDS = (np.arange(11) / 10).astype(np.float32)  # of the ROC, on the sigmoid of the logits
+THRESHOLDS = (np.arange(11) / 10).astype(np.float32)  # for the ROC, on the sigmoid of the logits
 MATCH_DISTANCE = 3  # pixels between centroids
 FAINT = -2.3  # a logit whose sigmoid is below all thresholds but 0
 LOWEST = -80.0  # a logit whose sigmoid is still more than 0 in float32

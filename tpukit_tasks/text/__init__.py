@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
     from tpukit_tasks.text.network import Network
 
-MULTIPLE = 128  # of the vocabulary of random weights: a TPU pads to it anyway
+MULTIPLE = 128  # the vocabulary of random weights is a multiple of it: a TPU pads to it anyway
 FEW = 16  # tokens of a text that begin a sample
 
 
@@ -94,7 +94,7 @@ class LanguageModel(Task):
         require_shares(self, "test_share")
         if self.batch_size is None or isinstance(self.batch_size, Chosen):
             batch, _ = self._fitting_sizes
-            shares = environment.detect().cores * self.micro_batches  # which a batch is divided into
+            shares = environment.detect().cores * self.micro_batches  # parts that a batch is divided into
             object.__setattr__(self, "batch_size", Chosen(shares * math.ceil(batch / shares)))
 
     @functools.cached_property
@@ -106,10 +106,12 @@ class LanguageModel(Task):
 
     @property
     def is_pretrained(self) -> bool:
+        """True if the model starts from published weights."""
         return self.pretrained == "yes" or (self.pretrained == "auto" and self.model_name != hub.TINY)
 
     @property
     def uses_lora(self) -> bool:
+        """True if LoRA's matrices train, and all else is frozen."""
         return self.adapter == "lora" or (self.adapter == "auto" and self.is_pretrained)
 
     @property
@@ -166,6 +168,10 @@ class LanguageModel(Task):
         return min(self.new_tokens, max(1, self.length // 2))
 
     def model(self, dtype: torch.dtype | None = None) -> Network:
+        """Make the network.
+
+        Args:
+            dtype: dtype of all weights but an adapter's; None: bfloat16 with LoRA, else float32."""
         from tpukit_tasks.text import network
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
@@ -179,12 +185,22 @@ class LanguageModel(Task):
         return adamw(model, self.lr, self.weight_decay, betas=(0.9, 0.95))
 
     def rates(self, model: Any, runtime: Runtime, samples_per_s: float) -> dict[str, float]:
-        """Tokens a second, over all cores."""
+        """Return the tokens per second, over all cores."""
         return {"tokens per second": samples_per_s * self.length}
 
     def export_folder(self, model: Network, to: str, folder: Path) -> float:
-        """Write a trained model for `tpukit export`. Return the largest difference of its logits, loaded
-        without tpukit."""
+        """Write a trained model for `tpukit export`.
+
+        Args:
+            model: the trained model, on the CPU.
+            to: "peft", its adapter alone, or "transformers", the whole.
+            folder: an empty folder.
+
+        Returns:
+            The largest difference of its logits, loaded without tpukit.
+
+        Raises:
+            TpukitError: if there is no adapter to write."""
         import torch
 
         if to == "peft" and not self.uses_lora:
@@ -223,7 +239,7 @@ class LanguageModel(Task):
     # Loss and predictions
 
     def loss(self, model: Network, batch: dict[str, Tensor], epoch: Any) -> Tensor:
-        """The cross entropy of a batch's tokens over as many as a batch predicts on average, so that
+        """Return the cross entropy of a batch's tokens over as many as a batch predicts on average, so that
         micro-batches and cores add up to the same, however these are spread."""
         from tpukit_tasks.text.loss import cross_entropy
 
@@ -232,8 +248,8 @@ class LanguageModel(Task):
         return loss * batch["share"].mean() / len(hidden)
 
     def predict(self, model: Network, batch: dict[str, Tensor], epoch: Any = None) -> dict[str, Tensor]:
-        """For each row: loss (B,), summed over count (B,) labels; and written (B, L), of which prompt (B,)
-        tokens are to be continued: up to the first answer, or a few of a text."""
+        """Return for each row: loss (B,), summed over count (B,) labels; and written (B, L), of which prompt
+        (B,) tokens are to be continued: up to the first answer, or a few of a text."""
         import torch
 
         from tpukit_tasks.text.loss import cross_entropy
@@ -269,7 +285,7 @@ class LanguageModel(Task):
     # Scores and texts
 
     def evaluate(self, predictions: Any) -> dict[str, Any]:
-        """log_likelihood of a token (nats); test_loss, its negative; perplexity; tokens, how many were
+        """Return log_likelihood of a token (nats); test_loss, its negative; perplexity; tokens, how many were
         predicted; samples, a list of dict(prompt, written)."""
         loss, count, samples = 0.0, 0, []
         for found, batch in predictions:
@@ -298,7 +314,7 @@ class LanguageModel(Task):
         return [[("a prompt, and what was written", f"{one['prompt']}\n\n{one['written']}")] for one in texts]
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
+        """Read prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
         prompts = [prompt for path in paths for prompt in conversations.read_prompts(path, self._tokenizer)]
         size = max(self.length, min(data.LENGTH, self.config.max_position_embeddings))
         most = size - self._new
@@ -310,5 +326,5 @@ class LanguageModel(Task):
         return dict(written=rows, prompt=lengths), [name for name, _ in prompts]
 
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
-        """prompt and written."""
+        """Return prompt and written."""
         return self._texts(predictions)

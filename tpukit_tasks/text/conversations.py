@@ -14,7 +14,7 @@ from tpukit_tasks.text import reading
 from tpukit_tasks.text.reading import Counts, Message, NothingToLearn
 
 TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.uint16)])
-SPECIAL = re.compile(r"</s>|<\|(?:im_end|eot_id|endoftext|end)\|>|<end_of_turn>|\[/INST\]")  # of some models
+SPECIAL = re.compile(r"</s>|<\|(?:im_end|eot_id|endoftext|end)\|>|<end_of_turn>|\[/INST\]")  # in some models
 MARK = "\ue000\ue001"  # stands for an answer, to see where the chat template writes it
 DAY = datetime.datetime(2024, 7, 26)  # for chat templates that write today's date
 NOW = r"""strftime_now\(\s*(["'])(.*?)\1\s*\)"""

@@ -23,10 +23,10 @@ from tpukit_tasks.text.conversations import TOKEN
 
 BATCH, LENGTH = 16, 1024  # rows of a batch, and tokens of a row, unless the data or the model need fewer
 SHORTEST = 128  # tokens of a row by default, at least
-FEWEST_STEPS = 50  # of the optimizer; with fewer a training run hardly learns
+FEWEST_STEPS = 50  # optimizer steps; with fewer a training run hardly learns
 MOST_NOTES = 8  # about texts
 MANY = 256  # conversations to choose from for what is left of a row
-VERSION = 9  # of what `_pack` makes of the same files, which is cached
+VERSION = 9  # raise it if `_pack` makes something else of the same files, because that is cached
 NOTHING = np.array([(0, -1, 0)], TOKEN)
 COPIES = "test texts are training texts, too: the scores say nothing about new texts"
 
@@ -86,7 +86,7 @@ def fitting_sizes(place: Path | None, bytes_per_token: int) -> tuple[int, int]:
         return BATCH, LENGTH
     try:
         files = reading.find_texts(place)
-    except TpukitError:  # which `open_sets` raises
+    except TpukitError:  # `open_sets` will raise it, too
         return BATCH, LENGTH
     rows = BATCH * FEWEST_STEPS
     tokens = sum(path.stat().st_size for path in files["train"] + files["test"]) // bytes_per_token

@@ -10,7 +10,7 @@ from tpukit.data import downloads
 from tpukit.host.errors import TpukitError, explained, reading
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text")  # by the `model_type` of a config
-SHAPES = Path(__file__).with_name("shapes")  # of published models, and all but the weights of TINY
+SHAPES = Path(__file__).with_name("shapes")  # configs of published models, and all but the weights of TINY
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
 TINY = "tiny"  # a GPT of four layers, with a token for each byte of UTF-8, and one for the end of a text
 

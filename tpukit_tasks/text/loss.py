@@ -50,8 +50,8 @@ class _CrossEntropy(torch.autograd.Function):
                 right = logs.gather(-1, label)
             each.append(-torch.where(counts, right, 0.0)[..., 0])
             if ctx.needs_input_grad[0]:
-                # Of the logits, wrong at positions that do not count, and not divided by the number of
-                # positions yet: in fp16 little would be left.
+                # The gradient of the logits, wrong at positions that do not count, and not yet divided by the
+                # number of positions: in fp16 little would be left.
                 if is_xla:
                     g = (logs.exp() - is_right.float()).to(logits.dtype)
                 else:  # each pass over the logits takes its time: their gradient is written over them

@@ -52,7 +52,7 @@ def build(
     if lora:
         peft = hub.imported("peft")
         settings: Any = dict(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
-        settings["fan_in_fan_out"] = config.model_type == "gpt2"  # whose matrices are transposed
+        settings["fan_in_fan_out"] = config.model_type == "gpt2"  # its matrices are transposed
         model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     network = Network(model)
     if recompute:

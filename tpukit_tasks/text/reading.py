@@ -183,7 +183,7 @@ def _message(one: Message) -> Message | None:
         return None
     for call in calls if _is_list(calls) else []:
         function = call.get("function", call)
-        if isinstance(function, dict) and "arguments" in function:  # which OpenAI writes as JSON in a text
+        if isinstance(function, dict) and "arguments" in function:  # OpenAI writes them as JSON in a text
             function["arguments"] = _parsed(function["arguments"])
     return dict(one, role=ROLES.get(role.lower(), role.lower()), content=content)
 

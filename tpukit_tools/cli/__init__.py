@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main_of_process(argv: list[str]) -> int:
-    code = [1]  # of an error that nothing catches
+    code = [1]  # for an error that nothing catches
     atexit.register(_leave, code)  # what is registered first is called last
     code[0] = main(argv)
     return code[0]

@@ -33,7 +33,7 @@ def of_library(function: Callable, is_good: Callable[[Any], bool] = bool, **defa
 
     def command(**settings: Any) -> int:
         made = function(**settings)
-        if isinstance(made, list):  # of predictions, which are saved
+        if isinstance(made, list):  # predictions, which are saved
             return int(any("error" in one for one in made))
         print(printable(made))
         return 0 if is_good(made) else 1
@@ -109,7 +109,7 @@ def run(argv: list[str]) -> int | None:
     command, words = choose(argv, there, "command", "tpukit"), argv[1:]
     function, names = COMMANDS[command], []
     if command == "compare" and words and not (words[0].isidentifier() or words[0] in HELP):
-        function = functions.merge  # of files
+        function = functions.merge  # FILES instead of a task
     elif command == "simulate":
         choose(words, {"eit": function.__doc__}, "tank", "tpukit simulate")
         words = words[1:]

@@ -26,7 +26,7 @@ def doctor(error: str | None = None, hardware: bool = False, rehearse: bool = Fa
         text = error
         if os.path.isfile(error):
             with open(error, "rb") as file:
-                is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # of PowerShell's `>`
+                is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell's `>`
             text = Path(error).read_text("utf-16" if is_utf16 else "utf-8", errors="replace")
         known = find_known_error(text)
         print(known.fix if known else UNKNOWN)

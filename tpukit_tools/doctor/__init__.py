@@ -38,7 +38,7 @@ try:
 except Exception as error:
     raise SystemExit(str(error).partition("\\n")[0])
 """
-OLD_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # of old guides, and still read
+OLD_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # from old guides, and still read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +53,13 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The inputs of the checks. errors: of torch, torch_xla and gpu, if they were tried; "" is none."""
+    """The inputs of the checks."""
 
     env: Environment
     environ: Mapping[str, str]
     root: Path
     errors: dict[str, str]
+    """Errors of torch, torch_xla and gpu, if they were tried; "" is none."""
 
     def version(self, package: str) -> str | None:
         return self.env.versions.get(package)

@@ -35,19 +35,19 @@ FORMAT = "tpukit hardware 1"
 REPORT = "hardware.json"
 HARDWARE = ("tpu", "cuda")  # a CPU rehearses the checks, torch_xla's CPU device those of a TPU
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-LIMIT_S = 300  # of a check; all_cores trains twice
+LIMIT_S = 300  # for one check; all_cores trains twice
 LONGEST_TEXT = 400  # characters of what was found
 # What begins like a path or a URL: as folders may have blanks, nobody can tell where it ends.
 PATH = re.compile(r"(\w+://|(?<![\w.)])~?/(?=[\w.-])|\b[A-Za-z]:\\).*")
-# Of mail and of the internet, versions 4 and 6
+# Mail addresses, and internet addresses of versions 4 and 6
 ADDRESS = re.compile(r"\S+@\S+|\b\d+(\.\d+){3}\b|(?<![\w:])([0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}(?![\w:])")
 
-MEAN_ERROR = 1e-3  # of gradients in fp32 over all cores
-FP32_ERROR = 1e-5  # of a product's norm; with factors rounded to bf16 it is 3e-3, to TF32 3e-4
+MEAN_ERROR = 1e-3  # largest mean error of gradients in fp32 over all cores
+FP32_ERROR = 1e-5  # relative to a product's norm; with factors rounded to bf16 it is 3e-3, to TF32 3e-4
 STEPS = 100
 LOST_BYTES = 2**20  # that as many steps may add to the peak of memory
 LOSS_CHANGE = 0.05  # between one core and several, in fp32
-LEAST_ACCURACY = 0.5  # of synthetic digits; by chance it is 0.1
+LEAST_ACCURACY = 0.5  # on synthetic digits; by chance it is 0.1
 
 Found = tuple[bool, str]
 

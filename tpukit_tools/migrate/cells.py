@@ -39,7 +39,7 @@ class Cells:
     def _add(self, number, source):
         start = len(self.lines)
         self.starts[number] = start
-        if number and OTHER_LANGUAGE.match(source):  # of a script, %%bash is a line alone
+        if number and OTHER_LANGUAGE.match(source):  # in a script, %%bash is just a line
             for line in LINES.split(source):
                 if SHELL_CELL.match(source):
                     self._check_command(line.strip())

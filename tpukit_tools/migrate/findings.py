@@ -13,20 +13,23 @@ RULES = TABLES["rules"]  # name -> (level, message)
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Finding:
-    """One place that breaks a rule.
-
-    path: of the file. cell: its number among all cells of a notebook, from 1; 0 in a script. line, column:
-    from 1, in the script or the cell. found: the code. advice: in place of the rule's message. fixable: the
-    fixed text of the file has it fixed."""
+    """One place that breaks a rule."""
 
     path: str
+    """Path of the file."""
     cell: int
+    """Its number among all cells of a notebook, from 1; 0 in a script."""
     line: int
+    """From 1, in the script or the cell."""
     column: int
+    """From 1."""
     rule: str
     found: str
+    """The code that breaks the rule."""
     advice: str = ""
+    """What to do, in place of the rule's message."""
     fixable: bool = False
+    """True if the fixed text of the file has it fixed."""
 
     @property
     def level(self) -> str:

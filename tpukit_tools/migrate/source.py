@@ -16,7 +16,7 @@ def parse(code: str) -> ast.Module:
     """Return the syntax tree, with `await` at the top as in notebooks. Raises SyntaxError, and ValueError
     for a zero byte."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes in the user's strings
+        warnings.simplefilter("ignore")  # escapes in the user's strings
         return compile(code, "<code>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
@@ -28,7 +28,7 @@ class Source:
         self.tree = parse(code)
         self.code = code.encode()
         lines = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self.code)
-        self.starts = [0, *itertools.accumulate(map(len, lines))]  # of the lines, in bytes
+        self.starts = [0, *itertools.accumulate(map(len, lines))]  # where lines start, in bytes
         every: list[Located] = list(ast.walk(self.tree))
         self.parents = {child: node for node in every for child in ast.iter_child_nodes(node)}
         located = [node for node in every if hasattr(node, "lineno")]

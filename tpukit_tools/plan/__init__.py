@@ -46,7 +46,11 @@ def plan(
         batch_sizes: global batch sizes to try; by default the task's own.
         log: gets a sentence before everything that takes long.
 
-    Raises TpukitError if the compiler cannot be had, or refuses a graph for another reason than memory."""
+    Returns:
+        A `Plan`. Printing it shows a table with a row for each batch size.
+
+    Raises:
+        TpukitError: if the compiler cannot be had, or refuses a graph for another reason than memory."""
     from tpukit.devices.runtime import check_batch
 
     if chip not in MACHINES:
@@ -85,11 +89,14 @@ def row_of(size: int, graph: dict[str, Any], chip: Chip) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Plan:
-    """The compiler's report; printed, a table with its explanation. rows: a dict for each batch size."""
+    """The compiler's report. Printing it shows a table and what its columns mean."""
 
     task: str
+    """Name of the task."""
     chip: str
+    """As `plan` was given it."""
     rows: list[dict]
+    """A dict for each batch size: batch_size, compile_s, fits, and the figures, or why it does not fit."""
 
     @property
     def largest_batch(self) -> int | None:

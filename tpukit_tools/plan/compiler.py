@@ -28,7 +28,8 @@ class Machine(NamedTuple):
 
     chip: Chip
     chips: int
-    topology: str  # its name in the compiler (`jax.experimental.topologies`)
+    topology: str
+    """Its name in the compiler (`jax.experimental.topologies`)."""
 
 
 MACHINES = {
@@ -97,7 +98,7 @@ def read_answer(ran: subprocess.CompletedProcess[str], libraries: Path) -> dict[
         error = answer.get("error", "")
         if not error or "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower():
             return answer
-        fix = fix_for(error) or ""  # of a lock file, for example
+        fix = fix_for(error) or ""  # an error about a lock file has one, for example
         raise TpukitError(f"the TPU compiler refuses this graph: {' '.join(error.split())[:600]} {fix}")
     if ran.returncode == -signal.SIGKILL:
         raise TpukitError(

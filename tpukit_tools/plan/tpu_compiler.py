@@ -39,7 +39,7 @@ def main(graph, topology, cores):
         module = stablehlo.deserialize_portable_artifact(context, file.read())
         for attribute in list(module.operation.attributes):
             name = attribute if isinstance(attribute, str) else attribute.name
-            if name.startswith("mhlo."):  # of torch_xla, which this compiler does not know
+            if name.startswith("mhlo."):  # torch_xla's, unknown to this compiler
                 del module.operation.attributes[name]
         donate_replaced_arguments(module, ir)
         try:
@@ -52,7 +52,7 @@ def main(graph, topology, cores):
     cost = cost if isinstance(cost, dict) else cost[0]
     return dict(
         peak_bytes=memory.peak_memory_in_bytes,
-        flops=cost.get("flops", 0.0),  # of a graph that only copies there are none
+        flops=cost.get("flops", 0.0),  # missing if a graph only copies
         hlo=compiled.hlo_modules()[0].to_string(),
     )
 

@@ -27,11 +27,11 @@ from tpukit.host.errors import first_line
 if TYPE_CHECKING:
     from tpukit.devices.xla import XLARuntime
 
-KERNEL_DIMS = (32, 64, 128)  # of a head
+KERNEL_DIMS = (32, 64, 128)  # sizes of a head that the kernels take
 KERNEL_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # those whose keys and logits fit the TPU's fast memory
 KERNEL_TOKENS_BIASED = (128, 256)  # and the bias with its gradient, all queries at a time
 KERNEL_SCRIPT = Path(__file__).with_name("kernels.py")
-TOLERANCE = 0.02  # of `try_kernels`, relative: a few roundings to bf16, of 0.4% at most each
+TOLERANCE = 0.02  # relative, for `try_kernels`: a few roundings to bf16, each of 0.4% at most
 MAX_PAIRS = 2**29  # tokens squared, over batch and heads, that a core holds at a time without the kernels
 
 # Why this process does without the kernels; None: it uses them.
@@ -56,7 +56,7 @@ def attention(qkv: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
     return out.transpose(1, 2).reshape(batch, tokens, width // 3)
 
 
-# Which of the two
+# The choice between the two
 
 
 def choose(runtime: "XLARuntime") -> str:

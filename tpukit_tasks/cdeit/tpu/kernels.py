@@ -35,8 +35,8 @@ from jax.experimental import pallas
 from jax.experimental.pallas import tpu
 
 LANES = 128
-LOGITS = 2**19  # of a block, 4 bytes each; the backward kernel has five such arrays in 16 MiB of fast memory
-MOSAIC_VERSION = 4  # of the kernel's code: read by the libtpu of torch_xla 2.8 (0.0.17) and by newer ones
+LOGITS = 2**19  # in a block, 4 bytes each; the backward kernel has five such arrays in 16 MiB of fast memory
+MOSAIC_VERSION = 4  # format of the kernels: the libtpu of torch_xla 2.8 (0.0.17) and newer ones read it
 
 
 def forward(qkv, bias=None, *, heads, interpret=False):
@@ -97,7 +97,7 @@ class Shape:
         self.width = width // 3
         self.dim = self.width // heads
         self.scale = self.dim**-0.5
-        self.heads, self.groups = LANES // self.dim, self.width // LANES  # of a group; of them
+        self.heads, self.groups = LANES // self.dim, self.width // LANES  # heads in a group; groups
         self.queries = min(self.tokens, LOGITS // self.tokens // self.heads)
         last = self.tokens // self.queries - 1
         self.rows = pallas.BlockSpec((1, self.queries, LANES), lambda h, b, i: (b, jnp.minimum(i, last), h))

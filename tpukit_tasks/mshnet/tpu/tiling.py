@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from tpukit.devices.chips import LANES
 from tpukit.devices.tensors import with_optimization_barrier
 
-MIN_ROWS = 16  # of a tile of the image; the network halves them twice
+MIN_ROWS = 16  # in a tile of the image; the network halves them twice
 
 
 def num_tiles(image: Tensor) -> int:
