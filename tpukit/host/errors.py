@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from tpukit.host.text import printable
@@ -43,7 +43,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def explained(what: str, kind: type[TpukitError] = TpukitError) -> Iterator[None]:
+def explained(what: str, kind: type[TpukitError] = TpukitError) -> Generator[None]:
     """Context manager: raise any error of a foreign library as one of this kind that begins with `what`. A
     TpukitError stays as it is."""
     try:
@@ -55,7 +55,7 @@ def explained(what: str, kind: type[TpukitError] = TpukitError) -> Iterator[None
 
 
 @contextlib.contextmanager
-def reading(path: Path, wrong: str, kind: type[TpukitError] = Damaged) -> Iterator[None]:
+def reading(path: Path, wrong: str, kind: type[TpukitError] = Damaged) -> Generator[None]:
     """Context manager: raise what is wrong with a file's content, or that it is missing, as an error of this
     kind that begins with `wrong`. An error of the disk, or a lack of memory, is no damage: it is raised as
     Unreadable. A TpukitError stays as it is."""

@@ -21,9 +21,9 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, reading
@@ -140,7 +140,7 @@ class Run:
         return run
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Generator[None]:
         """Context manager: keep other processes from training here. Raises TpukitError with host and pid of
         one that does. Where the disk has no locks, a process that comes later ends this one's saving."""
         if not self._writes:
@@ -220,7 +220,8 @@ class Run:
         """Return the records in the order of their steps; in the file an evaluation comes once it is scored,
         after some later steps. A damaged line, or a last one cut short by a kill, is left out with a
         warning."""
-        path, records = self.path / "records.jsonl", []
+        path = self.path / "records.jsonl"
+        records: list[dict[str, Any]] = []
         data = files.read_bytes(path) if files.exists(path) else b""
         for number, line in enumerate(data.splitlines(), 1):
             try:
@@ -265,7 +266,8 @@ class Run:
         """Return what `write_progress` last wrote, or {}."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             progress = json.loads((self.path / "progress.json").read_bytes())
-            return progress if isinstance(progress, dict) else {}
+            if isinstance(progress, dict):
+                return cast(dict[str, Any], progress)
         return {}
 
     def stop_requested(self) -> int | None:

@@ -209,7 +209,8 @@ class Task:
     ) -> Callable[[Batch], object]:
         """Return a function batch -> prediction on the device, for `evaluate`; a task that predicts in
         several steps overrides it."""
-        return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
+        number = runtime.as_graph_input("epoch", epoch)
+        return runtime.inference(functools.partial(self.predict, model, epoch=number))
 
     def save_predictions(self, folder: Path, predictions: list, data: Any) -> None:
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data:
