@@ -42,7 +42,7 @@ class World:
         if self.watchdog:
             self.watchdog.heartbeat(step)
 
-    def all_gather(self, tree: Any) -> list:
+    def all_gather(self, tree: Any) -> list[Any]:
         """Return the pytrees of numbers of all ranks, of one structure, as a list of pytrees of floats, rank
         by rank, the same on all ranks."""
         if self.size == 1:
@@ -53,7 +53,7 @@ class World:
         dist.all_gather(rows, mine)
         return [tree_unflatten(row.tolist(), structure) for row in rows]
 
-    def gather(self, tree: Any) -> list:
+    def gather(self, tree: Any) -> list[Any]:
         """Return, on rank 0, the pytrees of CPU tensors, numbers and strings of all ranks; elsewhere []."""
         if self.size == 1:
             return [tree]

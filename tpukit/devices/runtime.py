@@ -100,7 +100,7 @@ class Runtime:
         self.accelerator = accelerator
         self.world = world or World()
         self.compile_events: list[dict] = []
-        self._last_inputs: dict[type, tuple[float, Tensor]] = {}  # see `as_graph_input`
+        self._last_inputs: dict[str, tuple[float, Tensor]] = {}  # by name, see `as_graph_input`
         self.device = self._open_device()
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
@@ -172,15 +172,16 @@ class Runtime:
         copies = {name: torch.as_tensor(np.array(values)) for name, values in arrays.items()}
         return {name: Stored(copy.to(self.device), copy.shape) for name, copy in copies.items()}
 
-    def as_graph_input(self, number: float | None) -> Any:
+    def as_graph_input(self, name: str, number: float | None) -> Any:
         """Return a number that changes, or None, as an argument of a compiled function: if steps are graphs a
-        0-d tensor, so that every value runs the same one."""
+        0-d tensor, so that every value runs the same one. name: of the argument; its last tensor is kept, as
+        every step of an epoch asks for the same."""
         if number is None or not self.has_graphs:
             return number
-        last, tensor = self._last_inputs.get(type(number), (None, None))
-        if last != number:  # else the same one, as every step of an epoch asks for it
+        last, tensor = self._last_inputs.get(name, (None, None))
+        if last != number:
             tensor = self.put(torch.tensor(number))
-            self._last_inputs[type(number)] = number, tensor
+            self._last_inputs[name] = number, tensor
         return tensor
 
     def to_cpu(self, tree: Any) -> Any:

@@ -56,23 +56,37 @@ def causes() -> list[str]:
 
     torch_xla keeps no causes, only the times of the last 1,024 compilations, graphs with their numbers of
     operations, and transfers with their sizes. The cause is concluded from the order of these."""
+    compilations, _ = _samples("CompileTime")
     graphs, graphs_since = _samples("TensorsGraphSize")
     sent, sent_since = _samples("OutboundData")
-    causes_in_order, previous = [], 0.0
-    for time, _ in _samples("CompileTime")[0]:
+    complete_since = max(graphs_since, sent_since)
+    causes_in_order: list[str] = []
+    previous = 0.0  # when the compilation before ended
+    for time, _ in compilations:
+        # A graph's operations are noted each time it runs. What is noted first after the compilation is the
+        # compiled graph, whatever was noted before has run without it.
         ran = [(at, operations) for at, operations in graphs if at < time]
+        known_operations = {operations for _, operations in ran}
         compiled = next((operations for at, operations in graphs if at >= time), None)
-        recently = max([previous, *(at for at, _ in ran[:-PREFETCHED][-1:])])
-        before = {size for at, size in sent if at < recently}
-        since = {size for at, size in sent if recently <= at < time}
-        if recently < max(graphs_since, sent_since):
-            causes_in_order.append(UNKNOWN)
+        # Data that was sent long before belongs to the graphs that ran; what came recently may be of a batch
+        # for the compiled one. A size that only came recently is new.
+        recently = previous
+        if len(ran) > PREFETCHED:
+            before_prefetched, _ = ran[-PREFETCHED - 1]
+            recently = max(previous, before_prefetched)
+        sizes_before = {size for at, size in sent if at < recently}
+        sizes_since = {size for at, size in sent if recently <= at < time}
+        if recently < complete_since:
+            cause = UNKNOWN
         elif not ran:
-            causes_in_order.append(FIRST)
-        elif compiled not in {operations for _, operations in ran}:
-            causes_in_order.append(OTHER_OPERATIONS)
+            cause = FIRST
+        elif compiled not in known_operations:
+            cause = OTHER_OPERATIONS
+        elif sizes_since - sizes_before:
+            cause = NEW_SIZE
         else:
-            causes_in_order.append(NEW_SIZE if since - before else SAME_SIZES)
+            cause = SAME_SIZES
+        causes_in_order.append(cause)
         previous = time
     return causes_in_order
 

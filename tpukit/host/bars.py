@@ -9,14 +9,15 @@ from tqdm.std import tqdm as shell_bar
 from tpukit.host.text import notebook_kernel
 
 
-class tqdm(shell_bar):
+class tqdm(shell_bar):  # pyright: ignore[reportMissingTypeArgument] (only its stub takes one)
     """A progress bar, see `tqdm.tqdm`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._in_notebook, self._output = notebook_kernel() is not None, None
+        self._in_notebook = notebook_kernel() is not None
+        self._output: Any = None  # IPython's handle of what is displayed
         if self._in_notebook:
             options |= dict(ncols=90, gui=True)  # gui: tqdm itself prints nothing
-        super().__init__(*args, **options)
+        super().__init__(*args, **options)  # pyright: ignore[reportUnknownMemberType] (a stub without types)
         if self._in_notebook and not self.disable:
             self.display()
 
@@ -26,7 +27,7 @@ class tqdm(shell_bar):
         else:
             super().display(*args, **options)
 
-    def _show(self, text):
+    def _show(self, text: str) -> None:
         if self._output is None:
             display = sys.modules["IPython.display"].display  # every kernel has it loaded
             self._output = display({"text/plain": text}, raw=True, display_id=True)

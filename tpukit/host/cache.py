@@ -42,7 +42,7 @@ def check_own(*paths: Path) -> None:
                 raise TpukitError(_open_to_all(path))
 
 
-def _open_to_all(path):
+def _open_to_all(path: Path) -> str:
     return (
         f"{path} can be written by every user, so it may hold anything: set TPUKIT_CACHE to a folder of your"
         f" own, or delete what is there and run `chmod o-w {path}`"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tpukit.host import environment
 
-_asked = set()  # the Drives that this process asked for: a refusal is an answer
+_asked: set[Path] = set()  # the Drives that this process asked for: a refusal is an answer
 
 
 def mount_drive(env: environment.Environment | None = None) -> Path | None:
@@ -23,9 +23,9 @@ def mount_drive(env: environment.Environment | None = None) -> Path | None:
     if not env.has_drive:
         _asked.add(env.drive)
         try:
-            from google.colab import drive
+            from google.colab import drive  # pyright: ignore  (only Colab has it)
 
-            drive.mount(str(env.drive.parent))
+            drive.mount(str(env.drive.parent))  # pyright: ignore[reportUnknownMemberType]
         except Exception as error:  # the user closed the consent window, or the account has no Drive
             print(f"Drive: not mounted ({error}). Results in {env.outputs} are lost with this session.")
             return None

@@ -12,7 +12,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.text import notebook_kernel
@@ -131,7 +131,7 @@ class Environment:
         return str(self.table())
 
     def _repr_html_(self):
-        return self.table()._repr_html_()
+        return self.table().as_html()
 
     def require(self, accelerator: str, *, cores: int = 1) -> "Environment":
         """Check that this machine has the hardware that you need, before anything slow starts.
@@ -150,7 +150,7 @@ class Environment:
         Raises:
             TpukitError: if the accelerator is missing or has too few cores; it names the menu to open.
                 Also if torch_xla does not match torch."""
-        if not isinstance(cores, int):
+        if not isinstance(cast(object, cores), int):  # a notebook's form may hold anything
             raise TpukitError(f"cores={cores!r} (CORES in a notebook): it must be a whole number")
         accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "any": NAMES, "cpu": NAMES}
         requested, accelerator = accelerator, str(accelerator).lower()
@@ -213,7 +213,7 @@ def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> 
     )
 
 
-def _host(environ):
+def _host(environ: Mapping[str, str]) -> str:
     if environ.get("COLAB_RELEASE_TAG"):
         return "colab"
     if environ.get("KAGGLE_KERNEL_RUN_TYPE") or environ.get("KAGGLE_URL_BASE"):
@@ -234,7 +234,7 @@ def release(version: str, parts: int = 2) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:parts])
 
 
-def _accelerator(environ, root, versions):
+def _accelerator(environ: Mapping[str, str], root: Path, versions: Mapping[str, str]) -> tuple[str, int, str]:
     """Return (accelerator, cores, device name)."""
     if environ.get(CHOSEN) == "cpu":
         return "cpu", 1, f"{_processor()}; chosen by {CHOSEN}=cpu"
@@ -271,7 +271,7 @@ def tpu_chips(root: str | Path = "/") -> list[str]:
     return [name for name in ids if name in TPU_PCI_DEVICES]
 
 
-def _accelerator_type(root):
+def _accelerator_type(root: str | Path) -> str:
     """Name the chips on the PCI bus as TPU_ACCELERATOR_TYPE does, "" for unknown ones."""
     chips = tpu_chips(root)
     kind = ACCELERATOR_TYPES.get(chips[0]) if chips else None

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from tpukit.host.text import printable
@@ -45,7 +45,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def explained(what: str, kind: type[TpukitError] = TpukitError) -> Iterator[None]:
+def explained(what: str, kind: type[TpukitError] = TpukitError) -> Generator[None]:
     """Context manager: raise any error of a foreign library as one of this kind that begins with `what`. A
     TpukitError stays as it is."""
     try:
@@ -66,7 +66,7 @@ _OPTIONAL = {
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def importing() -> Generator[None]:
     """Context manager: raise a missing package that only a part of tpukit needs as one sentence."""
     try:
         yield
@@ -87,7 +87,7 @@ def check_installed(package: str) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path, wrong: str, kind: type[TpukitError] = Damaged) -> Iterator[None]:
+def reading(path: Path, wrong: str, kind: type[TpukitError] = Damaged) -> Generator[None]:
     """Context manager: raise what is wrong with a file's content, or that it is missing, as an error of this
     kind that begins with `wrong`. An error of the disk, or a lack of memory, is no damage: it is raised as
     Unreadable. A TpukitError stays as it is."""

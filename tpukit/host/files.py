@@ -12,7 +12,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,7 +29,7 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 @contextlib.contextmanager
 def atomic_file(
     path: Path, *, durable: bool = True, check: Callable[[Path], None] | None = None
-) -> Iterator[BinaryIO]:
+) -> Generator[BinaryIO]:
     """Open `path` for binary writing so that it appears complete or not at all.
 
     The bytes go to a temporary file next to it, which is renamed when it is complete and, if `durable`, on
@@ -93,7 +93,7 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{_cut(path.name)}.{host_name()}.{os.getpid()}.{token}.partial")
 
 
-def _cut(name):
+def _cut(name: str) -> str:
     return os.fsencode(name)[:140].decode(errors="ignore")  # all parts of a name have 255 bytes
 
 
@@ -137,7 +137,7 @@ def sync_names(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def explain_unwritable(path: Path, *, only: Collection[int] = ()) -> Iterator[None]:
+def explain_unwritable(path: Path, *, only: Collection[int] = ()) -> Generator[None]:
     """Context manager: raise an OSError as a TpukitError with `path`, a folder or a file.
 
     only: the error numbers to explain, in code that does more than writing there; by default all."""
@@ -183,7 +183,7 @@ def copy_atomic(source: Path, target: Path, check: Callable[[Path], None] | None
     """Copy one file, whole or not at all. check: see `atomic_file`. Raises TpukitError for a copy that is
     shorter than what was read, too."""
 
-    def check_copy(copy):
+    def check_copy(copy: Path) -> None:
         with explain_unwritable(target):
             if (size := copy.stat().st_size) != copied:
                 raise OSError(errno.EIO, f"{size} of {copied} bytes arrived")
@@ -279,7 +279,7 @@ def overwrite(file: BinaryIO, text: str) -> None:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Generator[None]:
     """Context manager: wait until no other process of this user and host holds the lock of `path`, as long as
     that one works (`wait_for`).
 

@@ -3,14 +3,14 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from tpukit.host.files import DISK_FULL, explain_unwritable, is_left, partial_of, sync_names
 
 
 @contextlib.contextmanager
-def atomic_folder(folder: str | Path) -> Iterator[Path]:
+def atomic_folder(folder: str | Path) -> Generator[Path]:
     """Yield an empty folder, renamed to `folder` when the block ends without an error.
 
     Parent folders are created; what killed processes left is removed. Raises TpukitError if the disk is full

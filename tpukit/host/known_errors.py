@@ -8,7 +8,7 @@ import dataclasses
 import re
 import tomllib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError
@@ -46,7 +46,7 @@ def fix_for(message: str) -> str | None:
 
 
 @contextlib.contextmanager
-def explain_known_errors() -> Iterator[None]:
+def explain_known_errors() -> Generator[None]:
     """Context manager: raise an error of an accelerator's runtime as a TpukitError with the fix, if known."""
     try:
         yield

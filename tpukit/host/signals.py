@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import threading
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 # A closed terminal or connection sends SIGHUP, which Windows has not.
@@ -21,7 +22,7 @@ class StopSignal:
 
     def __init__(self, says: str = AFTER_THIS_STEP):
         self.says = says
-        self.signal = None
+        self.signal: int | None = None
         self.at_step = False
 
     def __enter__(self):
@@ -34,7 +35,7 @@ class StopSignal:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _receive(self, number, frame):
+    def _receive(self, number: int, frame: object) -> None:
         if self.signal is not None:
             _raise(number)
         self.signal = number
@@ -48,7 +49,7 @@ class StopSignal:
             _raise(self.signal)
 
 
-def _raise(number):
+def _raise(number: int) -> NoReturn:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 

@@ -3,11 +3,12 @@
 import csv
 import io
 from collections.abc import Iterable
+from typing import Any
 
 from tpukit.host.text import printable
 
 
-def as_csv(columns: Iterable[str], rows: Iterable[Iterable]) -> str:
+def as_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """Return a table as CSV. Texts are escaped, and have a quote before what a spreadsheet would take for a
     formula and compute."""
     out = io.StringIO()
@@ -16,7 +17,7 @@ def as_csv(columns: Iterable[str], rows: Iterable[Iterable]) -> str:
     return out.getvalue()
 
 
-def _csv_cell(value):
+def _csv_cell(value: Any) -> Any:
     if not isinstance(value, str):  # a negative number is no formula
         return value
     text = printable(value)

@@ -4,6 +4,7 @@ import html
 import io
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from tpukit.host.language import translate
 from tpukit.host.text import printable
@@ -22,7 +23,7 @@ class Table:
         self,
         title: str,
         columns: Iterable[str],
-        rows: Iterable[Iterable],
+        rows: Iterable[Iterable[Any]],
         *,
         are_names: bool = False,
     ):
@@ -47,22 +48,25 @@ class Table:
         Console(file=out, width=118, force_jupyter=False).print(table)  # in Jupyter it would display
         return "\n".join([self.title, *(line.rstrip() for line in out.getvalue().splitlines())]).rstrip()
 
-    def _repr_html_(self):
+    def as_html(self) -> str:
         head = "".join(_cell("th", name) for name in self.columns)
         body = "".join(f"<tr>{''.join(_cell('td', value) for value in row)}</tr>" for row in self.rows)
         table = f"<table><tr>{head}</tr>{body}</table>"
         return f"<div {NO_FORMULAS}><b>{html.escape(self.title)}</b>{table}</div>"
 
+    def _repr_html_(self) -> str:
+        return self.as_html()
 
-def _shown(value):
+
+def _shown(value: object) -> str:
     return translate(_printed(value))
 
 
-def _printed(value):
+def _printed(value: object) -> str:
     return "" if value is None else printable(value)
 
 
-def _cell(tag, text):
+def _cell(tag: str, text: str) -> str:
     # A heading may have several lines in a narrow page; a date or a chip's name may not.
     longest = 8 if tag == "th" else 16
     whole = ";white-space:nowrap" if len(text) <= longest else ""
@@ -70,7 +74,7 @@ def _cell(tag, text):
     return f"<{tag} style='text-align:left;overflow-wrap:{wrap}{whole}'>{html.escape(text)}</{tag}>"
 
 
-class Sentences(list):
+class Sentences(list[str]):
     """Sentences, one per line. Words in `backticks` are shown as code; nothing else is markup."""
 
     def __repr__(self):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.data.arrays import Arrays
 from tpukit.data.datasets import is_demo
-from tpukit.devices.runtime import Runtime
+from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.text import printable
 from tpukit.inference.trained import DEMO_FOLDER
@@ -97,43 +97,79 @@ def predict_files(
 
     best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
     with `error`; the others are still predicted."""
-    read_files, split = (part_of(task, OwnFiles, name) for name in ("read_files", "split"))
     predictor = open_predictor(task, best, runtime)
-    waiting = collections.deque()  # (sample, function that joins its rows' predictions, number of rows)
+    # Reading is ahead of predicting: a batch is filled with the rows of several samples, and the device has
+    # the next one before the last one's predictions come. Meanwhile their samples wait here, in order.
+    waiting: collections.deque[_Waiting] = collections.deque()
 
-    def rows():
-        for path in paths:
-            try:
-                batch, names = read_files([path], best)
-            except TpukitError as error:
-                waiting.append((Sample(path.name, error=printable(error)), None, 0))
-                continue
-            for index, name in enumerate(names):
-                one = {key: values[index : index + 1] for key, values in batch.items()}
-                parts, join = split(one)
-                waiting.append((Sample(name, one), join, len(parts)))
-                yield from parts
+    def rows() -> Iterator[Arrays]:
+        for one, rows_of_one in _read_samples(task, best, paths):
+            waiting.append(one)
+            yield from rows_of_one
 
-    def batches():
-        waiting_rows = rows()
-        while part := list(itertools.islice(waiting_rows, batch_size)):
-            # On a device that compiles, the last batch is filled up, so that there is one compiled graph.
-            filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
-            batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
-            yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
+    for prediction in _predict_rows(predictor, rows(), runtime, batch_size):
+        first = next(one for one in waiting if one.lacking)  # as predictions come in the order of the rows
+        first.add(prediction)
+        while waiting and not waiting[0].lacking:
+            yield waiting.popleft().sample
+    for one in waiting:  # the last files, if they cannot be read
+        yield one.sample
 
-    predictions = (  # one for each row
-        tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
-        for prediction, batch in predict_batches(predictor, batches(), runtime, keys=())
-        for index in range(int(batch["valid"].sum()))
-    )
-    for prediction in predictions:
-        while not waiting[0][2]:
-            yield waiting.popleft()[0]
-        sample, join, count = waiting.popleft()
-        sample.prediction = join([prediction, *itertools.islice(predictions, count - 1)])
-        yield sample
-    yield from (sample for sample, _, _ in waiting)
+
+@dataclasses.dataclass
+class _Waiting:
+    """A sample that was read and not yet yielded."""
+
+    sample: Sample
+    lacking: int = 0
+    """its rows without a prediction so far; a file that cannot be read has none"""
+    join: Callable[[list], object] = list
+    """see `OwnFiles.split`"""
+    predictions: list[Any] = dataclasses.field(default_factory=list)
+    """of its first rows"""
+
+    def add(self, prediction: Any) -> None:
+        """Take the prediction of the next row; with that of the last one the sample has its own."""
+        self.predictions.append(prediction)
+        self.lacking -= 1
+        if not self.lacking:
+            self.sample.prediction = self.join(self.predictions)
+
+
+def _read_samples(task: Task, best: Path, paths: Iterable[Path]) -> Iterator[tuple[_Waiting, list[Arrays]]]:
+    """Yield each sample of the files with its rows, in order."""
+    read_files, split = part_of(task, OwnFiles, "read_files"), part_of(task, OwnFiles, "split")
+    for path in paths:
+        try:
+            batch, names = read_files([path], best)
+        except TpukitError as error:
+            yield _Waiting(Sample(path.name, error=printable(error))), []
+            continue
+        for index, name in enumerate(names):
+            one = {key: values[index : index + 1] for key, values in batch.items()}
+            rows, join = split(one)
+            yield _Waiting(Sample(name, one), len(rows), join), rows
+
+
+def _predict_rows(
+    predictor: Callable[[Batch], object], rows: Iterator[Arrays], runtime: Runtime, batch_size: int
+) -> Iterator[Any]:
+    """Yield the prediction of each row, of numpy arrays, in order."""
+    batches = _batches(rows, runtime, batch_size)
+    for prediction, batch in predict_batches(predictor, batches, runtime, keys=()):
+        for index in range(int(batch["valid"].sum())):
+            yield tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
+
+
+def _batches(rows: Iterator[Arrays], runtime: Runtime, batch_size: int) -> Iterator[Batch]:
+    """Yield the rows as batches on the device, each with `valid`."""
+    while part := list(itertools.islice(rows, batch_size)):
+        filled = part
+        if runtime.compiles:  # the last batch is filled up, so that there is one compiled graph
+            filled = part + [part[-1]] * (batch_size - len(part))
+        batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
+        batch["valid"] = np.arange(len(filled)) < len(part)
+        yield runtime.put_batch(batch)
 
 
 def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:

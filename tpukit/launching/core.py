@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from tpukit.devices import open_runtime
@@ -102,7 +102,7 @@ def _alone() -> Core:
 
 
 @contextlib.contextmanager
-def running(current: Core) -> Iterator[Core]:
+def running(current: Core) -> Generator[Core]:
     """Context manager: `core()` returns `current`."""
     global _running
     before, _running = _running, current

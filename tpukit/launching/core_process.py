@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import IO, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 # Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep
 # the group, and the group's threads abort the process when Python ends before them.
-import torch.distributed.nn.functional  # noqa: F401
+import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import avoid_launch_barrier, chip_access, open_runtime, runtime_class
@@ -89,7 +89,7 @@ def describe(job: Job, index: int, core: Core | None) -> str:
 
 
 @contextlib.contextmanager
-def joined(job: Job, world: World, stacks: IO[str], **watch) -> Iterator[Core]:
+def joined(job: Job, world: World, stacks: IO[str], **watch: Any) -> Generator[Core]:
     """Context manager: open this process's device as one rank of `world`, and leave the others at the end.
 
     stacks, watch: arguments of the `Watchdog`."""
@@ -143,12 +143,13 @@ def join(job: Job, index: int) -> World:
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-    store = dist.FileStore(str(job.rendezvous), size)
-    store.set_timeout(_group_timeout(job))
+    # torch has types for neither.
+    store = dist.FileStore(str(job.rendezvous), size)  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(_group_timeout(job))  # pyright: ignore[reportUnknownMemberType]
     return join_group(job, index, rank=rank, world_size=size, store=store)
 
 
-def join_group(job: Job, local_rank: int, **init_args) -> World:
+def join_group(job: Job, local_rank: int, **init_args: Any) -> World:
     """Return the `World` of this process, after it has joined the others. init_args: of
     torch.distributed.init_process_group."""
     backend = runtime_class(job.env).open_for_group(local_rank)

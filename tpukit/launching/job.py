@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,7 @@ PRINTED = "printed.txt"  # what rank 0 prints
 
 
 @contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
+def temporary_folder() -> Generator[Path]:
     """Context manager: make a folder, which stays after a failure, whose message names it."""
     folder = Path(tempfile.mkdtemp(prefix="tpukit-cores-"))
     yield folder
@@ -43,7 +43,7 @@ class LaunchedCall:
         trains: whether the call counts its steps from the start, and on a signal saves after one. Another
             call may take any time before its first step, and ends at once."""
 
-    arguments: Callable[[Core], tuple[tuple, dict[str, Any]]]
+    arguments: Callable[[Core], tuple[tuple[Any, ...], dict[str, Any]]]
     reserve: Callable[[], contextlib.AbstractContextManager[Path]] = temporary_folder
     say: Callable[[str], None] = print
     progress: Callable[[], dict[str, Any]] = dict
@@ -61,7 +61,7 @@ class Job:
     start_timeout_s: ClassVar[float] = 600.0
     """Time to import torch_xla and open the chips; eight were never timed."""
 
-    function: Callable
+    function: Callable[..., Any]
     plan: LaunchedCall
     env: Environment
     hang_timeout_s: float

@@ -19,7 +19,7 @@ from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchedCall
 
 
 def launch(
-    function: Callable,
+    function: Callable[..., Any],
     *args: Any,
     cores: int | None = None,
     hang_timeout_s: float = HANG_TIMEOUT_S,
@@ -71,7 +71,7 @@ def launch(
     return _call_in_processes(job, count)
 
 
-def describe_call(args: tuple) -> LaunchedCall:
+def describe_call(args: tuple[Any, ...]) -> LaunchedCall:
     """Return the plan of a call with these arguments: what the first one's method `for_launch(*others)`
     returns, as a task's does for a run; otherwise a plain function's."""
     plan = None

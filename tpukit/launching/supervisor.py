@@ -70,7 +70,7 @@ class Supervisor:
                     self.bar.close()
         return self._result(stop)
 
-    def _watch(self, stop):
+    def _watch(self, stop: StopSignal) -> None:
         """Return when all cores have ended, or GRACE_S after the first failure, in which the others leave
         errors and stacks."""
         failed_at = None
@@ -94,7 +94,7 @@ class Supervisor:
                 return
         self.dead_cores = self.dead_cores or self._find_dead()
 
-    def _end_processes(self):
+    def _end_processes(self) -> None:
         """Kill the cores and what they started, and wait until they are gone."""
         for process, pid in self._started():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -107,7 +107,7 @@ class Supervisor:
         """Return (process, pid) of the cores that were started."""
         return [(process, process.pid) for process in self.processes if process.pid is not None]
 
-    def _result(self, stop):
+    def _result(self, stop: StopSignal) -> Any:
         if self.dead_cores:  # first: the others failed because it is gone
             raise CoreFailed(self._describe(self._deaths()))
         if failures := self._ends("failed"):
@@ -122,7 +122,7 @@ class Supervisor:
         [result] = self.job.folder.glob("rank-*.result")
         return torch.load(result, weights_only=True)
 
-    def _show(self, *, is_over=False):
+    def _show(self, *, is_over: bool = False) -> None:
         """Show what rank 0 has printed since the last call, in whole lines until the launch is over, and how
         far the function is."""
         text = b""
@@ -142,12 +142,13 @@ class Supervisor:
             self.bar = tqdm(
                 total=now["total"], initial=now["step"], desc=now["name"], unit=now["unit"], mininterval=0.5
             )
-        self.bar.set_postfix({name: now[name] for name in ("epoch", "loss") if name in now}, refresh=False)
+        shown = {name: now[name] for name in ("epoch", "loss") if name in now}
+        self.bar.set_postfix(shown, refresh=False)  # pyright: ignore[reportUnknownMemberType] (of the stub)
         self.bar.update(now["step"] - self.bar.n)
 
     # Reading what the cores left
 
-    def _read(self, index, name):
+    def _read(self, index: int, name: str) -> str:
         """Return what a core wrote to one of its files; nothing if it is not there yet. Raises Unreadable if
         the disk does not tell for some seconds: without it, cores that train on would look dead."""
         path = self.job.file(index, name)
@@ -157,30 +158,30 @@ class Supervisor:
                 return files.read_bytes(path).decode(errors="replace") if files.exists(path) else ""
         raise unreadable(path, "tried three times")
 
-    def _ends(self, outcome):
+    def _ends(self, outcome: str) -> list[dict[str, Any]]:
         """Return the endings of the cores that ended in this way, see `joining.run_core`."""
         ends = [self._read(index, "end") for index in range(self.job.processes)]
         return [end for end in map(json.loads, filter(None, ends)) if end["outcome"] == outcome]
 
-    def _find_dead(self):
+    def _find_dead(self) -> list[int]:
         gone = [index for index, process in enumerate(self.processes) if not process.is_alive()]
         return [index for index in gone if not self._read(index, "end")]  # read second: it is written before
 
-    def _starting(self):
+    def _starting(self) -> list[int]:
         return [index for index in range(self.job.processes) if not self._read(index, "step")]
 
-    def _is_hung(self):
+    def _is_hung(self) -> bool:
         return any(self._read(index, "hang") for index in range(self.job.processes))
 
     # Explaining, in lines
 
-    def _describe(self, lines):
+    def _describe(self, lines: list[str]) -> str:
         """Return the message of a `CoreFailed`."""
         logs = f"What each core printed: {self.job.folder}/rank-NN.log"
         return "\n".join([*lines, f"{self.plan.saved()} {logs}".strip()])
 
-    def _deaths(self):
-        lines = []
+    def _deaths(self) -> list[str]:
+        lines: list[str] = []
         for index in self.dead_cores:
             step = self._read(index, "step")
             where = self.job.describe(index, int(step) if step else None)
@@ -191,7 +192,7 @@ class Supervisor:
             lines += [f"{where} ended unexpectedly: {cause}", *self._traces(index)]
         return lines
 
-    def _hang(self):
+    def _hang(self) -> list[str]:
         starting = self._starting()
         event = f"no core completed a step for {self.job.hang_timeout_s:g} s"
         if starting:
@@ -203,10 +204,10 @@ class Supervisor:
             lines += self._traces(index)
         return [*lines, ""]
 
-    def _traces(self, index):
+    def _traces(self, index: int) -> list[str]:
         """Return the lines of a core's faulthandler dump, without idle threads and what called the core, and
         the last lines of its log."""
-        lines = []
+        lines: list[str] = []
         for thread in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", self._read(index, "stacks")):
             is_idle = re.match(r".*\n.*in _worker$", thread, re.M) or "tqdm/_monitor.py" in thread
             if not is_idle:

@@ -30,7 +30,7 @@ class Backup:
         self.names = names
         # When Drive is lost, an empty folder stays where it was mounted.
         self.mount_point = next(filter(os.path.ismount, (self.path, *self.path.parents)))
-        self.copied: dict[str, tuple] = {}  # name -> version of the file that was copied last
+        self.copied: dict[str, tuple[int, int, int]] = {}  # name -> version of the file that was copied last
 
     def __str__(self) -> str:
         return str(self.path)
@@ -109,7 +109,7 @@ class Backup:
         kept = manifest.read(self.path)
         self._copy_file(folder, self.names[0])
         # Until a copy is complete, the file that it replaces is still here.
-        both = {}
+        both: manifest.Manifest = {}
         for name, digests in (kept or {}).items():
             new = [digest for digest in listed.get(name, []) if digest not in digests]
             both[name] = digests + new
@@ -119,7 +119,7 @@ class Backup:
         for name in self.names:
             if files.exists(folder / name):
                 self._copy_file(folder, name)
-        whole = {}
+        whole: manifest.Manifest = {}
         for name, digests in listed.items():
             if self._copy_whole(folder, name, digests, say):
                 whole[name] = digests
@@ -158,7 +158,7 @@ class Backup:
         for name in self.names:
             if files.exists(self.path / name):
                 files.copy_atomic(self.path / name, folder / name)
-        whole = {}
+        whole: manifest.Manifest = {}
         for name, digests in listed.items():
             if manifest.is_whole(self.path / name, digests):
                 files.copy_atomic(self.path / name, folder / name)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError
@@ -14,7 +14,7 @@ if sys.platform != "win32":
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[Callable[[], None]]:
+def exclusive_lock(path: Path) -> Generator[Callable[[], None]]:
     """Context manager: lock the file `path` for this process alone, and write its pid and host into it.
 
     Raises TpukitError with pid and host of a process that holds the lock. A lock ends with its process,

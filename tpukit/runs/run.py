@@ -21,9 +21,9 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, reading
@@ -169,7 +169,7 @@ class Run:
         return run
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Generator[None]:
         """Context manager: keep other processes from training here. If the disk has no locks, a process that
         comes later ends this one's saving.
 
@@ -271,7 +271,8 @@ class Run:
 
         Returns:
             A dict for each record: kind, step, time (seconds since 1970), and its values."""
-        path, records = self.path / "records.jsonl", []
+        path = self.path / "records.jsonl"
+        records: list[dict[str, Any]] = []
         data = files.read_bytes(path) if files.exists(path) else b""
         for number, line in enumerate(data.splitlines(), 1):
             try:
@@ -322,7 +323,8 @@ class Run:
         """Return what `write_progress` last wrote, or {}."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             progress = json.loads((self.path / "progress.json").read_bytes())
-            return progress if isinstance(progress, dict) else {}
+            if isinstance(progress, dict):
+                return cast(dict[str, Any], progress)
         return {}
 
     def stop_requested(self) -> int | None:

@@ -1,21 +1,18 @@
 """The settings of a task, as a run keeps them and compares them when it is resumed."""
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import (
-    Annotated,
     Any,
     ClassVar,
     Literal,
     Protocol,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -63,23 +60,33 @@ def as_declared(name: str, value: Any, declared: Any) -> Any:
     if Path in kinds and isinstance(value, str):
         return Path(value) if value else None  # a field of a notebook that was left empty
     if tuple in kinds and isinstance(value, list):
-        return tuple(as_declared(name, item, kinds[tuple][0]) for item in value)
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        of_items = kinds[tuple][0]
+        return tuple(as_declared(name, item, of_items) for item in cast(list[Any], value))
+    # What is left is of no declared type, or of a subclass of one: a bool is an int in Python, but no number
+    # here.
+    is_number = _is_number(value)
     is_whole = is_number and (isinstance(value, int) or float(value).is_integer())
-    rules = {
-        bool: (isinstance(value, bool), "True or False"),
-        int: (is_whole, "a whole number"),
-        float: (is_number, "a number"),
-        str: (isinstance(value, str), "a text in quotes"),
-        tuple: (isinstance(value, tuple), "a tuple, such as ('head',)"),
-    }
-    for kind in kinds.keys() & rules.keys():
-        is_right, wanted = rules[kind]
-        if not is_right:
-            raise TpukitError(f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}")
-    if int in kinds and not isinstance(value, int):
-        return int(value)  # papermill and NumPy give whole floats, too
-    return value
+    if bool in kinds and not isinstance(value, bool):
+        raise _wrong_type(name, value, "True or False")
+    if int in kinds:
+        if not is_whole:
+            raise _wrong_type(name, value, "a whole number")
+        return value if isinstance(value, int) else int(value)  # of papermill, or of NumPy
+    if float in kinds and not is_number:
+        raise _wrong_type(name, value, "a number")
+    if str in kinds and not isinstance(value, str):
+        raise _wrong_type(name, value, "a text in quotes")
+    if tuple in kinds and not isinstance(value, tuple):
+        raise _wrong_type(name, value, "a tuple, such as ('head',)")
+    return cast(Any, value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
+def _wrong_type(name: str, value: Any, wanted: str) -> TpukitError:
+    return TpukitError(f"{name}={value!r} ({name.upper()} in a notebook): it must be {wanted}")
 
 
 def require_at_least(task: Described, least: float, *names: str) -> None:
@@ -135,17 +142,3 @@ def from_settings(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
     types, fields = get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
     names = fields & given.keys()
     return kind(**{name: as_declared(name, given[name], types[name]) for name in names})
-
-
-def annotate_help(cls: type, as_help: Callable[[str], Any]) -> None:
-    """Annotate each setting of a task with its docstring in one line, because tyro keeps the source's line
-    breaks. as_help: help text -> annotation."""
-    settings = {field.name for field in dataclasses.fields(cls)}
-    for base in cls.__mro__[:-1]:  # without object
-        statements = ast.walk(ast.parse(inspect.getsource(base)))
-        for declared, below in itertools.pairwise(statements):
-            match declared, below:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    if name in settings:
-                        help_text = as_help(" ".join(text.split()))
-                        base.__annotations__[name] = Annotated[base.__annotations__[name], help_text]

@@ -31,7 +31,7 @@ def load_tensors(file: BinaryIO) -> Any:
         ) from None
 
 
-def _plain_types():
+def _plain_types() -> list[Any]:
     """Return types that checkpoints hold besides tensors, and that run no code: numbers and settings."""
     numbers = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
     scalar = np.float64(0).__reduce__()[0]

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
@@ -47,12 +47,10 @@ def read(path: str | Path) -> "dict[str, Tensor]":
         else:
             content = load_tensors(io.BytesIO(data))
     for key in KEYS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
+        if _is_dict(content) and _is_dict(content.get(key)):
             content = content[key]
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
-    ):
-        keys = f" of {', '.join(map(str, content)):.200}" if isinstance(content, dict) else ""
+    if not _is_state_dict(content):
+        keys = f" of {', '.join(map(str, content)):.200}" if _is_dict(content) else ""
         raise TpukitError(
             f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__}{keys}: save the"
             " state dict alone, or under state_dict"
@@ -64,7 +62,19 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     return _without_prefixes(content)
 
 
-def _without_prefixes(content):
+def _is_dict(content: object) -> TypeGuard[dict[Any, Any]]:
+    return isinstance(content, dict)
+
+
+def _is_state_dict(content: object) -> "TypeGuard[dict[str, Tensor]]":
+    import torch
+
+    return _is_dict(content) and all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    )
+
+
+def _without_prefixes(content: "dict[str, Tensor]") -> "dict[str, Tensor]":
     """Return the tensors without the prefixes that all their names begin with."""
     for prefix in PREFIXES:
         if content and all(name.startswith(prefix) for name in content):
@@ -105,7 +115,8 @@ def metadata(path: str | Path) -> dict[str, str]:
         return {}
     with explain_damage(path):
         open(path, "rb").close()  # safetensors takes each error of the disk for a missing file
-        with safe_open(path, "pt") as file:
+        opened: Any = safe_open(path, "pt")
+        with opened as file:
             return file.metadata() or {}
 
 

@@ -123,7 +123,9 @@ def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn
     if what := weights.differences(saved["model"], model.state_dict()):
         raise _changed(run, f"with another model than {code}.model() makes now: {what}")
     old, new = saved["optimizer_settings"], origin.optimizer_settings
-    if what := ", ".join(f"{name} was {old[name]}, is {new[name]}" for name in differences(old, new)[:3]):
+    changed = [f"{name} was {old[name]}, is {new[name]}" for name in differences(old, new)]
+    if changed:
+        what = ", ".join(changed[:3])
         raise _changed(run, f"with another optimizer than {code}.optimizer() makes now: {what}")
 
 

@@ -1,7 +1,6 @@
 """Parts of a model that do not train: `freeze`. Optimizers skip a parameter without a gradient."""
 
 import difflib
-import itertools
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -21,7 +20,10 @@ def freeze(model: nn.Module, parts: Sequence[str], head: Callable[[nn.Module], l
     if not parts:
         return
     names = [name for name, _ in model.named_parameters()]
-    known = {part for name in names for part in itertools.accumulate(name.split("."), "{}.{}".format)}
+    known: set[str] = set()  # of 0.conv.weight: 0, 0.conv and 0.conv.weight
+    for name in names:
+        words = name.split(".")
+        known.update(".".join(words[: depth + 1]) for depth in range(len(words)))
     frozen = set()
     for part in parts:
         if part == BACKBONE and part not in known:

@@ -93,7 +93,20 @@ def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, Any]:
     task = dataclasses.replace(task, weights=best)
     data = task.test_set()
     indices = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
-    parts = (indices[first : first + BATCH_SIZE] for first in range(0, len(indices), BATCH_SIZE))
-    batches = (runtime.put_batch(data.batch(part) | dict(valid=np.ones(len(part), bool))) for part in parts)
-    predictions, batches = zip(*predict_batches(open_predictor(task, best, runtime), batches, runtime))
-    return tuple(tree_map(lambda *values: torch.cat(values), *parts) for parts in (batches, predictions))
+
+    def batches() -> Iterator[Batch]:
+        for first in range(0, len(indices), BATCH_SIZE):
+            part = indices[first : first + BATCH_SIZE]
+            arrays = data.batch(part) | dict(valid=np.ones(len(part), bool))
+            yield runtime.put_batch(arrays)
+
+    pairs = list(predict_batches(open_predictor(task, best, runtime), batches(), runtime))
+    batch = _join([batch for _, batch in pairs])
+    predictions = _join([prediction for prediction, _ in pairs])
+    return batch, predictions
+
+
+def _join(parts: list[Any]) -> Any:
+    """Return pytrees of one structure as one: the tensors at each of its places are joined along the first
+    axis."""
+    return tree_map(lambda *tensors: torch.cat(tensors), *parts)

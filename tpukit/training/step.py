@@ -129,10 +129,10 @@ class TrainingStep:
 
     def arguments(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> tuple:
         """Return the arguments of `compiled` and `eager`. batch: on the device. epoch: from 0."""
-        number = self.runtime.as_graph_input(epoch)
+        number = self.runtime.as_graph_input("epoch", epoch)
         if self.task.compile == "yes":  # on a CPU, too: torch.compile compiles anew for another number
             number = torch.as_tensor(number)
-        return batch, number, self.sums, self.runtime.as_graph_input(lr_factor)
+        return batch, number, self.sums, self.runtime.as_graph_input("lr_factor", lr_factor)
 
     def __call__(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> None:
         """Take a step, and add its metrics to `sums`."""

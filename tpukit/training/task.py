@@ -272,7 +272,8 @@ class Task:
 
         Returns:
             A function batch -> prediction, both on the device."""
-        return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
+        number = runtime.as_graph_input("epoch", epoch)
+        return runtime.inference(functools.partial(self.predict, model, epoch=number))
 
     def save_predictions(self, folder: Path, predictions: list, data: Any) -> None:
         """Write the predictions on the test set to a folder; by default nothing.

@@ -5,7 +5,7 @@ A folder without lists, such as a user's own, is split by the names of its image
 import collections
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -182,10 +182,14 @@ def find_unused(folder: Path, files: Files) -> list[str]:
         "names are in the lists more than once": [name for name, count in counts.items() if count > 1],
     }
     if not train_list.is_file():
-        trained, tested = ({Path(name).parent.as_posix() for name in part.values()} for part in (train, test))
-        found[IN_BOTH] = sorted((trained & tested) - {"."})
+        in_both = _folders_of(train.values()) & _folders_of(test.values())
+        found[IN_BOTH] = sorted(in_both - {"."})
     notices = [_counted(names, text) for text, names in found.items() if names]
     return notices + pictures.left_out(files_below(find_folder(folder, "images")))
+
+
+def _folders_of(names: Iterable[str]) -> set[str]:
+    return {Path(name).parent.as_posix() for name in names}
 
 
 def _unused(files, used):

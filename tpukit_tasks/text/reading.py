@@ -48,24 +48,42 @@ def find_texts(place: Path) -> dict[str, list[Path]]:
     """Return the files of train and of test, and the others. If some are in train, those in no split are
     others. Raises TpukitError if there is none to train on."""
     below = files_below(place) if place.is_dir() else [place]
-    files = [path for path in below if path.suffix in (*TEXTS, LINES, LIST) and path.is_file()]
-    files = [path for path in files if path.stem.lower() not in ABOUT] or files
-    files = [path for path in files if path.suffix != LIST or _is_list_file(path)] or files
-    splits = {path: _split_of(path.relative_to(place)) for path in files}
-    train = [path for path in files if splits[path] == "train"]
-    train = train or [path for path in files if splits[path] is None]
-    test = [path for path in files if splits[path] in ("val", "test")]
+    by_split: dict[str | None, list[Path]] = collections.defaultdict(list)
+    for path in _files_of_texts(below):
+        by_split[_split_of(path.relative_to(place))].append(path)
+    train = by_split["train"] or by_split[None]
+    test = sorted(by_split["val"] + by_split["test"])  # as `files_below` has them
     used = {*train, *test}
     others = [path for path in below if path not in used and path != place]
     if not train:
-        endings = collections.Counter(path.suffix or path.name for path in others).most_common(8)
-        here = f"; it has {', '.join(f'{count} {ending}' for ending, count in endings)}" if others else ""
-        raise TpukitError(
-            f"{place} does not exist or has no texts to train on: it should be text files"
-            f" ({', '.join(TEXTS)}), or .jsonl files with text, prompt and completion, or messages in each"
-            f" line, or .json files with a list of such (docs/TEXT.md converts Hugging Face datasets){here}"
-        )
+        raise _no_texts(place, others)
     return dict(train=train, test=test, others=others)
+
+
+def _files_of_texts(paths: list[Path]) -> list[Path]:
+    """Return the files that may have texts or rows, in their order: those about the data and those of
+    settings only if there is nothing else."""
+    files = [path for path in paths if path.suffix in (*TEXTS, LINES, LIST) and path.is_file()]
+    not_about = [path for path in files if path.stem.lower() not in ABOUT]
+    if not_about:
+        files = not_about
+    not_settings = [path for path in files if path.suffix != LIST or _is_list_file(path)]
+    if not_settings:
+        files = not_settings
+    return files
+
+
+def _no_texts(place: Path, others: list[Path]) -> TpukitError:
+    """Return the error for a place without texts to train on. others: the files that it has."""
+    here = ""
+    if others:
+        endings = collections.Counter(path.suffix or path.name for path in others).most_common(8)
+        here = f"; it has {', '.join(f'{count} {ending}' for ending, count in endings)}"
+    return TpukitError(
+        f"{place} does not exist or has no texts to train on: it should be text files"
+        f" ({', '.join(TEXTS)}), or .jsonl files with text, prompt and completion, or messages in each"
+        f" line, or .json files with a list of such (docs/TEXT.md converts Hugging Face datasets){here}"
+    )
 
 
 def _split_of(path):
@@ -115,28 +133,48 @@ def read_row(row: Any, counts: Counts, *, is_prompt: bool = False) -> tuple[list
     counts: gets the columns that are not used. is_prompt: the row needs no answer. Raises NothingToLearn for
     an answer that its label rejects, TpukitError for any other row."""
     row = row if isinstance(row, dict) else {}
+    # Each step takes the columns that it reads out of these; those that are left are counted in the end.
     unused = {name: value for name, value in row.items() if value is not None}
-    listed = _parsed(_take(unused, "messages", "conversations"))
     has_answer = is_prompt or any(name in row for name in ANSWERS)  # even if it is empty
-    if listed is None and has_answer and any(name in unused for name in QUESTIONS):
-        listed = _take_answered_question(unused)
-    text = _take(unused, "text", kind=str) if listed is None else None
-    messages: list[Any] = [_message(one) for one in listed] if _is_list(listed) else []
-    if text is None and (not messages or None in messages):
+    content = _take_content(unused, has_answer)
+    if content is None:
         columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
         raise TpukitError(
             "it needs a text, or a prompt and a completion, or messages, a list of {role: TEXT, content:"
             f" TEXT}}, all as texts, and has {columns or 'none of them'}"
         )
-    if messages and messages[0]["role"] != "system" and (system := _take(unused, *SYSTEM, kind=str)):
-        messages.insert(0, dict(role="system", content=system))
-    tools = _parsed(_take(unused, "tools")) if messages else None
+    tools = None
+    if isinstance(content, list):
+        if content[0]["role"] != "system":
+            system = _take(unused, *SYSTEM, kind=str)
+            if system:
+                content.insert(0, dict(role="system", content=system))
+        tools = _parsed(_take(unused, "tools"))
     # A text that was cut inside an emoji has half of a character.
     with explained("half of a character, which no tokenizer reads, so fix or delete the line"):
-        json.dumps([text, messages, tools], ensure_ascii=False).encode()
+        json.dumps([content, tools], ensure_ascii=False).encode()
     if unused:
         counts[UNUSED.format(", ".join(list(unused)[:5]))] += 1
-    return messages if text is None else text, tools
+    return content, tools
+
+
+def _take_content(columns: dict[str, Any], has_answer: bool) -> list[Message] | str | None:
+    """Remove the messages of a row, or else its question and answer, or else its text. Return them as
+    messages or as a text; None if there is nothing, or a message without a role or a text."""
+    listed = _parsed(_take(columns, "messages", "conversations"))
+    if listed is None and has_answer and any(name in columns for name in QUESTIONS):
+        listed = _take_answered_question(columns)
+    if listed is None:
+        return _take(columns, "text", kind=str)
+    if not _is_list(listed) or not listed:
+        return None
+    messages: list[Message] = []
+    for one in listed:
+        message = _message(one)
+        if message is None:
+            return None
+        messages.append(message)
+    return messages
 
 
 def _take_answered_question(columns: dict[str, Any]) -> list[Any]:

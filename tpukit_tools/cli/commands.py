@@ -17,10 +17,10 @@ import tpukit
 from tpukit import __version__, leaves
 from tpukit.host.errors import TpukitError
 from tpukit.host.text import printable
-from tpukit.runs.settings import annotate_help
 from tpukit_tools.cli import functions
 from tpukit_tools.cli.doctor import doctor
 from tpukit_tools.cli.functions import to_stderr
+from tpukit_tools.cli.help import annotate_help
 
 # Parameters of the library's functions, as a shell gives them
 FILES = Annotated[functions.Files, conf.arg(help="files, folders or patterns such as 'night/*.png'")]
@@ -117,7 +117,7 @@ def run(argv: list[str]) -> int | None:
         summaries = {name: entry.summary for name, entry in leaves.tasks().items()}
         task = choose(words, summaries, "task", f"tpukit {command}")
         cls: Any = leaves.find(task)
-        annotate_help(cls, lambda text: conf.arg(help=text))
+        annotate_help(cls)
         function.__annotations__["task"] = Annotated[cls, conf.arg(name=task)]
         command, words, names = f"{command} {task}", words[1:], [field.name for field in fields(cls)]
     words = [todays(word) for word in words]

@@ -8,11 +8,12 @@ os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
 import torch
 from torch.utils._pytree import tree_flatten
 
-from tpukit.devices import kernel_counts, xla_private
+from tpukit.devices import xla_private
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.xla import XLARuntime
 from tpukit.host.errors import TpukitError
+from tpukit_tasks import kernel_counts
 
 
 class ExportRuntime(XLARuntime):

@@ -16,7 +16,8 @@ pytest.importorskip("torch_xla")
 from release import twins
 from tests.conftest import ROOT
 from tests.tasks.cdeit.small import Windowed
-from tpukit.devices import kernel_counts, xla_private
+from tpukit.devices import xla_private
+from tpukit_tasks import kernel_counts
 from tpukit_tasks.cdeit.tpu import attention as module
 from tpukit_tasks.cdeit.tpu.attention import attention
 from tpukit_tools.plan.compiler import (

@@ -49,7 +49,7 @@ def outcome(runtime, optimizer, captured, dropout=False, steps=8, ragged_at=None
     for number in range(steps):
         batch = MNIST().example(8 if ragged_at is None or number < ragged_at else 6)
         batch["image"] = batch["image"] // (number + 1)
-        epoch = runtime.as_graph_input(number // (steps // 2))
+        epoch = runtime.as_graph_input("epoch", number // (steps // 2))
         runtime.seed_device(5, number)
         totals.append(compiled(runtime.put_batch(batch), epoch, totals[-1]))
     gradients = [p.grad for p in model.parameters()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import refuses
+from tests.tpukit.devices.emulated_gpu import EmulatedRuntime
 from tpukit import detect
 from tpukit.devices import RUNTIMES, open_runtime, runtime_class
 from tpukit.devices.cuda import CUDARuntime
@@ -49,6 +50,26 @@ def test_a_gpu_measures_its_algorithms_and_one_that_torch_cannot_use_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refuses("built without CUDA, or the driver is too old"):
         CUDARuntime("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla", "emulated"])
+def test_a_number_for_a_graph_is_the_one_that_was_asked_for_and_made_once_while_it_stays(device, request):
+    runtime = EmulatedRuntime() if device == "emulated" else request.getfixturevalue(device)
+    asked = [1.0, 0.5, 0.5, 0.25, 1.0]
+    given, others = [], []
+    for number in asked:
+        given.append(runtime.as_graph_input("lr_factor", number))
+        others.append(runtime.as_graph_input("share", 3.0))  # of the same type
+    assert [float(number) for number in given] == asked and {float(number) for number in others} == {3.0}
+    assert runtime.as_graph_input("lr_factor", None) is None
+    assert given[1] is given[2] and len({id(other) for other in others}) == 1 or device == "cpu"
+
+
+@pytest.mark.parametrize("others, is_last", [(35, True), (37, False)])
+def test_channels_come_last_where_more_than_half_of_the_weights_are_convolutions(others, is_last, cpu):
+    convolution = torch.nn.Conv2d(2, 2, 3, bias=False)  # 36 weights
+    model = cpu.to_device(torch.nn.Sequential(convolution, torch.nn.Linear(others, 1, bias=False)))
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last) == is_last
 
 
 @pytest.fixture

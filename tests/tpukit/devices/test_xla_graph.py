@@ -1,5 +1,7 @@
 """A step that is captured once and replayed gives what a traced one gives."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,22 @@ def test_a_number_given_as_a_tensor_is_not_taken_for_the_same_number_in_the_grap
     epochs = [3.0, 0.0, 1.0, 4.0]  # torch_xla folds 0 and 1 into a graph where it can
     losses = [float(step(ones(xla), xla.put(np.float32(epoch)))) for epoch in epochs]
     assert losses == pytest.approx([whole * 3 * epoch for epoch in epochs]) and traces == [1, 1]
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_step_whose_constants_differ_between_two_traces_is_traced_every_time_and_not_replayed(differ, xla):
+    made = itertools.count(2)
+
+    def loss(y):
+        return y.sum() * xla.put(torch.tensor([float(next(made)) if differ else 2.0]))  # data of this trace
+
+    step, traces, model = small_step(xla, loss, lr=0.0)
+    whole = float(model(ones(xla)).detach().sum())
+    losses = [float(step(ones(xla))) for _ in range(3)]
+    # Two traces show that it cannot be replayed, and take 2 and 3.
+    factors = [4, 5, 6] if differ else [2, 2, 2]
+    assert losses == pytest.approx([whole * factor for factor in factors])
+    assert traces == ([1, 1, 1, 2, 3] if differ else [1, 1])
 
 
 def fail(*_):

@@ -179,6 +179,18 @@ def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processe
     assert sorted(os.listdir(tmp_path)) == [".c.999999999.partial", "a"]
 
 
+def test_what_a_process_of_another_user_may_still_be_writing_stays(tmp_path, monkeypatch):
+    theirs = tmp_path / ".a.1234.partial"
+    theirs.touch()
+
+    def refuse(pid, number):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    files.remove_partials(tmp_path)
+    assert theirs.exists()
+
+
 NAMES = ["a", "n" * 235, "n" * 255, "\u8bad\u7ec3" * 42 + "abc", "a.1234.b.12345678", "caf\udce9" * 30]
 HOSTS = ["", "12345", "vm.us-east1-b.c.project.internal", "h" * 64, "o/d\nd\u00e9 "]
 

@@ -1,4 +1,4 @@
-"""A trained run, in memory."""
+"""A trained run and the checkpoints of a loop, in memory."""
 
 import os
 import shutil
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SMALL
-from tpukit import MNIST, Run, train
+from tests.tpukit.runs.store import filled
+from tpukit import MNIST, Checkpoints, Run, train
 from tpukit.devices.runtime import Runtime
 
 
@@ -33,3 +34,12 @@ def trained(_trained, tmp_path):
     """(task, run) of MNIST after two epochs of 25 steps."""
     task, folder = _trained
     return task, Run(shutil.copytree(folder, tmp_path / "run"))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoints of the steps 1 and 2, with a backup."""
+    saved = Checkpoints(tmp_path / "mine", backup=tmp_path / "drive/mine")
+    for step in (1, 2):
+        saved.save(filled(step), step)
+    return saved

@@ -6,12 +6,22 @@ import signal
 
 import torch
 
+from tpukit import Checkpoints
 from tpukit.runs import manifest
 
 
 def filled(value):
     """A state of one tensor."""
     return dict(a=torch.full((4,), float(value)))
+
+
+def value_of(state):
+    return float(state["a"][0])
+
+
+def again(saved, name="again"):
+    """As a new session opens them, by default on a machine that has the backup alone."""
+    return Checkpoints(saved.folder.parent / name, backup=saved.backup.path)
 
 
 def content(folder):

@@ -1,14 +1,15 @@
-"""The backup of a run, runs in Kaggle's inputs, and what both refuse."""
+"""The backup of a run or of a loop's checkpoints, runs in Kaggle's inputs, and what both refuse."""
 
 import dataclasses
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import best_weights, exact, flip, refuses, same
-from tests.tpukit.runs.store import content, filled, kill_everywhere, steps_in
+from tests.tpukit.runs.store import again, content, filled, kill_everywhere, steps_in, value_of
 from tpukit import MNIST, Checkpoints, Run, TpukitError, find_dataset, train
 from tpukit.host import files
 from tpukit.runs import manifest
@@ -104,6 +105,67 @@ def test_a_folder_is_not_its_own_backup_whose_copies_would_replace_what_is_writt
         Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "link")
     with refuses("own backup"):
         Checkpoints(tmp_path / "mine", backup=tmp_path / "mine").restore()
+
+
+@pytest.mark.parametrize("copies", range(3))
+def test_a_drive_that_goes_within_a_copy_is_reported_gets_no_further_file_and_ends_no_loop(
+    copies, tmp_path, monkeypatch, capsys
+):
+    drive, done = tmp_path / "drive", []
+    drive.mkdir()
+    ismount, copy = os.path.ismount, files.copy_atomic
+
+    def mounted(path):
+        return len(done) < copies if Path(path) == drive else ismount(path)
+
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == drive or ismount(path))
+    saved = Checkpoints(tmp_path / "mine", backup=drive / "mine")
+    assert saved.restore() is None
+    monkeypatch.setattr(os.path, "ismount", mounted)
+    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths[1]), copy(*paths)))
+    for step in (1, 2, 3):  # the id, the first checkpoint; the next ones are tried and come to nothing
+        saved.save(filled(step), step)
+    assert len(done) == copies and capsys.readouterr().out.count(f"mounted at {drive}") == 3
+    listed = manifest.read(drive / "mine")  # an empty one is written between the id and the checkpoint
+    assert listed == ({} if copies == 2 else None), "nothing goes to the folder on which it was mounted"
+    assert value_of(Checkpoints(saved.folder).restore()) == 3
+    with refuses(drive):
+        saved.restore()
+    done.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == drive or ismount(path))
+    saved.save(filled(4), 4)
+    assert steps_in(drive / "mine") == [4, 3] and not capsys.readouterr().out
+
+
+def test_another_loops_backup_and_a_run_are_not_replaced_and_a_later_state_is_neither(
+    saved, tmp_path, capsys
+):
+    drive = saved.backup.path
+    later = again(saved)
+    later.restore()
+    other = Checkpoints(tmp_path / "other", backup=tmp_path / "other drive")
+    other.save(filled(7), 7)
+    taken = Checkpoints(other.folder, backup=drive)
+    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "run drive").save({}, 1)
+    for use in (taken, Checkpoints(tmp_path / "new", backup=tmp_path / "run drive")):
+        with refuses(use.backup.path):
+            use.restore()
+    taken.save(filled(8), 8)  # which a loop survives that did not ask
+    assert "belongs to another" in capsys.readouterr().out and steps_in(drive) == [2, 1]
+    with refuses(saved.folder):
+        Run.open(saved.folder, MNIST())
+    without = Checkpoints(tmp_path / "had none")
+    without.save(filled(1), 1)
+    with refuses(drive):  # which has later steps, of another loop
+        Checkpoints(without.folder, backup=drive).restore()
+    assert value_of(without.restore()) == 1
+    later.save(filled(9), 9)
+    saved.save(filled(3), 3)
+    assert "has step 9" in capsys.readouterr().out and steps_in(drive) == [9, 2]
+    with refuses(drive, "step 9", "step 3", "does not exist yet"):
+        again(saved, "mine").restore()
+    assert value_of(again(saved, "new").restore()) == 9
 
 
 @pytest.mark.slow

@@ -7,38 +7,19 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.conftest import flip, loaded_by, refuses
-from tests.tpukit.runs.store import alike, content, filled, forked, kill_everywhere, steps_in
-from tpukit import MNIST, Checkpoints, Run, TpukitError
+from tests.tpukit.runs.store import again, alike, content, filled, forked, kill_everywhere, steps_in, value_of
+from tpukit import Checkpoints, TpukitError
 from tpukit.host import files
 from tpukit.host.errors import Unreadable
 from tpukit.runs import manifest
 
 STEP_2 = "checkpoints/step-00000002.pt"
-
-
-def value_of(state):
-    return float(state["a"][0])
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """Checkpoints of the steps 1 and 2, with a backup."""
-    saved = Checkpoints(tmp_path / "mine", backup=tmp_path / "drive/mine")
-    for step in (1, 2):
-        saved.save(filled(step), step)
-    return saved
-
-
-def again(saved, name="again"):
-    """As a new session opens them, by default on a machine that has the backup alone."""
-    return Checkpoints(saved.folder.parent / name, backup=saved.backup.path)
 
 
 def train(folder, backup, stop_at):
@@ -261,67 +242,6 @@ def test_a_folder_that_goes_while_it_is_restored_is_not_taken_for_an_empty_or_a_
     with pytest.raises(Unreadable if reads else TpukitError, match=str(saved.folder)):
         alone.restore()
     assert "delete" not in str(done) and len(list(away.rglob("*.pt"))) == 2 and not saved.folder.exists()
-
-
-@pytest.mark.parametrize("copies", range(3))
-def test_a_drive_that_goes_within_a_copy_is_reported_gets_no_further_file_and_ends_no_loop(
-    copies, tmp_path, monkeypatch, capsys
-):
-    drive, done = tmp_path / "drive", []
-    drive.mkdir()
-    ismount, copy = os.path.ismount, files.copy_atomic
-
-    def mounted(path):
-        return len(done) < copies if Path(path) == drive else ismount(path)
-
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == drive or ismount(path))
-    saved = Checkpoints(tmp_path / "mine", backup=drive / "mine")
-    assert saved.restore() is None
-    monkeypatch.setattr(os.path, "ismount", mounted)
-    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths[1]), copy(*paths)))
-    for step in (1, 2, 3):  # the id, the first checkpoint; the next ones are tried and come to nothing
-        saved.save(filled(step), step)
-    assert len(done) == copies and capsys.readouterr().out.count(f"mounted at {drive}") == 3
-    listed = manifest.read(drive / "mine")  # an empty one is written between the id and the checkpoint
-    assert listed == ({} if copies == 2 else None), "nothing goes to the folder on which it was mounted"
-    assert value_of(Checkpoints(saved.folder).restore()) == 3
-    with refuses(drive):
-        saved.restore()
-    done.clear()
-    monkeypatch.undo()
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == drive or ismount(path))
-    saved.save(filled(4), 4)
-    assert steps_in(drive / "mine") == [4, 3] and not capsys.readouterr().out
-
-
-def test_another_loops_backup_and_a_run_are_not_replaced_and_a_later_state_is_neither(
-    saved, tmp_path, capsys
-):
-    drive = saved.backup.path
-    later = again(saved)
-    later.restore()
-    other = Checkpoints(tmp_path / "other", backup=tmp_path / "other drive")
-    other.save(filled(7), 7)
-    taken = Checkpoints(other.folder, backup=drive)
-    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "run drive").save({}, 1)
-    for use in (taken, Checkpoints(tmp_path / "new", backup=tmp_path / "run drive")):
-        with refuses(use.backup.path):
-            use.restore()
-    taken.save(filled(8), 8)  # which a loop survives that did not ask
-    assert "belongs to another" in capsys.readouterr().out and steps_in(drive) == [2, 1]
-    with refuses(saved.folder):
-        Run.open(saved.folder, MNIST())
-    without = Checkpoints(tmp_path / "had none")
-    without.save(filled(1), 1)
-    with refuses(drive):  # which has later steps, of another loop
-        Checkpoints(without.folder, backup=drive).restore()
-    assert value_of(without.restore()) == 1
-    later.save(filled(9), 9)
-    saved.save(filled(3), 3)
-    assert "has step 9" in capsys.readouterr().out and steps_in(drive) == [9, 2]
-    with refuses(drive, "step 9", "step 3", "does not exist yet"):
-        again(saved, "mine").restore()
-    assert value_of(again(saved, "new").restore()) == 9
 
 
 def test_it_loads_1500_lines_of_tpukit_at_most_and_nothing_of_training_or_tasks(tmp_path):

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -183,6 +184,16 @@ def test_what_a_lost_process_of_another_host_left_keeps_nobody_out(tmp_path):
     (run.path / "progress.json").touch()
     with run.lock():
         assert str(os.getpid()) in (run.path / ".lock").read_text()
+
+
+def test_progress_is_written_twice_a_second_at_most_and_at_the_end(tmp_path, monkeypatch):
+    run, now = Run.open(tmp_path / "run", MNIST()), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    seen = []
+    for now[0], step in ((100.0, 1), (100.4, 2), (100.6, 3), (100.7, 4), (100.8, 9)):
+        run.write_progress(step=step, total=9)
+        seen.append(run.read_progress()["step"])
+    assert seen == [1, 1, 3, 3, 9]
 
 
 def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(trained, infrared):

@@ -20,8 +20,10 @@ from tests.tpukit.devices.emulated_gpu import EmulatedRuntime
 from tests.tpukit.training.conftest import DIGITS, train_in
 from tpukit import MNIST, ImageClassifier, Run, train
 from tpukit.devices.runtime import Runtime
+from tpukit.host.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.training.checkpoint import differences
+from tpukit.training.setup import Trainer
 from tpukit_tools.subprocess_call import to_request
 
 
@@ -73,6 +75,23 @@ def test_a_run_trained_in_several_sessions_equals_one_of_a_single_session(
     assert bool(checkpoint(parted)["scaler"]) == (task.precision == "fp16")
     losses = [record["loss"] for record in straight.records("epoch")]
     assert losses[-1] < losses[0] or kind is Narrow
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_goes_on_with_as_many_ranks_has_their_random_states_and_with_others_new_ones(
+    ranks, digits, tmp_path, cpu
+):
+    run = train_in(tmp_path / "run", Drawing(dataset_dir=digits, epochs=1, seed=3, **FEW_STEPS), cpu)
+    saved = checkpoint(run)
+    run.save(saved | dict(random=saved["random"] * ranks), 10)
+    task = Drawing(dataset_dir=digits, epochs=2, seed=3, **FEW_STEPS)
+    Trainer(task, Run.open(run.path, task), cpu, StopSignal())
+    drawn = torch.rand(3)
+    if ranks == 1:
+        torch.set_rng_state(saved["random"][0]["cpu"])
+    else:
+        cpu.seed((3, 10))  # the task's seed, and the step
+    assert torch.equal(drawn, torch.rand(3))
 
 
 def test_a_checkpoint_of_another_version_is_refused(trained, cpu):

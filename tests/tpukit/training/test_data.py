@@ -26,6 +26,14 @@ def test_a_plan_started_in_the_middle_equals_the_rest_of_the_whole_one():
         assert np.array_equal(a, c) and np.array_equal(b, d)
 
 
+def test_two_seeds_give_two_orders_and_two_augmentations_and_one_seed_the_same_ones():
+    plans = [list(training_index_batches(40, 4, seed=seed, epoch=0, num_uniforms=6)) for seed in (3, 4, 3)]
+    for first, other, again in zip(*plans):
+        assert not np.array_equal(first.indices, other.indices)
+        assert not np.intersect1d(first.numbers, other.numbers).size
+        assert np.array_equal(first.numbers, again.numbers)
+
+
 @pytest.mark.parametrize("size, batch", [(10, 4), (8, 4), (3, 8), (1, 1)])
 def test_an_evaluation_sees_every_sample_once_in_batches_of_one_shape(size, batch):
     plan = list(evaluation_index_batches(size, batch))

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from tpukit.devices import xla_private
 from tpukit.devices.chips import LANES
-from tpukit.devices.kernel_counts import count_kernel
 from tpukit.devices.tensors import with_optimization_barrier
 from tpukit.host.errors import first_line
+from tpukit_tasks.kernel_counts import count_kernel
 
 if TYPE_CHECKING:
     from tpukit.devices.xla import XLARuntime
