@@ -44,8 +44,7 @@ class Checkpoints:
 
         Args:
             folder: folder of the checkpoints, which need not exist.
-            backup: a folder that gets a copy of each checkpoint. A folder without checkpoints is restored
-                from it.
+            backup: folder that gets a copy of each checkpoint, and from which an empty one is restored.
             say: called with each line; prints it by default.
 
         Raises:
@@ -69,9 +68,8 @@ class Checkpoints:
             step: 0 or more. A later checkpoint of the same step takes the place of this one.
 
         Raises:
-            TpukitError: if the disk is full, which leaves the earlier checkpoints as they were; if the
-                state holds anything else; if the step is below the newest checkpoint of a folder that was
-                not restored."""
+            TpukitError: if the disk is full (earlier checkpoints stay as they were); if the state holds
+                anything else; if a later step is there that was not restored."""
         import torch
         from torch.utils._pytree import tree_map_only
 
