@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from release.size import lines_of_code
+
 ROOT = Path(__file__).parent.parent
 # Where the compilers of `tpukit plan`, gigabytes, outlive the tests, which write nothing in the home.
 TEMPORARY = Path(tempfile.gettempdir(), f"tpukit-{getpass.getuser()}")
@@ -268,7 +270,8 @@ print("LOADED", *(module.__file__ for module in ours))
 
 
 def loaded_by(program, folder, env=os.environ):
-    """(what a program in a process of its own prints, the parts of tpukit that it loads, their lines)."""
+    """(what a program in a process of its own prints, the parts of tpukit that it loads, their lines of
+    code)."""
     command = [sys.executable, "-c", program + LOADED]
     env = {**env, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
@@ -277,7 +280,7 @@ def loaded_by(program, folder, env=os.environ):
     loaded = [Path(name) for name in names.split()]
     places = [path.relative_to(ROOT).parts for path in loaded]
     parts = {place[1] if place[0] == "tpukit" else place[0] for place in places} - {"__init__.py"}
-    return printed, parts, sum(len(path.read_text().splitlines()) for path in loaded)
+    return printed, parts, lines_of_code(loaded)
 
 
 def wait_for(condition, process=None, timeout_s=300):

@@ -120,6 +120,7 @@ def measure_here(
     if steps < 1:
         raise TpukitError(f"steps={steps}: it must be 1 or more")
     env = environment.detect()
+    task = task.choose_settings(env)
     cores = cores or env.cores  # the same for every size
     smallest = math.ceil(task.batch_size / cores) * cores
     count = 8 if env.accelerator in ("tpu", "cuda") else 2

@@ -1,8 +1,10 @@
 """Arrays cached on disk and memory-mapped by all processes of a host. Imports no torch."""
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tpukit.data.splits import resolve
 from tpukit.host import cache, files
 from tpukit.host.errors import TpukitError, reading
 from tpukit.host.folders import atomic_folder
@@ -66,10 +69,17 @@ def content_key(paths: Iterable[Path]) -> str:
     return str(mapped("contents", state_of(paths), read)["key"])
 
 
-def state_of(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return (path, size, time of its last change) of some files, as a key for `mapped` that reads none."""
-    stats = [(str(path.resolve()), path.stat()) for path in paths]
-    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+def state_of(paths: Iterable[Path | str]) -> list[tuple[str, int, int]]:
+    """Return (path, size, time of its last change) of those of some files that exist, as a key for `mapped`
+    that reads none."""
+    folders: dict[str, str] = {}
+    states = []
+    for path in map(str, paths):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = os.stat(path)
+            if stat.S_ISREG(found.st_mode):
+                states.append((resolve(path, folders), found.st_size, found.st_mtime_ns))
+    return states
 
 
 def digest(values: Any) -> str:

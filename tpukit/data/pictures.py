@@ -4,6 +4,7 @@ that name the file."""
 import collections
 import concurrent.futures
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -51,13 +52,18 @@ def is_turned(path: Path) -> bool:
         return "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
 
 
-def left_out(paths: Iterable[Path]) -> list[str]:
+def is_image(path: str) -> bool:
+    """Return whether a file has the ending of an image."""
+    return os.path.splitext(path)[1].lower() in ENDINGS
+
+
+def left_out(paths: Iterable[Path | str]) -> list[str]:
     """Return a sentence that counts the files, by their endings, that are not read as images; none if there
     are none."""
+    rest = [Path(path) for path in paths if not str(path).lower().endswith((*ENDINGS, *BESIDE))]
     # A file without an ending may be an image, README and LICENSE are none.
-    paths = [path for path in paths if path.name[0] != "." and not (path.name.isupper() and not path.suffix)]
-    endings = [path.suffix.lower() for path in paths]
-    counts = collections.Counter(each for each in endings if each not in (*ENDINGS, *BESIDE))
+    rest = [path for path in rest if path.name[0] != "." and not (path.name.isupper() and not path.suffix)]
+    counts = collections.Counter(path.suffix.lower() for path in rest)
     listed = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in counts.most_common(5))
     return [f"files that are not read, and so left out: {listed} (convert images to PNG)"] if counts else []
 
@@ -98,13 +104,13 @@ def upright_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Ima
     return Image.fromarray(np.rint(scaled.clip(0, LEVELS - 1)).astype(np.uint8))
 
 
-def find_levels(paths: Sequence[Path]) -> tuple[Levels | None, str]:
+def find_levels(paths: Sequence[Path | str]) -> tuple[Levels | None, str]:
     """Return (the levels that a set of images is scaled by, a sentence for the log); (None, "") if none is
     deeper than 8 bits.
 
     From half a percent to 99.5 % of the pixels, and as much again at both ends, as far as there are such
     values: a broken pixel counts for nothing, and a few bright ones keep their place."""
-    deep = [path for path in paths if path.suffix.lower() in DEEP_ENDINGS and path.is_file()]
+    deep = [path for path in paths if str(path).lower().endswith(DEEP_ENDINGS)]
     key = arrays.state_of(deep)
     ranges = arrays.mapped("grey-levels", key, lambda: dict(ranges=_measure(deep)))["ranges"]
     if not len(ranges):
@@ -132,7 +138,7 @@ def _measure(paths):
                     return None
                 values = np.asarray(image).astype(np.float64)
         except Exception as error:  # Pillow raises many types for a damaged file
-            if of_disk := as_unreadable(error, path):
+            if of_disk := as_unreadable(error, Path(path)):
                 raise of_disk from error
             return None
         values = values[np.isfinite(values)]

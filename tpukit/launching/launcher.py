@@ -99,7 +99,8 @@ def _count_cores(env: Environment, cores: int | None) -> int:
 def _check_device(env: Environment, count: int, say: Callable[[str], None]) -> None:
     """Wait until no other process holds the TPU. Raises TpukitError if this process holds the device that
     several cores are to open."""
-    has_opened = runtime_class(env).is_open()
+    # Only XLA devices are asked: the class is not loaded for a CPU or a GPU, whose cores load it themselves.
+    has_opened = env.accelerator in ("tpu", "xla") and runtime_class(env).is_open()
     if has_opened and count > 1:
         raise TpukitError(
             "Runtime is already initialized: this kernel has already used the"
@@ -117,7 +118,8 @@ def _call_in_processes(job: Job, count: int) -> Any:
     """Call the job's function on several cores, in forked processes. Return rank 0's result."""
     from tpukit.launching.supervisor import Supervisor
 
-    runtime_class(job.env).set_launch_variables(count)
+    if job.env.accelerator == "tpu":
+        runtime_class(job.env).set_launch_variables(count)
     # In `private`, which is this user's alone, the cores leave their addresses for each other.
     private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
     with job.plan.reserve() as folder, private as meeting:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpukit import leaves
 from tpukit.data.datasets import is_synthetic
-from tpukit.host import files
+from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Notice, Sentences, Table
 from tpukit.host.text import say
@@ -147,7 +147,7 @@ def show(shown: Run | Task | Shown | str | Path) -> None:
     elif isinstance(shown, Run):
         _show_run(shown)
     elif isinstance(shown, Task):
-        _show_task(shown)
+        _show_task(shown.choose_settings(environment.detect()))
     elif isinstance(shown, Shown):
         shown.show()
     else:

@@ -34,7 +34,14 @@ from tpukit.runs.backup import MOUNT, Backup
 from tpukit.runs.checkpoints import Checkpoints
 from tpukit.runs.folder_lock import exclusive_lock
 from tpukit.runs.inputs import find_in_inputs
-from tpukit.runs.settings import Described, check_settings, settings_dict
+from tpukit.runs.settings import (
+    Described,
+    Kind,
+    check_settings,
+    names_of_chosen,
+    settings_dict,
+    with_chosen,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,17 +122,21 @@ class Run:
                 run._fetch(run.backup, task)
         if not files.exists(config) and (earlier := find_in_inputs(environment.detect(), run.path.name)):
             run._fetch(Backup(earlier, COPIED), task)
-        run_id = secrets.token_hex(8)
+        run_id, chosen = secrets.token_hex(8), None
         if files.exists(config):
             run_id = run.config["id"]
             if run.checkpoints() or run._has_results():
-                check_settings(run.path, run.config, task)
+                chosen = run.choose_settings(task)
+                check_settings(run.path, run.config, chosen)
             run.check_results()
         else:
             files.check_empty(run.path)
         if run.backup:
             run.backup.check(run.path, run_id)
-        values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
+        if chosen is None:
+            chosen = task.choose_settings(environment.detect())
+        values: dict[str, Any] = dict(task=task.name, settings=settings_dict(chosen))
+        values |= dict(chosen=names_of_chosen(task, chosen), tpukit=__version__, id=run_id)
         # So that charts name the scores of a task of the user's own, too.
         values |= dict(score=getattr(task, "score", None), score_names=getattr(task, "score_names", {}))
         with files.explain_unwritable(run.path):
@@ -143,11 +154,24 @@ class Run:
         else."""
         files.check_empty(self.path)
         copied = Run(copy.path)
-        check_settings(copied.path, copied.config, task)
+        check_settings(copied.path, copied.config, copied.choose_settings(task))
         copied.check_results()
         say(f"restoring {self.path} from {copy}")
         with atomic_folder(self.path) as folder:
             copy.fetch(folder, say)
+
+    def choose_settings(self, task: Kind) -> Kind:
+        """Choose the settings of a task that depend on its data or on the machine.
+
+        Args:
+            task: a task, some of whose settings may be None.
+
+        Returns:
+            The task with all its settings: as they were when this run was opened, or else, and in a folder
+            without a run, as the task chooses them now."""
+        if files.exists(self.path / "config.json"):
+            task = with_chosen(task, self.config)
+        return task.choose_settings(environment.detect())
 
     @classmethod
     def find(cls, path: str | Path) -> "Run":

@@ -10,6 +10,7 @@ from typing import (
     ClassVar,
     Literal,
     Protocol,
+    Self,
     TypeVar,
     Union,
     cast,
@@ -20,6 +21,7 @@ from typing import (
 
 import numpy as np
 
+from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 
 
@@ -31,6 +33,7 @@ class Described(Protocol):
 
     @property
     def weights(self) -> Path | None: ...
+    def choose_settings(self, env: Environment) -> Self: ...
 
 
 Kind = TypeVar("Kind", bound=Described)
@@ -40,10 +43,6 @@ def setting(default: Any, *, free: bool = False) -> Any:
     """Return a dataclass field of a task. free=True: a resumed run may change it, because it does not change
     the result."""
     return dataclasses.field(default=default, metadata={"free": free})
-
-
-class Chosen(int):
-    """A number that the task chose, because none was given. Another dataset may change it."""
 
 
 def as_declared(name: str, value: Any, declared: Any) -> Any:
@@ -111,6 +110,21 @@ def settings_dict(task: Described) -> dict[str, Any]:
     """Return the settings of a task as a dict that JSON keeps unchanged."""
     values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
     return json.loads(json.dumps(values, default=str))
+
+
+def names_of_chosen(given: Described, chosen: Described) -> list[str]:
+    """Return the names of the settings that `choose_settings` filled in. given: the task before it."""
+    names = [field.name for field in dataclasses.fields(given)]
+    return [name for name in names if getattr(given, name) is None and getattr(chosen, name) is not None]
+
+
+def with_chosen(task: Kind, config: Mapping[str, Any]) -> Kind:
+    """Return a task with the settings that a run chose, where the task leaves them None. config: of the
+    run."""
+    fields, settings = {field.name for field in dataclasses.fields(task)}, config["settings"]
+    names = fields & settings.keys() & {*config.get("chosen", ())}
+    kept = {name: settings[name] for name in names if getattr(task, name) is None}
+    return dataclasses.replace(task, **kept) if kept else task
 
 
 def check_settings(folder: Path, config: Mapping[str, Any], task: Described) -> None:

@@ -48,6 +48,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         path = task.weights if task.weights and not files.exists(best) else best
         task = dataclasses.replace(task, weights=path)
         check_dataset_dir(task)
+        task = run.choose_settings(task)
         model = task.model()
         weights.load(model, path)
         data = task.test_set()

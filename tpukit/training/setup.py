@@ -37,6 +37,7 @@ class Trainer:
 
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
         check_dataset_dir(task)
+        task = run.choose_settings(task)
         check_micro_batches(environment.detect(), task.micro_batches)
         self.task, self.stop = task, stop
         torch.manual_seed(task.seed)

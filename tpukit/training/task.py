@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import numpy as np
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tpukit.devices.runtime import Runtime
+    from tpukit.host.environment import Environment
     from tpukit.launching.job import LaunchedCall
     from tpukit.training.data import Batch
 
@@ -207,6 +208,21 @@ class Task:
 
     # What it may override
 
+    def choose_settings(self, env: Environment) -> Self:
+        """Return the task with the settings filled in that were left None and depend on the data or the
+        machine, as its batch size may. Called once, where a run opens, whose config keeps what was chosen for
+        later sessions, or where a tool uses the task without a run; constructing a task reads no data.
+
+        Args:
+            env: this machine, as `detect()` returns it.
+
+        Returns:
+            The task itself if there is nothing to choose, as here.
+
+        Raises:
+            TpukitError: for data that cannot be trained on."""
+        return self
+
     def test_set(self) -> Any:
         """Return the test set alone, even if there is no training set."""
         return self.datasets()[1]
@@ -293,7 +309,9 @@ class Task:
             The plan of the launch; None without a run."""
         from tpukit.training.launched_call import launched_call
 
-        return launched_call(self, *others) if others and isinstance(others[0], Run) else None
+        if not others or not isinstance(others[0], Run):
+            return None
+        return launched_call(others[0].choose_settings(self), *others)
 
 
 def check_dataset_dir(task: Task) -> None:

@@ -8,18 +8,17 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
 from tpukit.data import arrays, pictures
-from tpukit.data.datasets import archive_stem
 from tpukit.data.splits import SPLITS, some
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.host.spreadsheets import as_csv
 from tpukit.runs import weights
-from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
+from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
 from tpukit_tasks.images import augment, models
 from tpukit_tasks.images.data import ImageSet, find_copies, read_image
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from tpukit.host.environment import Environment
     from tpukit.host.tables import Table
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
@@ -98,24 +98,27 @@ class ImageClassifier(Task):
         require_shares(self, "flip", "crop", "colour", "label_smoothing")
         if self.crop == 0:
             raise TpukitError("crop=0: it must be more than 0")
-        self._choose_batch_and_epochs()
 
-    def _choose_batch_and_epochs(self):
-        """Set what was left None: for the dataset, or for a large one until it is known."""
-        given = (self.batch_size, self.epochs)
-        batch_size, epochs = (None if isinstance(value, Chosen) else value for value in given)
+    def choose_settings(self, env: "Environment") -> Self:
+        """Return the task with a batch size and epochs for its dataset; without one, for a large one.
+
+        Args:
+            env: this machine, on which none of this depends.
+
+        Returns:
+            The task, which keeps what it was given."""
+        batch_size, epochs = self.batch_size, self.epochs
         if batch_size is not None and epochs is not None:
-            return
-        place, count = self.dataset_dir, BATCH_SIZE * STEPS
-        if place and place.exists() and not archive_stem(place):
-            count = len(find_samples(place, self.images_dir).samples["train"])
+            return self
+        count = BATCH_SIZE * STEPS
+        if self.dataset_dir is not None:
+            count = len(self._find_samples(is_new_search=True).samples["train"])
         if batch_size is None:
             sixteenth = 2 ** round(math.log2(count / 16))
-            batch_size = Chosen(min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2)))
+            batch_size = min(BATCH_SIZE, max(8, sixteenth), max(2, count // 2))
         if epochs is None:
-            epochs = Chosen(max(EPOCHS, math.ceil(STEPS / max(count // batch_size, 1))))
-        object.__setattr__(self, "batch_size", batch_size)  # the class is frozen
-        object.__setattr__(self, "epochs", epochs)
+            epochs = max(EPOCHS, math.ceil(STEPS / max(count // batch_size, 1)))
+        return dataclasses.replace(self, batch_size=batch_size, epochs=epochs)
 
     # Data
 
@@ -154,9 +157,9 @@ class ImageClassifier(Task):
             return kept, ""
         return pictures.find_levels([sample.path for sample in found.samples["train"]])
 
-    def _find_samples(self):
+    def _find_samples(self, *, is_new_search=False):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        found = find_samples(self.dataset_dir, self.images_dir)
+        found = find_samples(self.dataset_dir, self.images_dir, is_new_search=is_new_search)
         if (kept := self._classes_of_weights()) and kept != found.classes:
             raise TpukitError(
                 f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"

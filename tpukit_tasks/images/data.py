@@ -23,7 +23,7 @@ from tpukit_tasks.images.lists import Sample
 VERSION = 7  # raise it if `_decode` returns something else for the same files, because that is cached
 
 
-def read_image(path: Path, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
+def read_image(path: Path | str, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
     """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept.
 
     Transparency is dropped, and grey made 8 bits by `pictures.upright_uint8`. Raises what `pictures.opened`
@@ -58,7 +58,7 @@ def _decode(samples, size, skip_bad, split, levels):
                 digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
                 is_flat[index] = not np.ptp(images[index], (1, 2)).any()
             except Exception as error:  # Pillow raises many types for a damaged file
-                if of_disk := as_unreadable(error, path):  # not to be left out of the set
+                if of_disk := as_unreadable(error, Path(path)):  # not to be left out of the set
                     raise of_disk from error
                 return f"{samples[index].name}: {first_line(error)}"
 
@@ -107,7 +107,7 @@ class ImageSet:
         self.classes, self.draw, self.levels = classes, draw, levels
         self.notices: list[str] = []
         self.num_uniforms = NUM_UNIFORMS if draw else 0
-        state = arrays.state_of(sample.path for sample in samples if sample.path.is_file())
+        state = arrays.state_of(sample.path for sample in samples)
         key = [VERSION, size, skip_bad, levels, state, [sample.name for sample in samples]]
         decode = functools.partial(_decode, samples, size, skip_bad, split, levels)
         decoded = arrays.mapped(f"images-{split}", key, decode)

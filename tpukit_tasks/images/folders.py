@@ -1,45 +1,50 @@
 """Images in class folders, which may lie in folders of their splits."""
 
-from pathlib import Path
+import os
 
 from tpukit.data import pictures, splits
+from tpukit.data.splits import Listing
 from tpukit_tasks.images.lists import Sample
 
 # Folders of sets that have no class folders
 ALL_IMAGES = ("images", "image", "imgs", "img", "jpegimages")
 
 
-def find_in_class_folders(folder: Path) -> tuple[list[Sample], list[str]]:
+def find_in_class_folders(folder: str, listing: Listing) -> tuple[list[Sample], list[str]]:
     """Return (the samples of the class folders in a folder, or in its split folders; sentences about the
     folders)."""
-    folder = _unwrapped(folder)
-    children = _folders(folder)
-    named = _find_split_folders(children)
-    classes = [(each, split) for child, split in named.items() for each in _folders(_unwrapped(child))]
-    classes = classes if named else [(child, None) for child in children]
-    images = {(class_folder, split): _images_below(class_folder) for class_folder, split in classes}
-    notices = []
-    if empty := [each.relative_to(folder).as_posix() for (each, _), paths in images.items() if not paths]:
-        notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
-    learned = {each.name for (each, split), paths in images.items() if paths and split in (None, "train")}
-    notices += _doubtful_classes(sorted(learned))
-    samples = [
-        Sample(path.relative_to(folder).as_posix(), class_folder.name, split, path)
-        for (class_folder, split), paths in images.items()
-        for path in paths
+    folder = _unwrapped(folder, listing)
+    children = _folders(folder, listing)
+    named = _find_split_folders(children, listing)
+    classes = [
+        (each, split)
+        for child, split in named.items()
+        for each in _folders(_unwrapped(child, listing), listing)
     ]
+    classes = classes if named else [(child, None) for child in children]
+    images = {(class_folder, split): _images_below(class_folder, listing) for class_folder, split in classes}
+    start = len(os.path.join(folder, ""))  # of a path in the folder
+    notices = []
+    if empty := [each[start:] for (each, _), paths in images.items() if not paths]:
+        notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
+    learned = {_name(each) for (each, split), paths in images.items() if paths and split in (None, "train")}
+    notices += _doubtful_classes(sorted(learned))
+    samples = []
+    for (class_folder, split), paths in images.items():
+        label = _name(class_folder)
+        samples += [Sample(path[start:], label, split, path) for path in paths]
     return samples, notices
 
 
-def _find_split_folders(children):
+def _find_split_folders(children, listing):
     """Return dict of folder -> split of those that are splits; empty if none is. A folder whose name has the
     word may be a class, as train_station or a flat train/. They are splits if one with just that name holds
     folders; if there are two splits, and one holds folders or both have just such names; or if no other
     folder has images."""
-    named = {child: split for child in children if (split := splits.split_of(child.name))}
-    exact = [child for child in named if child.name.lower() in splits.SPLITS]
-    filled = [child for child in named if _folders(_unwrapped(child))]
-    others = [child for child in children if child not in named and _images_below(child)]
+    named = {child: split for child in children if (split := splits.split_of(_name(child)))}
+    exact = [child for child in named if _name(child).lower() in splits.SPLITS]
+    filled = [child for child in named if _folders(_unwrapped(child, listing), listing)]
+    others = [child for child in children if child not in named and _images_below(child, listing)]
     are_several = len({*named.values()}) > 1
     are_splits = {*exact} & {*filled} or are_several and (filled or len(exact) > 1) or not others
     return named if are_splits else {}
@@ -57,21 +62,27 @@ def _doubtful_classes(names):
     ]
 
 
-def _unwrapped(folder):
+def _unwrapped(folder, listing):
     """Return the folder, or the one that is all that it holds: an archive's own top folder, or
     seg_train/seg_train/. One whose name is a split is kept, if it is not the same split again."""
-    while len(children := _folders(folder)) == 1 and _folders(children[0]):
-        split = splits.split_of(children[0].name)
-        if split and split != splits.split_of(folder.name):
+    passed = set()  # a link may lead back
+    while len(children := _folders(folder, listing)) == 1 and _folders(children[0], listing):
+        if listing.real(folder) in passed:
+            break
+        passed.add(listing.real(folder))
+        split = splits.split_of(_name(children[0]))
+        if split and split != splits.split_of(_name(folder)):
             break
         folder = children[0]
     return folder
 
 
-def _folders(folder):
-    found = (path for path in folder.iterdir() if not path.name.startswith((".", "__")))
-    return sorted(path for path in found if path.is_dir())
+def _folders(folder, listing):
+    return [each for each in listing.folders(folder) if not _name(each).startswith("__")]
 
 
-def _images_below(folder):
-    return [path for path in splits.files_below(folder) if path.suffix.lower() in pictures.ENDINGS]
+def _images_below(folder, listing):
+    return [path for path in listing.files_below(folder) if pictures.is_image(path)]
+
+
+_name = os.path.basename

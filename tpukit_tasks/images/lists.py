@@ -1,11 +1,12 @@
 """Lists of images and their classes: CSV files."""
 
 import csv
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 from tpukit.data import pictures
-from tpukit.data.splits import split_of
+from tpukit.data.splits import Listing, resolve, split_of
 from tpukit.host.errors import TpukitError, explained, reading
 
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
@@ -21,15 +22,15 @@ class Sample(NamedTuple):
     label: str
     split: str | None
     """train, val or test; None if the dataset does not say"""
-    path: Path
+    path: str
 
 
-def find_lists(place: Path) -> list[Path]:
+def find_lists(place: Path, listing: Listing) -> list[Path]:
     """Return the CSV files in a folder; of a place that is a file, itself."""
     if not place.is_dir():
         return [place]
-    files = (path for path in sorted(place.iterdir()) if path.is_file() and path.name[0] != ".")
-    return [path for path in files if path.suffix.lower() == ".csv"]
+    files = listing.files(str(place))
+    return [Path(path) for path in files if path.lower().endswith(".csv") and os.path.isfile(path)]
 
 
 def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[str]]:
@@ -52,7 +53,8 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
     notices = []
     if others:
         notices.append(f"{path.name}: its column {label.strip()} has the classes, not {', '.join(others)}")
-    base = Path(images_dir or path.parent).resolve()
+    base = str(Path(images_dir or path.parent).resolve())
+    folders: dict[str, str] = {}  # without links
     samples = []
     for number, row in enumerate(rows, 2):
         where = f"{path}, row {number}"
@@ -64,8 +66,8 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
             raise TpukitError(
                 f"{where}: its {split} is {row[split]!r} and must be train, val or test; or rename the column"
             )
-        samples.append(Sample(name, class_name, of_row, _inside(base, name, where)))
-    if samples and not any(sample.path.is_file() for sample in samples):
+        samples.append(Sample(name, class_name, of_row, _inside(base, name, folders, where)))
+    if samples and not any(os.path.isfile(sample.path) for sample in samples):
         raise TpukitError(
             f"{path}: {samples[0].name} and all others are not in {base}: name the folder that they are in as"
             " images_dir (--images-dir)"
@@ -79,21 +81,21 @@ def _column(names, usual):
     return next((plain[name] for name in usual if name in plain), None)
 
 
-def _inside(base, name, where):
+def _inside(base, name, folders, where):
     """Return the file of a name in a CSV, whose ending may be missing. Raises TpukitError for one outside of
-    `base`."""
+    `base`. folders: see `resolve`."""
     # A list from elsewhere could name any file of the user's, whose picture would then be kept with the
     # predictions.
     with explained(f"{where}: {name!r} is not a valid path"):
-        path = (base / name).resolve()
-    if not path.is_relative_to(base):
+        path = resolve(os.path.join(base, name), folders)
+    if not f"{path}{os.sep}".startswith(os.path.join(base, "")):
         raise TpukitError(f"{where}: {name} is not in {base}: write paths relative to it, or to images_dir")
     return _with_ending(path)
 
 
 def _with_ending(path):
     """Return the file of a path, whose ending may be missing."""
-    if path.suffix.lower() in pictures.ENDINGS:
+    if pictures.is_image(path):
         return path
-    complete = (path.parent / f"{path.name}{ending}" for ending in pictures.ENDINGS)
-    return next(filter(Path.is_file, complete), path)
+    complete = (f"{path}{ending}" for ending in pictures.ENDINGS)
+    return next(filter(os.path.isfile, complete), path)

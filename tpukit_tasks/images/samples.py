@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpukit.data import pictures, splits
+from tpukit.data.splits import Listing
 from tpukit.host.errors import TpukitError
 from tpukit_tasks.images.folders import find_in_class_folders
 from tpukit_tasks.images.lists import Sample, find_lists, read_list
@@ -26,14 +27,34 @@ class Found(NamedTuple):
     """what was left out, or what else is to be known"""
 
 
-def find_samples(dataset_dir: Path | str, images_dir: Path | None = None) -> Found:
-    """Find the samples of a folder or a CSV file. Raises TpukitError for what cannot be trained on."""
+_latest: dict[tuple[str, str], tuple[Listing, Found]] = {}  # the set that was found last, by its places
+
+
+def find_samples(
+    dataset_dir: Path | str, images_dir: Path | None = None, *, is_new_search: bool = False
+) -> Found:
+    """Find the samples of a folder or a CSV file, or return those that the last call found there, if no
+    folder has changed since. Raises TpukitError for what cannot be trained on.
+
+    is_new_search: look again in any case, for a disk that does not note when its folders change."""
     place = Path(dataset_dir)
+    key = str(place.resolve()), str(images_dir and Path(images_dir).resolve())
+    listing, found = _latest.get(key, (None, None))
+    if listing and found and not is_new_search and listing.is_current():
+        return found
     if not place.exists():
         raise TpukitError(f"dataset {place} does not exist")
-    samples, notices = _find_labelled(place, images_dir)
+    listing = Listing()
+    found = _find_samples(place, images_dir, listing)
+    _latest.clear()  # a large set's takes memory
+    _latest[key] = listing, found
+    return found
+
+
+def _find_samples(place, images_dir, listing):
+    samples, notices = _find_labelled(place, images_dir, listing)
     samples = _without_unlabelled(samples)
-    notices += _find_unused(place.resolve(), samples)
+    notices += _find_unused(place.resolve(), samples, listing)
     if not any(sample.split in ("val", "test") for sample in samples):
         samples = _hold_out(samples)
         count = sum(sample.split == "test" for sample in samples)
@@ -51,16 +72,19 @@ def find_samples(dataset_dir: Path | str, images_dir: Path | None = None) -> Fou
     return Found(classes, dict(by_split), notices)
 
 
-def _find_labelled(place, images_dir):
+def _find_labelled(place, images_dir, listing):
     """Return (samples, sentences about what was found) of class folders, or else of a list. Raises
     TpukitError if there are no two classes."""
-    samples, notices = find_in_class_folders(place.resolve()) if place.is_dir() else ([], [])
-    lists = find_lists(place)
+    samples, notices = [], []
+    if place.is_dir():
+        samples, notices = find_in_class_folders(str(place.resolve()), listing)
+    lists = find_lists(place, listing)
     listed = ", ".join(path.name for path in lists)
     if len({sample.label for sample in samples}) < 2:
         if len(lists) > 1:
             raise TpukitError(f"{place} has {len(lists)} CSV files ({listed}): give one as dataset_dir")
         if lists:
+            listing.watch(str(lists[0]))
             samples, notices = read_list(lists[0], images_dir)
     elif lists:
         notices.append(
@@ -70,7 +94,7 @@ def _find_labelled(place, images_dir):
     if len(names) >= 2:
         return samples, notices
     here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
-    left_out = pictures.left_out(splits.files_below(place) if place.is_dir() else [])
+    left_out = pictures.left_out(listing.files_below(str(place)) if place.is_dir() else [])
     here = "; ".join([here, *left_out])
     raise TpukitError(
         f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
@@ -97,22 +121,29 @@ def _hold_out(samples):
         by_class[sample.label].add(sample.name)
     tests = {label: splits.hold_out(names, TEST_SHARE) for label, names in by_class.items()}
     return [
-        sample._replace(split="test" if sample.name in tests[sample.label] else "train") for sample in samples
+        Sample(name, label, "test" if name in tests[label] else "train", path)
+        for name, label, _, path in samples
     ]
 
 
-def _find_unused(place, samples):
+def _find_unused(place, samples, listing):
     """Return sentences that count the files at a place that are no samples: images by their folders, and
     files that are not read as images by their endings."""
     used = {sample.path for sample in samples}
+    folders = sorted({os.path.dirname(path) for path in used})
+    for folder in folders:  # which a list may name though it is missing
+        listing.watch(folder)
     if place.is_dir():
-        below, base = splits.files_below(place), place
+        below, base = listing.files_below(str(place)), place
     else:  # a list in a folder that may hold anything: look only where its images are
-        folders = filter(Path.is_dir, sorted({path.parent for path in used}))
-        below = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-        base = place.parent
-    others = [path for path in below if path.suffix.lower() in pictures.ENDINGS and path not in used]
-    unused = [os.path.relpath(path.parent, base) for path in others if path.resolve() not in used]
+        below, base = [], place.parent
+        for folder in filter(os.path.isdir, folders):
+            with os.scandir(folder) as entries:
+                below += sorted(entry.path for entry in entries if entry.is_file())
+    others = [path for path in below if pictures.is_image(path) and path not in used]
+    real: dict[str, str] = {}  # folders without links
+    others = [path for path in others if splits.resolve(path, real) not in used]
+    unused = [os.path.relpath(os.path.dirname(path), base) for path in others]
     notices = []
     if unused:
         counts = [f"{count} in {folder}/" for folder, count in collections.Counter(unused).most_common()]

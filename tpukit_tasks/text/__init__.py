@@ -11,14 +11,14 @@ import functools
 import itertools
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
 from tpukit.data.splits import SPLITS
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
-from tpukit.runs.settings import Chosen, require_at_least, require_shares, setting
+from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
 from tpukit_tasks.text import conversations, data, hub, reading
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, optim
 
     from tpukit.devices.runtime import Runtime
+    from tpukit.host.environment import Environment
     from tpukit_tasks.text.network import Network
 
 MULTIPLE = 128  # the vocabulary of random weights is a multiple of it: a TPU pads to it anyway
@@ -92,10 +93,25 @@ class LanguageModel(Task):
         require_at_least(self, 1, "lora_rank", "sequence_length", "new_tokens")
         require_at_least(self, 0, "weight_decay", "samples")
         require_shares(self, "test_share")
-        if self.batch_size is None or isinstance(self.batch_size, Chosen):
-            batch, _ = self._fitting_sizes
-            shares = environment.detect().cores * self.micro_batches  # parts that a batch is divided into
-            object.__setattr__(self, "batch_size", Chosen(shares * math.ceil(batch / shares)))
+
+    def choose_settings(self, env: Environment) -> Self:
+        """Return the task with a batch size and a row length for its texts, by the sizes of their files.
+
+        Args:
+            env: this machine, whose cores share a batch evenly.
+
+        Returns:
+            The task, which keeps what it was given."""
+        chosen: dict[str, int] = {}
+        if self.batch_size is None:
+            rows, _ = self._fitting_sizes
+            shares = env.cores * self.micro_batches
+            chosen["batch_size"] = shares * math.ceil(rows / shares)
+        if self.sequence_length is None:
+            # Of the config alone: a run opens without the tokenizer and the weights.
+            config = hub.read_config(hub.find_folder(self.model_name, "config"))
+            chosen["sequence_length"] = min(self._fitting_sizes[1], config.max_position_embeddings)
+        return dataclasses.replace(self, **chosen) if chosen else self
 
     @functools.cached_property
     def _fitting_sizes(self) -> tuple[int, int]:
@@ -213,12 +229,14 @@ class LanguageModel(Task):
     # Data
 
     def datasets(self) -> tuple[data.TextSet, data.TextSet]:
-        assert self.dataset_dir is not None and self.batch_size is not None  # see `check_dataset_dir`
+        assert self.dataset_dir is not None  # see `check_dataset_dir`
+        batch_size = self.choose_settings(environment.detect()).batch_size
+        assert batch_size is not None
         train, test = data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
-        steps = self.epochs * (len(train) // self.batch_size)
-        seen = round(steps * self.batch_size * train.sizes)
+        steps = self.epochs * (len(train) // batch_size)
+        seen = round(steps * batch_size * train.sizes)
         train.notes += (
-            f"\n{steps} optimizer steps, of {self.batch_size} rows of {self.length}, will see {seen} tokens,"
+            f"\n{steps} optimizer steps, of {batch_size} rows of {self.length}, will see {seen} tokens,"
             f" {train.targets / train.sizes:.0%} of them learned"
         )
         if steps < data.FEWEST_STEPS:

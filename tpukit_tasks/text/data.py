@@ -81,13 +81,12 @@ def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tu
 
 def fitting_sizes(place: Path | None, bytes_per_token: int) -> tuple[int, int]:
     """Return (rows of a batch, T) by the sizes of the files: `BATCH` and `LENGTH`, or, for a small training
-    set, a shorter T that still holds each conversation, and fewer rows, for `FEWEST_STEPS` in an epoch."""
+    set, a shorter T that still holds each conversation, and fewer rows, for `FEWEST_STEPS` in an epoch.
+
+    Raises TpukitError as `open_sets`."""
     if place is None:
         return BATCH, LENGTH
-    try:
-        files = reading.find_texts(place)
-    except TpukitError:  # `open_sets` will raise it, too
-        return BATCH, LENGTH
+    files = reading.find_texts(place)
     rows = BATCH * FEWEST_STEPS
     tokens = sum(path.stat().st_size for path in files["train"] + files["test"]) // bytes_per_token
     if tokens >= LENGTH * rows:

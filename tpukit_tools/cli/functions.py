@@ -125,7 +125,7 @@ def measure(task: Task, cores: Cores = None, batch_sizes: tuple[int, ...] = (), 
 
     env = tpukit.detect()
     folder = env.outputs / "comparison"
-    task = with_dataset(task, env, demo=True)
+    task = with_dataset(task, env, demo=True).choose_settings(env)
     measured = measure_here(
         task, folder=folder, batch_sizes=batch_sizes, steps=steps, cores=cores, log=to_stderr
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpukit.devices.chips import Chip
+from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, Table
 from tpukit.host.text import GIB
@@ -56,6 +57,7 @@ def plan(
     if chip not in MACHINES:
         raise TpukitError(f"unknown chip {chip!r}: choose one of {', '.join(MACHINES)}")
     machine = MACHINES[chip]
+    task = task.choose_settings(environment.detect())
     sizes = sorted(set(batch_sizes or [task.batch_size]))
     for size in sizes:  # before minutes of compilation
         check_batch(size, machine.chips, task.micro_batches)

@@ -1,7 +1,9 @@
 """Images and their classes from folders; their splits, and what cannot be used."""
 
 import itertools
+import os
 import shutil
+import time
 from hashlib import sha256
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import refuses
-from tests.tasks.images.small import COLOURS, check_colours, make, paint, task
+from tests.tasks.images.small import COLOURS, check_colours, grey, make, paint, task
 from tpukit_tasks.images.samples import find_samples
 
 
@@ -208,6 +210,51 @@ def test_linked_folders_are_searched_and_one_that_leads_back_is_not(tmp_path):
     train, test = task(tmp_path / "set").datasets()
     assert np.bincount([*train.labels, *test.labels]).tolist() == [8, 4]
     assert sum("linked" in name for name in train.names + test.names) == 4
+
+
+def test_a_link_to_the_folder_of_another_class_is_a_class_and_one_to_itself_ends_the_search(tmp_path):
+    make(tmp_path / "set", "a", "b")
+    (tmp_path / "set/c").symlink_to(tmp_path / "set/b")
+    found = find_samples(tmp_path / "set")
+    assert found.classes == ["a", "b", "c"] and sum(map(len, found.samples.values())) == 12
+    (tmp_path / "loop/only").mkdir(parents=True)
+    (tmp_path / "loop/only/back").symlink_to(tmp_path / "loop/only")
+    with refuses("no images"):
+        find_samples(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("age_s, is_trusted", [(-9, False), (9, True)])
+def test_a_folder_that_says_it_is_unchanged_is_believed_unless_its_time_is_young(age_s, is_trusted, tmp_path):
+    folders = [tmp_path / "set", *(make(tmp_path / "set", "a", "b") / name for name in "ab")]
+    times = dict(ns=2 * (time.time_ns() - age_s * 10**9,))
+    for folder in folders:
+        os.utime(folder, **times)
+    before = find_samples(tmp_path / "set")
+    grey(tmp_path / "set/a/new.png", 99)
+    os.utime(tmp_path / "set/a", **times)  # as a clock that ticks every few milliseconds does
+    after = find_samples(tmp_path / "set")
+    assert (after is before) is is_trusted
+    assert ("a/new.png" in [one.name for split in after.samples.values() for one in split]) is not is_trusted
+    assert find_samples(tmp_path / "set", is_new_search=True) is not before
+
+
+@pytest.mark.parametrize("change", ["list.csv", "more/new.png"])
+def test_a_set_of_a_list_is_searched_again_once_the_list_or_the_folder_of_its_images_changes(
+    change, tmp_path
+):
+    for number in range(4):
+        grey(tmp_path / f"more/{number}.png", number)
+    rows = [f"more/{number}.png,{'ab'[number % 2]}\n" for number in range(4)]
+    (tmp_path / "list.csv").write_text("image,label\n" + "".join(rows))
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.utime(path, ns=(10**18, 10**18))
+    before = find_samples(tmp_path / "list.csv")
+    assert find_samples(tmp_path / "list.csv") is before
+    if change == "list.csv":
+        (tmp_path / change).write_text("image,label\n" + "".join(rows[::-1]))
+    else:
+        grey(tmp_path / change, 99)
+    assert find_samples(tmp_path / "list.csv") is not before
 
 
 def test_a_test_on_a_folder_without_splits_says_how_many_of_its_images_it_scores(tmp_path):

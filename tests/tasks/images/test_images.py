@@ -1,8 +1,11 @@
 """The task as a whole: its loss, scores, files, resuming, several cores, and one graph on XLA."""
 
+import builtins
 import csv
 import dataclasses
 import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +17,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from tests.conftest import best_weights, refuses
 from tests.tasks.images.small import make
 from tests.tpukit.training.conftest import train_in
-from tpukit import ImageClassifier, Run, predict, show, train
+from tpukit import ImageClassifier, Run, detect, predict, show, train
 from tpukit import test as score_run
 from tpukit.devices.runtime import Runtime
 from tpukit.inference.own import show_own
@@ -200,29 +203,89 @@ def pictures_of(folder, count, side):
     return folder
 
 
+def chosen(**settings):
+    task = ImageClassifier(**settings, **RESNET).choose_settings(detect())
+    return task.batch_size, task.epochs
+
+
 @pytest.mark.parametrize(  # 0.8 of each class train
     "count, batch_size, epochs", [(30, 8, 34), (5, 4, 100), (800, 64, 10)]
 )
 def test_batch_and_epochs_fit_the_number_of_images(count, batch_size, epochs, tmp_path):
-    task = ImageClassifier(dataset_dir=pictures_of(tmp_path / "set", count, 8), **RESNET)
-    assert (task.batch_size, task.epochs) == (batch_size, epochs)
+    assert chosen(dataset_dir=pictures_of(tmp_path / "set", count, 8)) == (batch_size, epochs)
     assert 1.6 * count // batch_size * epochs >= 200
 
 
 def test_a_setting_that_was_given_stays_and_the_others_fit_it(tmp_path):
     folder = pictures_of(tmp_path / "set", 40, 40)
-    given = ImageClassifier(dataset_dir=folder, batch_size=16, **RESNET)
-    assert (given.batch_size, given.epochs) == (16, 50)  # of 4 steps
-    given = ImageClassifier(dataset_dir=folder, batch_size=64, epochs=2, **RESNET)
-    assert (given.batch_size, given.epochs) == (64, 2)
-    large = ImageClassifier(**RESNET)
-    assert (large.batch_size, large.epochs) == (64, 10)
-    # As the command line does: the dataset is found after the settings were read.
-    found = dataclasses.replace(large, dataset_dir=folder)
-    assert (found.batch_size, found.epochs) == (8, 25)
-    assert found.datasets()[0].batch([0])["image"].shape == (1, 3, 160, 160)  # what test_resnet is made for
-    more = dataclasses.replace(found, dataset_dir=pictures_of(tmp_path / "more", 250, 8))
-    assert (more.batch_size, more.epochs) == (32, 17)
+    assert chosen(dataset_dir=folder, batch_size=16) == (16, 50)  # of 4 steps
+    assert chosen(dataset_dir=folder, batch_size=64, epochs=2) == (64, 2)
+    assert chosen() == (64, 10), "for a large set, as in a plan without one"
+    assert chosen(dataset_dir=folder) == (8, 25)
+    data, _ = ImageClassifier(dataset_dir=folder, **RESNET).datasets()
+    assert data.batch([0])["image"].shape == (1, 3, 160, 160)  # what test_resnet is made for
+    assert chosen(dataset_dir=pictures_of(tmp_path / "more", 250, 8)) == (32, 17)
+
+
+def settle(folder):
+    """Let the folders below one look as if they had changed long ago, because younger times prove nothing."""
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, ns=(10**18, 10**18))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The folders that are read, in order."""
+    found, scan = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: found.append(str(path)) or scan(path))
+    return found
+
+
+def test_a_task_is_constructed_without_a_look_at_its_data(tmp_path, monkeypatch):
+    folder = pictures_of(tmp_path / "set", 10, 40)
+
+    def refuse(path, *arguments, **keywords):
+        raise AssertionError(f"{path} is read")
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((os, "scandir"), (os, "listdir"), (os, "stat"), (builtins, "open")):
+            patch.setattr(owner, name, refuse)
+        task = ImageClassifier(dataset_dir=folder, **RESNET)
+        again = dataclasses.replace(task, lr=1e-4)
+    assert (again.batch_size, again.epochs) == (None, None)
+
+
+def test_each_folder_is_read_once_when_a_run_opens_and_not_again_before_one_of_them_changes(
+    tmp_path, reads, cpu
+):
+    folder = pictures_of(tmp_path / "set", 10, 40)
+    settle(folder)
+    reads.clear()
+    task = ImageClassifier(dataset_dir=folder, image_size=32, **RESNET)
+    run = Run.open(tmp_path / "run", task)
+    assert sorted(path for path in reads if path.startswith(str(folder))) == [
+        str(path) for path in (folder, folder / "a", folder / "b")
+    ]
+    reads.clear()
+    train(dataclasses.replace(task, epochs=1), run, runtime=cpu, progress=False)
+    score_run(task, run, runtime=cpu, progress=False)
+    assert dataclasses.replace(task, seed=1).class_names == ["a", "b"]
+    assert not [path for path in reads if path.startswith(str(folder))]
+    resumed = Run.open(run.path, ImageClassifier(dataset_dir=folder, image_size=32, **RESNET))
+    assert not [path for path in reads if path.startswith(str(folder))], "the run keeps what was chosen"
+    assert resumed.config["settings"] == run.config["settings"]
+    assert resumed.config["chosen"] == ["epochs", "batch_size"]
+    Image.new("L", (40, 40)).save(folder / "b/new.png")
+    data, held_out = task.datasets()
+    assert "b/new.png" in data.names + held_out.names
+
+
+def test_a_set_that_cannot_be_trained_on_is_refused_before_a_run_has_a_folder(tmp_path):
+    folder = pictures_of(tmp_path / "set", 10, 40)
+    shutil.rmtree(folder / "a")
+    with refuses("no images in", "of two classes, only of b"):
+        Run.open(tmp_path / "run", ImageClassifier(dataset_dir=folder, **RESNET))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kept, size", [(dict(image_size="64"), 64), ({}, 160)])
@@ -245,9 +308,12 @@ def test_chosen_settings_are_stored_taken_up_again_and_a_changed_set_is_named(tm
     again = ImageClassifier(dataset_dir=folder, image_size=32, **RESNET)
     train(dataclasses.replace(again, epochs=2), Run.open(run.path, again), runtime=cpu, progress=False)
     assert len(run.records("start")) == 2 and run.records("start")[1]["step"] == 2
-    pictures_of(folder, 200, 40)
     with refuses("batch_size: the run has 8, the task 16"):
-        Run.open(run.path, ImageClassifier(dataset_dir=folder, image_size=32, **RESNET))
+        Run.open(run.path, dataclasses.replace(again, batch_size=16))
+    pictures_of(folder, 200, 40)
+    grown = Run.open(run.path, again)
+    with refuses("file names and labels"):
+        train(again, grown, runtime=cpu, progress=False)
 
 
 @pytest.mark.parametrize("is_drawn", [True, False])

@@ -23,14 +23,15 @@ from tests.tasks.text.small import (
     write_model,
 )
 from tests.tpukit.training.conftest import train_in
-from tpukit import LanguageModel, export, predict
+from tpukit import LanguageModel, Run, detect, export, predict, train
 from tpukit import test as score_run
+from tpukit.host import environment
 from tpukit.inference.trained import task_of as task_of_run
 from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.training.prediction import predict_test_images
 from tpukit.training.step import TrainingStep
-from tpukit_tasks.text import conversations, data, hub
+from tpukit_tasks.text import conversations, data, hub, reading
 from tpukit_tools import cli
 
 pytest.importorskip("peft")
@@ -243,8 +244,9 @@ def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path, m
     sizes = {}
     for count in (20, 1000, 20_000):
         rows = [dict(prompt=f"Question {n}: what is it?", completion=SENTENCE) for n in range(count)]
-        task = LanguageModel(dataset_dir=write_lines(tmp_path / f"{count}.jsonl", *rows), **options)
-        sizes[count] = task.batch_size, task.length
+        path = write_lines(tmp_path / f"{count}.jsonl", *rows)
+        task = LanguageModel(dataset_dir=path, **options).choose_settings(detect())
+        sizes[count] = task.batch_size, task.sequence_length
     assert sizes[20] == (1, 256) and sizes[1000][0] >= 2 and sizes[20_000] == (16, 1024)
     task = LanguageModel(dataset_dir=tmp_path / "20.jsonl", **options)
     train_set, test_set = task.datasets()
@@ -255,9 +257,39 @@ def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path, m
     chinese = write_lines(tmp_path / "chinese.jsonl", dict(prompt="问", completion="答" * 900))
     assert data.fitting_sizes(chinese, 4)[1] == 1024, "about 600 tokens of a model that knows Chinese"
     given = dataclasses.replace(task, batch_size=16, sequence_length=512)
-    assert (given.batch_size, given.length) == (16, 512)
-    assert LanguageModel(**options).batch_size == 16, "without data, as for a plan"
-    assert dataclasses.replace(LanguageModel(**options), dataset_dir=tmp_path / "20.jsonl").batch_size == 1
+    assert given.choose_settings(detect()) is given and given.length == 512
+    without_data = LanguageModel(**options).choose_settings(detect())
+    assert (without_data.batch_size, without_data.sequence_length) == (16, 1024), "as for a plan"
+
+
+def test_a_batch_is_for_the_cores_where_the_run_opens_and_later_sessions_keep_it(tmp_path, monkeypatch, cpu):
+    folder = write_config(tmp_path / "m", n_positions=64)
+    path = write_lines(tmp_path / "a.jsonl", *[dict(text=f"{n}: {SENTENCE}") for n in range(40)])
+    options: Any = dict(model_name=str(folder), pretrained="no", epochs=1, samples=0, num_workers=0)
+
+    def on(cores):
+        here = dataclasses.replace(detect(), cores=cores)
+        monkeypatch.setattr(environment, "detect", lambda: here)
+
+    def refuse(place):
+        raise AssertionError(f"{place} is read")
+
+    on(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "find_texts", refuse)
+        task = LanguageModel(dataset_dir=path, **options)
+    assert task.batch_size is None, "constructed where there are eight"
+    on(3)
+    run = Run.open(tmp_path / "run", task)
+    assert [run.config["settings"][name] for name in ("batch_size", "sequence_length")] == [3, 64]
+    train(task, run, runtime=cpu, progress=False)
+    on(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "find_texts", refuse)
+        again = Run.open(run.path, LanguageModel(dataset_dir=path, **options))
+    assert again.config == run.config and again.config["settings"]["batch_size"] == 3
+    with refuses("batch_size: the run has 3, the task 8"):
+        Run.open(run.path, dataclasses.replace(task, batch_size=8))
 
 
 def test_a_sample_shows_the_whole_prompt_up_to_the_answer(tmp_path, cpu):
