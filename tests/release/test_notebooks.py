@@ -77,6 +77,56 @@ def test_every_notebook_is_built_with_the_library_of_this_tree_inside_and_equal_
     assert folder.name in embedded and folder.parent == tmp_path / ".cache/tpukit"
 
 
+FINDS_ALL = """
+import ast, importlib, sys
+# An editable installation would add the tasks of its own folder.
+sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
+import tpukit
+from tpukit import leaves
+from tpukit_tools.cli import commands
+
+assert tpukit.__path__[0].startswith(sys.path[0])
+code = open(sys.argv[1]).read()
+for node in ast.walk(ast.parse(code)):
+    match node:
+        case ast.ImportFrom(module=str(module), names=names) if module.startswith("tpukit"):
+            for one in names:
+                if not hasattr(importlib.import_module(module), one.name):
+                    importlib.import_module(f"{module}.{one.name}")
+        case ast.Attribute(value=ast.Name(id="tpukit"), attr=name):
+            getattr(tpukit, name)
+        case ast.Call(func=ast.Attribute(attr="find_dataset"), args=[ast.Constant(value=dataset)]):
+            assert dataset in [entry.dataset for entry in leaves.tasks().values()]
+print(*leaves.tasks(), *filter(commands.is_offered, commands.NEEDED))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, there",
+    [
+        ("colab_tpu_setup", "mshnet doctor predict export"),
+        ("finetune_images", "images doctor predict export"),
+        ("finetune_llm", "text doctor predict export plan"),
+        ("gpu_to_tpu_migration", "mnist doctor predict export migrate"),
+        ("hardware_check", "mnist cdeit doctor predict export simulate"),
+        ("hardware_comparison", "mshnet doctor predict export plan compare"),
+        ("kaggle_cdeit_tpu", "cdeit doctor predict export simulate"),
+        ("your_own_loop", "mnist doctor predict export"),
+    ],
+)
+def test_a_notebook_carries_all_that_its_code_uses_and_no_other_task_or_tool(name, there, dist, tmp_path):
+    folder, _ = unpack(archive_cell(dist / f"{name}.ipynb"), tmp_path)
+    cells = [
+        cell.source for cell in nbformat.read(dist / f"{name}.ipynb", 4).cells if cell.cell_type == "code"
+    ]
+    (tmp_path / "code.py").write_text("\n".join(cell for cell in cells if "ARCHIVE = " not in cell))
+    command = [sys.executable, "-P", "-c", FINDS_ALL, str(tmp_path / "code.py")]
+    environ = dict(os.environ, PYTHONPATH=str(folder))
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert ran.stdout.strip() == there, ran.stderr
+
+
 def test_a_damaged_archive_says_so_and_unpacks_nothing(dist, tmp_path):
     source = archive_cell(dist / "mnist_quickstart.ipynb").source
     place = source.index('ARCHIVE = """') + 500
