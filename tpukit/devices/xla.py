@@ -158,24 +158,23 @@ class XLARuntime(Runtime):
         dampens = any(group.get("dampening") for group in optimizer.param_groups)
         if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or dampens:
             return
-        # Names, shapes and types are those that a step makes of tensors without data.
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad and not optimizer.state.get(p)]
+        without_data = {p: nn.Parameter(torch.zeros_like(p, device="meta")) for p in parameters}
+        for p in without_data.values():
+            p.grad = torch.zeros_like(p)
         like = copy.copy(optimizer)
         like.state, like.param_groups = collections.defaultdict(dict), []
         for group in optimizer.param_groups:
-            missing = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-            without_data = [nn.Parameter(torch.zeros_like(p, device="meta")) for p in missing]
-            for p in without_data:
-                p.grad = torch.zeros_like(p)
-            settings = dict(params=without_data, lr=1.0, weight_decay=0, capturable=False)
-            like.param_groups = [group | settings]
-            step: Any = type(like).step
-            step.__wrapped__(like)  # without the hooks of a step
-            on_host = not group.get("capturable")
-            for p, other in zip(missing, without_data):
-                for name, value in like.state[other].items():
-                    zeros = torch.zeros(value.shape, dtype=value.dtype)
-                    # Sent, so that they are no part of the first step's graph.
-                    optimizer.state[p][name] = zeros if name == "step" and on_host else self._put(zeros)
+            same = [without_data[p] for p in group["params"] if p in without_data]
+            like.param_groups.append(group | dict(params=same, lr=1.0, capturable=False))
+        step: Any = type(like).step
+        step.__wrapped__(like)  # without the hooks of a step; it makes the names, shapes and types
+        on_host = not any(group.get("capturable") for group in optimizer.param_groups)
+        for p, other in without_data.items():
+            for name, value in like.state[other].items():
+                zeros = torch.zeros(value.shape, dtype=value.dtype)
+                # Sent, so that they are no part of the first step's graph
+                optimizer.state[p][name] = zeros if name == "step" and on_host else self._put(zeros)
 
     def sync(self) -> None:
         torch_xla.sync(wait=True)  # until the work is queued; it raises what goes wrong there
