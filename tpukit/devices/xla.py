@@ -148,16 +148,15 @@ class XLARuntime(Runtime):
         has_foreach = any(group.get("foreach") for group in optimizer.param_groups)
         if not has_foreach and not isinstance(optimizer, torch.optim.Adadelta):
             count_steps_on_device(optimizer)
-        self.zero_optimizer_state(optimizer)
-        # Adagrad has made it already.
-        exists = all(optimizer.state.get(p) for p in parameters_of(optimizer) if p.requires_grad)
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+        exists = self.zero_optimizer_state(optimizer) or all(optimizer.state.get(p) for p in parameters)
         self.sync()  # so that this, and what `to_device` did, does not become part of the first step
         return exists
 
-    def zero_optimizer_state(self, optimizer: Optimizer) -> None:
+    def zero_optimizer_state(self, optimizer: Optimizer) -> bool:
         dampens = any(group.get("dampening") for group in optimizer.param_groups)
         if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or dampens:
-            return
+            return False
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad and not optimizer.state.get(p)]
         without_data = {p: nn.Parameter(torch.zeros_like(p, device="meta")) for p in parameters}
         for p in without_data.values():
@@ -175,6 +174,7 @@ class XLARuntime(Runtime):
                 zeros = torch.zeros(value.shape, dtype=value.dtype)
                 # Sent, so that they are no part of the first step's graph
                 optimizer.state[p][name] = zeros if name == "step" and on_host else self._put(zeros)
+        return True
 
     def sync(self) -> None:
         torch_xla.sync(wait=True)  # until the work is queued; it raises what goes wrong there

@@ -5,7 +5,7 @@ import collections
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from tpukit.host.tables import Notice, Sentences, Table
@@ -15,6 +15,7 @@ from tpukit.reporting.presenting import present
 
 READ_A_VALUE = "aten::_local_scalar_dense"  # what `.item()` calls
 MANY_SENT = 10  # tensors in a step
+Sample = tuple[float, float]  # time, value
 
 
 class MetricsReport:
@@ -41,7 +42,7 @@ class MetricsReport:
         self._before: dict[str, Any] = {}
         self._began = 0.0
         # (time, optimizer) of each step in the block; 0: of weights on the CPU without a gradient
-        self._steps: list[tuple[float, int]] = []
+        self._steps: list[Sample] = []
         self._read()
 
     def __enter__(self) -> "MetricsReport":
@@ -73,18 +74,14 @@ class MetricsReport:
 
     def _read(self) -> None:
         xla = _open_xla()
-        now = xla.counters() if xla else {}
-        self.counters = now
-        if self._before:
-            self.counters = {name: now[name] - before for name, before in self._before.items()}
+        self.counters = xla.counters() if xla else {}
+        for name, before in self._before.items():
+            self.counters[name] -= before
         self.compilations = self.counters.get("compilations", 0)
         self.fallbacks = dict(self.counters.get("fallbacks", {}))
-        self.device, self.memory = _gpus()
-        self._compiled, self._runs, self._sent = [], [], []
-        if xla:
-            compiled, self._runs, self._sent = xla.history(self._began)
-            self._compiled = compiled[max(len(compiled) - self.compilations, 0) :]
-            self.device, self.memory = xla.device_name(), xla.memory()
+        self.device, self.memory = (xla.device_name(), xla.memory()) if xla else _gpus()
+        compiled, self._runs, self._sent = xla.history(self._began) if xla else ([], [], [])
+        self._compiled = compiled[max(len(compiled) - self.compilations, 0) :]
         self.causes = collections.Counter(cause for cause, _, _ in self._compiled)
 
     def problems(self) -> list[str]:
@@ -103,16 +100,14 @@ class MetricsReport:
         ends = syncs // max(len(self._steps), 1)
         parts = {operations for _, operations in self._runs[-ends:]}
         # Gradients that are added up over batches, with a sync each, are graphs that each get a batch.
-        sends = _split(self._sent, [at for at, _ in self._runs])
-        batches = sum(max(sizes, default=0) > 8 for sizes in sends)
+        batches = sum(max(sizes, default=0) > 8 for sizes in _split(self._sent, self._runs))
         if len(parts) == ends > 2 and 2 * batches <= len(self._runs) and len(self._steps) > 3:
             problems.append(
                 f"Each step ended {ends} times: call `torch_xla.sync()` once, after the optimizer."
             )
         if left_behind:
             problems.append(
-                f"An optimizer took {left_behind} steps without a gradient: make it after `.to(device)`, by"
-                " which XLA makes new weights."
+                f"Optimizer steps without a gradient: {left_behind}. Make it after `.to(device)`."
             )
         # Not the first graphs of a part: such a graph had run twice, or half of all graphs.
         again = [cause for cause, before, after in self._compiled if before > 1 or 2 * after < executions]
@@ -144,8 +139,7 @@ class MetricsReport:
 
     def _sent_in_a_step(self) -> tuple[float, str]:
         """Return how many tensors a step sends, and a sentence of it, if both are known."""
-        ends = [at for at, _ in self._steps or self._runs]
-        sends = [sizes for sizes in _split(self._sent, ends)[:-1] if sizes]
+        sends = [sizes for sizes in _split(self._sent, self._steps or self._runs)[:-1] if sizes]
         if len(sends) < 4:  # the first has the model
             return 0, ""
         tensors, size = statistics.median(map(len, sends)), statistics.median(map(sum, sends))
@@ -227,12 +221,11 @@ def _gpus() -> tuple[str, list[tuple[int, int]]]:
     return "; ".join(names), memory
 
 
-def _split(samples: Iterable[tuple[float, float]], times: list[float]) -> list[list[float]]:
-    """Return the values of (time, value) before the first of these times, up to the next, ..., after the
-    last."""
-    parts: list[list[float]] = [[] for _ in range(len(times) + 1)]
+def _split(samples: Sequence[Sample], ends: Sequence[Sample]) -> list[list[float]]:
+    """Return the values of samples, (time, value), before the first of some ends, ..., and after the last."""
+    parts: list[list[float]] = [[] for _ in range(len(ends) + 1)]
     for at, value in samples:
-        parts[bisect.bisect_left(times, at)].append(value)
+        parts[bisect.bisect_left(ends, (at, 0))].append(value)
     return parts
 
 
@@ -247,9 +240,10 @@ def metrics_report() -> MetricsReport:
         report.compilations, report.fallbacks
 
     The block's report is shown when it ends, even if by an error. Problems come first, with what to do:
-    graphs that are compiled again and again, operations that the CPU runs instead, values that are read in a
-    step. Then numbers: compilations, executions, transfers, memory. The host waits for the device where the
-    block begins and where it ends. Each process has a report of its own.
+    steps that are not ended, or several times; an optimizer made before the model moved; graphs that are
+    compiled again and again; operations that the CPU runs instead; values that are read and many tensors
+    that are sent in a step. Then numbers: compilations, executions, transfers, memory. The host waits for the
+    device where the block begins and where it ends. Each process has a report of its own.
 
     Returns:
         A `MetricsReport`, which is also a context manager."""
