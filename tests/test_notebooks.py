@@ -13,8 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
+import tpukit
 from tests.conftest import ROOT
 from tpukit import Checkpoints, MSHNet, Run
+from tpukit.launching.core import Core, running
 
 # What no machine changes: notebook -> cell -> text.
 OUTPUTS = json.loads((ROOT / "tests/notebook_outputs.json").read_text())
@@ -268,6 +270,30 @@ def run_own_loop(folder, digits, **parameters):
     (folder / "datasets/mnist").symlink_to(digits)
     notebook = run_notebook("your_own_loop.ipynb", folder, BATCH_SIZE=8, **parameters)
     return text(notebook), Checkpoints(folder / "outputs/your-own-loop").restore()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer", ["SGD(model.parameters(), lr=0.05, momentum=0.9)", "AdamW(model.parameters())"]
+)
+def test_the_step_of_ones_own_loop_is_compiled_once_in_three_epochs_and_a_resume(
+    optimizer, xla, digits, tmp_path, monkeypatch
+):
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets/mnist").symlink_to(digits)
+    monkeypatch.chdir(tmp_path)
+    cells = nbformat.read(ROOT / "notebooks/your_own_loop.ipynb", 4).cells
+    code = [cell.source for cell in cells if cell.cell_type == "code" and "tpukit.launch(" not in cell.source]
+    code = "\n".join(code[:-1]).replace("BATCH_SIZE = 32 ", "BATCH_SIZE = 8 ")  # without the report's cell
+    kept = "SGD(model.parameters(), lr=0.05, momentum=0.9)"
+    assert code.count(kept) == 1
+    notebook = {}
+    exec(code.replace(kept, optimizer), notebook)
+    with running(Core(xla)), tpukit.metrics_report() as report:
+        for epochs in (2, 3):
+            notebook["train"](notebook["digits"], epochs)
+    assert (report.compilations, report.counters["executions"]) == (1, 75)
+    assert report.problems() == []
 
 
 @pytest.fixture(scope="module")

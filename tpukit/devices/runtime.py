@@ -219,6 +219,11 @@ class Runtime:
         now."""
         return True
 
+    def zero_optimizer_state(self, optimizer: Optimizer) -> bool:
+        """Make the state that the optimizer's first step would make, where the device compiles that step and
+        the state starts at zero. Returns whether it does."""
+        return True
+
     def torch_compile(self, function: Callable, choice: str) -> Callable:
         """Return the function, compiled by torch.compile if `Task.compile` says so. Inductor keeps its code
         in the cache folder, so that a later session starts in seconds."""

@@ -1,5 +1,7 @@
 """The runtime of XLA devices: a TPU chip, or the CPU XLA device."""
 
+import collections
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +20,6 @@ from tpukit.devices.optimizers import (
     gradients,
     parameters_of,
     parameters_with_gradient,
-    state_tensors,
 )
 from tpukit.devices.runtime import Runtime, Stored
 from tpukit.devices.xla_graph import CompiledFunction, ReplayedStep
@@ -141,21 +142,39 @@ class XLARuntime(Runtime):
         """Create the optimizer's state before the first step; created in it, it would cost a second
         compilation.
 
-        One step with zero gradients and no weight decay creates it; then it is set to zero, which is where
-        the optimizers of `_STATE_STARTS_AT_ZERO` start. For others it returns False: their second step
-        compiles once more."""
+        See `zero_optimizer_state`. Where that makes none it returns False: the second step compiles once
+        more."""
         # torch refuses that on XLA to Adadelta, and to updates of many tensors at once.
         has_foreach = any(group.get("foreach") for group in optimizer.param_groups)
         if not has_foreach and not isinstance(optimizer, torch.optim.Adadelta):
             count_steps_on_device(optimizer)
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
-        exists = all(optimizer.state.get(p) for p in parameters)  # Adagrad has made it already
-        dampens = any(group.get("dampening") for group in optimizer.param_groups)
-        if not exists and type(optimizer).__name__ in _STATE_STARTS_AT_ZERO and not dampens:
-            _take_zero_step(optimizer, parameters)
-            exists = True
+        exists = self.zero_optimizer_state(optimizer) or all(optimizer.state.get(p) for p in parameters)
         self.sync()  # so that this, and what `to_device` did, does not become part of the first step
         return exists
+
+    def zero_optimizer_state(self, optimizer: Optimizer) -> bool:
+        dampens = any(group.get("dampening") for group in optimizer.param_groups)
+        if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or dampens:
+            return False
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad and not optimizer.state.get(p)]
+        without_data = {p: nn.Parameter(torch.zeros_like(p, device="meta")) for p in parameters}
+        for p in without_data.values():
+            p.grad = torch.zeros_like(p)
+        like = copy.copy(optimizer)
+        like.state, like.param_groups = collections.defaultdict(dict), []
+        for group in optimizer.param_groups:
+            same = [without_data[p] for p in group["params"] if p in without_data]
+            like.param_groups.append(group | dict(params=same, lr=1.0, capturable=False))
+        step: Any = type(like).step
+        step.__wrapped__(like)  # without the hooks of a step; it makes the names, shapes and types
+        on_host = not any(group.get("capturable") for group in optimizer.param_groups)
+        for p, other in without_data.items():
+            for name, value in like.state[other].items():
+                zeros = torch.zeros(value.shape, dtype=value.dtype)
+                # Sent, so that they are no part of the first step's graph
+                optimizer.state[p][name] = zeros if name == "step" and on_host else self._put(zeros)
+        return True
 
     def sync(self) -> None:
         torch_xla.sync(wait=True)  # until the work is queued; it raises what goes wrong there
@@ -178,17 +197,3 @@ class XLARuntime(Runtime):
 
     def memory(self) -> list[tuple[int, int]]:
         return xla_counters.memory()
-
-
-def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    decays = [group.get("weight_decay", 0) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["weight_decay"] = 0
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for group, decay in zip(optimizer.param_groups, decays):
-        group["weight_decay"] = decay
-    for value in state_tensors(optimizer):
-        value.zero_()
-    optimizer.zero_grad(set_to_none=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class Core:
         self.runtime, self.world, self.device = runtime, runtime.world, runtime.device
         self.rank, self.size = runtime.world.rank, runtime.world.size
         self.is_forked = is_forked
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that took a step
 
     def print(self, *values: Any) -> None:
         """Print on rank 0 alone; `launch` shows it at once.
@@ -64,6 +66,9 @@ class Core:
 
         Args:
             optimizer: the optimizer of this core's model, after `backward()`."""
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self.runtime.zero_optimizer_state(optimizer)  # its first step is compiled like the others
         self.runtime.all_reduce_gradients(optimizer)
         self.runtime.optimizer_step(optimizer)
         self.runtime.end_traced_step()

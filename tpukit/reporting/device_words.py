@@ -8,6 +8,8 @@ from tpukit.host.text import GIB
 NOTHING_COMPILES = "Nothing is compiled on this device: PyTorch runs each operation as it comes."
 SENDING, READING = "sending to the device", "reading from the device"
 
+BY_ITEM, BY_COPY = "`.item()`, `float(x)` or `if x > 0`", "`print(x)`, `x.cpu()` or the like"
+
 
 def describe_fallbacks(fallbacks: Mapping[str, int]) -> str:
     """Return a sentence about the operations that the CPU ran instead of an XLA device: name -> count."""

@@ -20,6 +20,7 @@ from tpukit.runs.tensors import explain_damage, load_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
+device_reads = 0  # by all saves of this process; `metrics_report` tells them from the user's
 ID = "checkpoints/id.json"  # written if there is a backup, so that no other loop replaces it
 
 
@@ -178,6 +179,8 @@ def _on_cpu(tensor: "Tensor") -> "Tensor":
     """Return a tensor on the CPU; a view without the rest of what it is a view of, which would be saved."""
     import torch
 
+    global device_reads
+    device_reads += tensor.device.type == "xla"
     tensor = tensor.detach().cpu()
     if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
         return tensor
