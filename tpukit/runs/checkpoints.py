@@ -1,5 +1,6 @@
 """`Checkpoints` of any training loop, in a folder and its backup. A `Run` keeps its own by them."""
 
+import atexit
 import contextlib
 import io
 import json
@@ -8,9 +9,9 @@ import os
 import pickle
 import secrets
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -35,8 +36,8 @@ class Checkpoints:
     Or with the state in hand: `state = saved.restore()`, and `saved.save(state, step)` on rank 0 alone; ranks
     that save at once wait for each other. All ranks restore.
 
-    A folder belongs to one loop at a time: from its first `restore_into` or `save` to the end of this object,
-    or of the process, others are refused."""
+    A folder belongs to one loop at a time: from its first `restore_into` or `save` to the end of its process,
+    other processes are refused. `restore` only reads."""
 
     folder: Path
     """Folder of the checkpoints."""
@@ -59,7 +60,7 @@ class Checkpoints:
         self._knows_newest = False  # has restored or written a checkpoint
         self._states: dict[str, Any] = {}  # name -> `state_dict` of an object of `restore_into`
         self._step: int | None = None  # of the checkpoint that was read last
-        self.locks, self._lock = True, None
+        self.locks = True
         self.backup = Backup(backup, [ID]) if backup else None
         self.spare = self.backup
         if self.backup:
@@ -85,10 +86,9 @@ class Checkpoints:
                 process trains here."""
         if step is None:
             state, step = None, state
-        try:
+        number = -1
+        with contextlib.suppress(TypeError):
             number = operator.index(step)  # pyright: ignore[reportArgumentType]
-        except TypeError:
-            number = -1
         if number < 0:
             raise TpukitError(f"step={step!r}: a checkpoint has a whole number of 0 or more as its step")
         if state is None:
@@ -141,8 +141,10 @@ class Checkpoints:
         loaders = {name: each.load_state_dict for name, each in objects.items()}
         if not files.exists(self.folder) or os.access(self.folder, os.W_OK):  # a Kaggle input is only read
             self._hold_lock()
-        self._step, state = None, self.restore()
-        for name, load in loaders.items() if state is not None else ():
+        state = self.restore()
+        if state is None:
+            return None
+        for name, load in loaders.items():
             if name not in state:
                 raise TpukitError(
                     f"step {self._step} in {self.folder} was saved without {name!r}: leave it out"
@@ -151,12 +153,14 @@ class Checkpoints:
         return self._step
 
     def _hold_lock(self) -> None:
-        """Keep other processes' loops out of the folder, as long as this object is there. Raises TpukitError
-        if one is in it. The ranks of a launch are one loop, in the name of the first."""
+        """Keep other processes' loops out of the folder as long as this process lasts, and those forked from
+        it. Raises TpukitError if one is in it. All ranks are one loop, in the name of the first."""
         if self.locks and _is_first_rank():
             place = self.folder.resolve()
-            self._lock = _locks[place] = self._lock or _locks.get(place) or _Lock(place / ".lock")
-            self._lock.check()
+            if place not in _locks:
+                lock = exclusive_lock(place / ".lock")
+                _locks[place] = lock, lock.__enter__()
+            _locks[place][1]()
 
     def restore(self) -> Any:
         """Return the newest whole state, running no code from it.
@@ -234,15 +238,9 @@ class Checkpoints:
         return listed or {}
 
 
-class _Lock:
-    """Keeps other processes' loops out of a folder, until it is collected."""
-
-    def __init__(self, path: Path):
-        self._held = exclusive_lock(path)
-        self.check = self._held.__enter__()
-
-
-_locks: WeakValueDictionary[Path, _Lock] = WeakValueDictionary()  # of this process, by folder
+# Of this process: folder -> (its lock, which ends if it is collected; function that raises if it is lost)
+_locks: dict[Path, tuple[Any, Callable[[], None]]] = {}
+atexit.register(_locks.clear)
 
 
 def _is_first_rank() -> bool:

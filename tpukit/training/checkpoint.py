@@ -51,7 +51,7 @@ def save(
     """Start writing a checkpoint on rank 0, with the random states of all ranks.
 
     parts: `TrainingStep.parts`. sums: of a fresh `metrics.Interval`."""
-    random = runtime.random_states()
+    random = runtime.random_states()  # on all ranks
     if runtime.world.rank == 0:
         content = dict(
             format=FORMAT, **origin._asdict(), state=dataclasses.asdict(state), sums=dict(sums), random=random
