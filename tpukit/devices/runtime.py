@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 import os
+import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -67,6 +68,10 @@ class Stored(NamedTuple):
         return samples[:, : math.prod(self.shape[1:])].view(-1, *self.shape[1:])
 
 
+def _numpy_state() -> dict[str, Any]:
+    return tree_map_only(np.ndarray, np.ndarray.tolist, np.random.get_state(legacy=False))
+
+
 class Runtime:
     """One device of this process.
 
@@ -87,9 +92,12 @@ class Runtime:
     reduces_on_the_host = False
     device_seed: tuple[int, ...] = ()  # see `seed_device`
     device_calls = 0  # calls of compiled functions since then
-    # Random number generators: name -> (function that returns the state, a CPU tensor; function that sets it)
+    # Random number generators: name -> (function that returns the state, a pytree of CPU tensors, numbers and
+    # strings; function that sets it)
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-        "cpu": (torch.get_rng_state, torch.set_rng_state)
+        "python": (random.getstate, random.setstate),
+        "numpy": (_numpy_state, np.random.set_state),
+        "cpu": (torch.get_rng_state, torch.set_rng_state),
     }
 
     def __init__(self, accelerator: str = "cpu", precision: str = "auto", world: World | None = None):
@@ -332,6 +340,19 @@ class Runtime:
         """Start anew the random numbers that compiled functions draw on the device: from these numbers, the
         rank, and which call it is since. Does nothing where a checkpoint keeps the state of the device (see
         `generators`)."""
+
+    def random_states(self) -> list[dict[str, Any]]:
+        """Return, on rank 0, the states of the `generators` of all ranks; elsewhere []. Collective."""
+        return self.world.gather({name: state() for name, (state, _) in self.generators.items()})
+
+    def set_random_states(self, saved: list[dict[str, Any]]) -> None:
+        """Set this rank's generators as `random_states` returned them. If the number of ranks has changed
+        since, torch's are seeded from that, each rank's otherwise."""
+        for name, state in saved[self.world.rank % len(saved)].items():
+            if name in self.generators:  # not that of another kind of device
+                self.generators[name][1](state)
+        if len(saved) != self.world.size:
+            self.seed(int(torch.randint(2**31, ())))
 
     # What the device reports
 

@@ -32,6 +32,8 @@ class XLARuntime(Runtime):
 
     compiles = has_graphs = True
     runs_graphs = True  # a plan only exports them
+    # A number that moves with each sync, exact where nothing is pending. `seed_device` replaces it.
+    generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
 
     def __init__(self, accelerator: str, precision: str = "auto", world: World | None = None):
         super().__init__(accelerator, precision, world)

@@ -156,12 +156,12 @@ def explain_unwritable(path: Path, *, only: Collection[int] = ()) -> Generator[N
 
 
 def local_path(path: str | Path, advice: str) -> Path:
-    """Return the path. Raises TpukitError with `advice` for an address such as s3://bucket/run, without
-    showing it: it may hold a secret."""
+    """Return the path, with a leading ~ as this user's home. Raises TpukitError with `advice` for an address
+    such as s3://bucket/run, without showing it: it may hold a secret."""
     # pathlib makes s3:/ of s3://, and would write in a folder named "s3:".
     if match := re.match(r"([a-z][a-z0-9+.-]+):/", str(path), re.I):
         raise TpukitError(f"{match[1]}:// is an address and not a folder or a file of this machine: {advice}")
-    return Path(path)
+    return Path(os.path.expanduser(path))  # which leaves ~ where there is no home
 
 
 def check_empty(folder: Path) -> None:

@@ -74,6 +74,27 @@ class Core:
         self.runtime.end_traced_step()
         self.world.heartbeat(self.world.step + 1)
 
+    # What `Checkpoints.restore_into(..., random=core)` asks for
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the random states of all cores, on rank 0: Python's, NumPy's, torch's and the device's. All
+        cores call it, because each waits for the others.
+
+        Returns:
+            dict(random: a list of them, by rank; on other ranks it is empty)."""
+        self.runtime.sync()  # XLA's state moves with each
+        return dict(random=self.runtime.random_states())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set this core's random states. If the number of cores has changed, draw other numbers, and say so.
+
+        Args:
+            state: what `state_dict` returned on rank 0."""
+        self.runtime.sync()
+        self.runtime.set_random_states(state["random"])
+        if (before := len(state["random"])) != self.size:
+            self.print(f"saved on {before} cores, resumed on {self.size}: dropout draws other numbers now")
+
 
 _running: Core | None = None
 

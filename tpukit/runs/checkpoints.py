@@ -1,5 +1,6 @@
 """`Checkpoints` of any training loop, in a folder and its backup. A `Run` keeps its own by them."""
 
+import atexit
 import contextlib
 import io
 import json
@@ -7,18 +8,20 @@ import operator
 import os
 import pickle
 import secrets
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError, unreadable
 from tpukit.host.text import say
 from tpukit.runs import manifest
 from tpukit.runs.backup import MOUNT, Backup, Say
-from tpukit.runs.tensors import explain_damage, load_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tpukit.runs.folder_lock import exclusive_lock
+from tpukit.runs.tensors import NUMBERS, Array, explain_damage, load_tensors
 
 device_reads = 0  # by all saves of this process; `metrics_report` tells them from the user's
 ID = "checkpoints/id.json"  # written if there is a backup, so that no other loop replaces it
@@ -28,10 +31,14 @@ class Checkpoints:
     """The newest two checkpoints of a training loop, in a folder and in a copy of it, on Drive for instance.
 
         saved = tpukit.Checkpoints("outputs/mine", backup=drive / "mine")
-        state = saved.restore()
-        saved.save({"model": model.state_dict(), "step": step}, step)
+        done = saved.restore_into(model=model, optimizer=optimizer, random=tpukit.core()) or 0
+        saved.save(done + 1)
 
-    With several ranks, let rank 0 save; ranks that save at once wait for each other. All may restore."""
+    Or with the state in hand: `state = saved.restore()`, and `saved.save(state, step)` on rank 0 alone; ranks
+    that save at once wait for each other. All ranks restore.
+
+    A folder belongs to one loop at a time: from its first `restore_into` or `save` to the end of its process,
+    other processes are refused. `restore` only reads."""
 
     folder: Path
     """Folder of the checkpoints."""
@@ -52,6 +59,9 @@ class Checkpoints:
             TpukitError: if nothing can be written in the backup."""
         self.folder, self.say = files.local_path(folder, MOUNT), say
         self._knows_newest = False  # has restored or written a checkpoint
+        self._states: dict[str, Any] = {}  # name -> `state_dict` of an object of `restore_into`
+        self._step: int | None = None  # of the checkpoint that was read last
+        self.locks = True
         self.backup = Backup(backup, [ID]) if backup else None
         self.spare = self.backup
         if self.backup:
@@ -60,28 +70,39 @@ class Checkpoints:
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r})"
 
-    def save(self, state: Any, step: int) -> None:
+    def save(self, state: Any = None, step: int | None = None) -> None:
         """Write a checkpoint, whole or not at all, and copy it to the backup. A backup that fails is
         reported, and tried again by the next save.
 
+        `save(step)` saves the objects of `restore_into`: all ranks call it, and rank 0 writes.
+
         Args:
-            state: pytree of tensors on any device, numbers and strings, such as a `state_dict()`.
+            state: lists, tuples and dicts of tensors on any device, NumPy's arrays, numbers and strings, such
+                as a `state_dict()`.
             step: 0 or more. A later checkpoint of the same step takes the place of this one.
 
         Raises:
             TpukitError: if the disk is full (earlier checkpoints stay as they were); if the state holds
-                anything else; if a later step is there that was not restored."""
-        import torch
-        from torch.utils._pytree import tree_map_only
-
-        try:
-            number = operator.index(step)
-        except TypeError:
-            number = -1
+                anything else, which is named; if a later step is there that was not restored; while another
+                process trains here."""
+        if step is None:
+            state, step = None, state
+        number = -1
+        with contextlib.suppress(TypeError):
+            number = operator.index(step)  # pyright: ignore[reportArgumentType]
         if number < 0:
             raise TpukitError(f"step={step!r}: a checkpoint has a whole number of 0 or more as its step")
-        state = tree_map_only(torch.Tensor, _on_cpu, state)
-        _check_readable(tree_map_only(torch.Tensor, lambda tensor: None, state))
+        if state is None:
+            if not self._states:
+                raise TpukitError(
+                    "save(step) needs restore_into(model=model, ...) before; or save(state, step)"
+                )
+            # Any of these may wait for all ranks.
+            state = {name: state_dict() for name, state_dict in self._states.items()}
+            if not _is_first_rank():
+                return
+        state = _plain(state)
+        self._hold_lock()
         with files.file_lock(self.folder):  # a loop may forget that only one of its ranks saves
             self._check_is_newest(number)
             manifest.put(self.folder, f"checkpoints/step-{number:08d}.pt", lambda file: _write(state, file))
@@ -100,6 +121,47 @@ class Checkpoints:
                 f"step {step} is before step {newest}, the newest checkpoint in {self.folder}, which was not"
                 " restored: call restore() first and go on from there, or choose another folder"
             )
+
+    def restore_into(self, **objects: Any) -> int | None:
+        """Load the newest whole state into objects, and remember them for `save(step)`.
+
+        A resume is exact if these are all that changes from step to step, the last `random=tpukit.core()`,
+        the random states of all cores. What is left is the place of a data loader within an epoch.
+
+        Args:
+            **objects: what has `state_dict()` and `load_state_dict()`, by its name in the checkpoint.
+
+        Returns:
+            The step that was saved; None if there is no checkpoint yet.
+
+        Raises:
+            TpukitError: as `restore`; if the checkpoint lacks one of the names; while another process trains
+                here.
+            Unreadable: if the disk cannot be read now. Nothing is changed."""
+        self._states = {name: each.state_dict for name, each in objects.items()}
+        loaders = {name: each.load_state_dict for name, each in objects.items()}
+        if not files.exists(self.folder) or os.access(self.folder, os.W_OK):  # a Kaggle input is only read
+            self._hold_lock()
+        state = self.restore()
+        if state is None:
+            return None
+        for name, load in loaders.items():
+            if name not in state:
+                raise TpukitError(
+                    f"step {self._step} in {self.folder} was saved without {name!r}: leave it out"
+                )
+            load(state[name])
+        return self._step
+
+    def _hold_lock(self) -> None:
+        """Keep other processes' loops out of the folder as long as this process lasts, and those forked from
+        it. Raises TpukitError if one is in it. All ranks are one loop, in the name of the first."""
+        if self.locks and _is_first_rank():
+            place = self.folder.resolve()
+            if place not in _locks:
+                lock = exclusive_lock(place / ".lock")
+                _locks[place] = lock, lock.__enter__()
+            _locks[place][1]()
 
     def restore(self) -> Any:
         """Return the newest whole state, running no code from it.
@@ -152,6 +214,7 @@ class Checkpoints:
 
     def _read(self, name: str) -> Any:
         """Return the state of one checkpoint. Raises Damaged."""
+        self._step = manifest.step_of(name)
         path = self.folder / name
         data = manifest.read_whole(path, self._read_manifest().get(name, []))
         with explain_damage(path):
@@ -168,23 +231,53 @@ class Checkpoints:
     def _read_manifest(self) -> manifest.Manifest:
         """Return the folder's manifest. Raises Damaged if it is gone, and the checkpoints are not."""
         listed, path = manifest.read(self.folder), self.folder / manifest.FILE
-        if listed is None and files.names_in(path.parent, "step-*.pt"):
+        if listed is None and (names := files.names_in(path.parent, "[!.]*")):
             raise Damaged(
-                f"{path} is missing, but its checkpoints are there: put it back, or choose another folder"
+                f"{path} is missing, but {names[0]} is there: put the list back, or choose another folder if"
+                " another program wrote these files"
             )
         return listed or {}
 
 
-def _on_cpu(tensor: "Tensor") -> "Tensor":
-    """Return a tensor on the CPU; a view without the rest of what it is a view of, which would be saved."""
+# Of this process: folder -> (its lock, which ends if it is collected; function that raises if it is lost)
+_locks: dict[Path, tuple[Any, Callable[[], None]]] = {}
+atexit.register(_locks.clear)
+
+
+def _is_first_rank() -> bool:
+    """Return whether this process is the first of its process group, or has none."""
+    import torch.distributed as dist
+
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _plain(value: Any, key: str = "state") -> Any:
+    """Return a state as its file has it: copies of lists, tuples and dicts, with tensors on the CPU. Raises
+    TpukitError, with its key, for what no file can have."""
     import torch
 
     global device_reads
-    device_reads += tensor.device.type == "xla"
-    tensor = tensor.detach().cpu()
-    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
-        return tensor
-    return tensor.clone()
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            raise TpukitError(f"{key} is a meta tensor, which has no values to save: give it some first")
+        device_reads += value.device.type == "xla"
+        value = value.detach().cpu()
+        is_view = value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes
+        return value.clone() if is_view else value  # without the rest of what it is a view of
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each, f"{key}[{number}]") for number, each in enumerate(value))
+    if type(value) in (dict, OrderedDict):
+        copy = type(value)()
+        for name, each in value.items():
+            copy[_plain(name, f"a key of {key}")] = _plain(each, f"{key}[{name!r}]")
+        # `_metadata`: the versions of modules, by which they read states of earlier ones
+        getattr(copy, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return copy
+    if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in NUMBERS:
+        return value.view(Array)
+    if value is not None and type(value) not in (str, int, float, bool):
+        _check_readable(value, key)
+    return value
 
 
 def _set_aside(damaged: Path) -> None:
@@ -193,19 +286,19 @@ def _set_aside(damaged: Path) -> None:
         os.replace(damaged, f"{damaged}.damaged")
 
 
-def _check_readable(values: Any) -> None:
+def _check_readable(value: Any, key: str) -> None:
     """Raise TpukitError for what could not be restored, because reading it could run code."""
     import torch
 
     file = io.BytesIO()
     try:
-        torch.save(values, file)
+        torch.save(value, file)
         file.seek(0)
         load_tensors(file)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise TpukitError(
-            f"a checkpoint holds tensors, numbers and strings, and this state holds more ({error}): give"
-            " state_dict() of an object, float(x) or torch.as_tensor(x) of a number or an array of NumPy"
+            f"{key} is a {type(value).__name__}, and a checkpoint holds tensors, numbers and strings, arrays"
+            f" of numbers, and lists, tuples and dicts of these ({error}): give state_dict() of an object"
         ) from error
 
 

@@ -22,6 +22,7 @@ def exclusive_lock(path: Path) -> Generator[Callable[[], None]]:
     process that came is the one that the file names. Yields a function, to be called before something is
     written, that raises TpukitError if this is no longer that process."""
     with explain_unwritable(path.parent):  # neither emptied nor opened through a link
+        path.parent.mkdir(parents=True, exist_ok=True)
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     me = this_process()
     with os.fdopen(number, "r+b", buffering=0) as file:
@@ -37,10 +38,8 @@ def exclusive_lock(path: Path) -> Generator[Callable[[], None]]:
             pass
 
         def other_holder() -> str:
-            try:
-                named = path.read_bytes().decode(
-                    errors="replace"
-                )  # by its name: the disk may have another file
+            try:  # by its name: the disk may have another file
+                named = path.read_bytes().decode(errors="replace")
             except (OSError, MemoryError):  # says nothing about who trains
                 return ""
             return "" if named == me else named
@@ -57,7 +56,8 @@ def exclusive_lock(path: Path) -> Generator[Callable[[], None]]:
                 overwrite(file, me)
             yield check
         finally:
-            with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
-                if not other_holder():
-                    overwrite(file, "")
-                fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
+            if me == this_process():  # and not one forked meanwhile, which shares the lock
+                with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
+                    if not other_holder():
+                        overwrite(file, "")
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too

@@ -76,6 +76,7 @@ class Run:
         self.backup = Backup(backup, COPIED) if backup else None
         self._checkpoints = Checkpoints(self.path, say=self.print)
         self._checkpoints.spare = self.backup
+        self._checkpoints.locks = False  # `lock` does
         self._check_lock: Callable[[], None] = lambda: None
         self._unwritten = ""  # records that the disk has refused so far
         self._has_log = True

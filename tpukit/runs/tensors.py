@@ -11,10 +11,29 @@ import numpy as np
 
 from tpukit.host.errors import reading
 
+NUMBERS = "biufc"  # NumPy's kinds of types that are numbers
+
+
+class Array(np.ndarray):
+    """An array of numbers that is written as a call of `to_array`."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        import torch
+
+        content = np.array(self).reshape(-1).view(np.uint8)
+        return to_array, (torch.as_tensor(content), self.dtype.str, self.shape)
+
+
+def to_array(content: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the array of numbers that has these bytes. Files name it: neither to be moved nor renamed."""
+    if np.dtype(str(dtype)).kind not in NUMBERS:
+        raise pickle.UnpicklingError(f"it has an array of {dtype}, which are no numbers")
+    return content.numpy().view(str(dtype)).reshape(shape)
+
 
 def load_tensors(file: BinaryIO) -> Any:
-    """Read what `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises
-    UnpicklingError for a file that asks for more."""
+    """Read what `torch.save` wrote: pytrees of tensors, numbers, strings and arrays. Code is never run:
+    raises UnpicklingError for a file that asks for more."""
     import torch
 
     try:
@@ -38,6 +57,7 @@ def _plain_types() -> list[Any]:
     names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # its name in NumPy 1 and 2
     return [
         *((scalar, name) for name in names),
+        to_array,
         np.dtype,
         *{type(np.dtype(number)) for number in numbers},
         argparse.Namespace,

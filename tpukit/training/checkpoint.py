@@ -51,7 +51,7 @@ def save(
     """Start writing a checkpoint on rank 0, with the random states of all ranks.
 
     parts: `TrainingStep.parts`. sums: of a fresh `metrics.Interval`."""
-    random = runtime.world.gather({name: state() for name, (state, _) in runtime.generators.items()})
+    random = runtime.random_states()  # on all ranks
     if runtime.world.rank == 0:
         content = dict(
             format=FORMAT, **origin._asdict(), state=dataclasses.asdict(state), sums=dict(sums), random=random
@@ -92,20 +92,9 @@ def restore(
             f" {' and '.join(changed)}: the scores so far are those of the old one. `tpukit test` scores the"
             f" kept weights on the new one; or {TRAIN_ANEW}"
         )
-    _restore_random(runtime, saved["random"], seed=(task.seed, state.step))
+    runtime.set_random_states(saved["random"])
     runtime.sync()
     return state, saved["sums"]
-
-
-def _restore_random(runtime: Runtime, saved: list[dict], seed: tuple[int, int]) -> None:
-    """Set this rank's random states; seed them if the number of ranks has changed. saved: by rank."""
-    if len(saved) != runtime.world.size:
-        runtime.seed(seed)
-        return
-    random = saved[runtime.world.rank]
-    for name in random.keys() & runtime.generators.keys():  # not those of another kind of device
-        _, set_state = runtime.generators[name]
-        set_state(random[name])
 
 
 def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn.Module) -> None:

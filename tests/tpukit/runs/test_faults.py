@@ -11,7 +11,7 @@ from tests.tpukit.runs.faults import IMPOSSIBLE, READ_ERRORS, READS, WRITE_ERROR
 from tests.tpukit.runs.store import alike, content, filled, steps_in
 from tpukit import Checkpoints, TpukitError, predict, show, show_report
 from tpukit.host.errors import Unreadable
-from tpukit.runs import manifest
+from tpukit.runs import checkpoints, manifest
 
 
 @pytest.fixture
@@ -51,12 +51,14 @@ def each_fault(copies, act, kinds, errors, is_lost=False):
     """Do an act as often as it has calls of some kinds, with each of them failing once and for good, by each
     of the errors. Yield (the folder, its backup, what the act returned, or its error)."""
     places = copies(is_lost)
+    checkpoints._locks.clear()
     with failing_disk(places, kinds) as disk:
         act(*places)
     for at, (kind, _) in enumerate(disk.calls, 1):
         error = next(error for error in errors if kind not in IMPOSSIBLE.get(error, ()))
         for once in (True, False):
             places = copies(is_lost)
+            checkpoints._locks.clear()  # as a process of its own would begin
             with failing_disk(places, kinds, at=at, error=error, once=once) as disk:
                 try:
                     found = act(*places)

@@ -1,23 +1,29 @@
 """`Checkpoints` alone, as a loop uses it that is not tpukit's: no Run, no Task."""
 
 import fractions
+import functools
+import io
 import math
 import multiprocessing
 import os
+import pickle
+import random
 import shutil
+import subprocess
+import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import flip, loaded_by, refuses
+from tests.conftest import ROOT, flip, loaded_by, refuses
 from tests.tpukit.runs.store import again, alike, content, filled, forked, kill_everywhere, steps_in, value_of
 from tpukit import Checkpoints, TpukitError
 from tpukit.host import files
 from tpukit.host.errors import Unreadable
-from tpukit.runs import manifest
+from tpukit.runs import checkpoints, manifest, tensors
 
 STEP_2 = "checkpoints/step-00000002.pt"
 
@@ -47,6 +53,139 @@ def test_a_loop_that_lost_its_machine_goes_on_from_its_backup_and_ends_with_the_
     assert alike(weights, straight) and steps_in(tmp_path / "drive") == [6, 5]
 
 
+OWN_LOOP = """
+import os, random, signal, sys
+import numpy as np, torch, tpukit
+from torch import nn
+
+def train(folder, kill_at):
+    torch.manual_seed(0)
+    core, saved = tpukit.core(), tpukit.Checkpoints(folder)
+    model = nn.Sequential(nn.Conv2d(1, 4, 5, stride=3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5),
+                          nn.Flatten(), nn.Linear(256, 10)).to(core.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    digits = torch.rand(48, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(core.rank), random.seed(core.rank), np.random.seed(core.rank)
+    done = saved.restore_into(model=model, optimizer=optimizer, schedule=schedule, random=core) or 0
+    losses = []
+    for epoch in range(done, 3):
+        order = random.sample(range(48), 48)[core.rank :: core.size]
+        for step in range(0, len(order), 8):
+            batch = digits[order[step : step + 8]] + 0.1 * np.random.rand()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model((batch + 0.1 * torch.rand_like(batch)).to(core.device)),
+                                               torch.arange(len(batch)).to(core.device))
+            loss.backward()
+            core.optimizer_step(optimizer)
+            losses.append(loss.item())
+            if core.world.step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        schedule.step()
+        saved.save(epoch + 1)
+    weights = {name: values.cpu() for name, values in model.state_dict().items()}
+    return dict(weights=weights, losses=losses, draws=[random.random(), float(np.random.rand()), done])
+
+cores, folder, kill_at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+torch.save(tpukit.launch(train, folder, kill_at, cores=cores), folder + ".pt")
+"""
+
+
+def own_loop(kind, cores, folder, kill_at=0):
+    """The exit code of a process with the loop."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if kind == "cpu":
+        env = {name: value for name, value in env.items() if name != "PJRT_DEVICE"}
+    command = [sys.executable, "-c", OWN_LOOP, str(cores), str(folder), str(kill_at)]
+    return subprocess.run(command, env=env, timeout=300).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, cores", [("cpu", 1), ("cpu", 2), ("xla", 1)])
+def test_a_loop_with_dropout_that_was_killed_and_started_again_equals_the_straight_one_bit_for_bit(
+    kind, cores, tmp_path
+):
+    if kind == "xla":
+        pytest.importorskip("torch_xla")
+    assert own_loop(kind, cores, tmp_path / "straight") == 0
+    in_epoch_2 = 8 if cores == 1 else 4
+    assert own_loop(kind, cores, tmp_path / "halves", kill_at=in_epoch_2) != 0
+    assert steps_in(tmp_path / "halves") == [1]
+    assert own_loop(kind, cores, tmp_path / "halves") == 0
+    straight, halves = (torch.load(tmp_path / f"{name}.pt") for name in ("straight", "halves"))
+    assert straight["draws"][:2] == halves["draws"][:2] and (straight["draws"][2], halves["draws"][2]) == (
+        0,
+        1,
+    )
+    assert straight["losses"][-len(halves["losses"]) :] == halves["losses"]
+    assert alike(straight["weights"], halves["weights"])
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return dict(value=self.value)
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_objects_that_were_restored_into_are_saved_again_by_the_step_alone(tmp_path):
+    one, other = Counter(3), Counter(4)
+    saved = Checkpoints(tmp_path)
+    with refuses("restore_into(model=model"):
+        saved.save(1)
+    assert saved.restore_into(one=one, other=other) is None and one.value == 3
+    saved.save(1)
+    one.value = 5
+    saved.save(step=2)
+    one, other = Counter(), Counter()
+    assert Checkpoints(tmp_path).restore_into(one=one, other=other) == 2
+    assert (one.value, other.value) == (5, 4)
+    assert saved.restore() == dict(one=dict(value=5), other=dict(value=4))
+    with refuses("step 2", "'third'", tmp_path):
+        saved.restore_into(third=Counter())
+    with pytest.raises(AttributeError, match="state_dict"):
+        saved.restore_into(random=len)
+
+
+def test_rank_0_alone_writes_the_objects_but_the_states_of_all_ranks_are_asked_for(tmp_path, rank):
+    asked, counter = [], Counter()
+    counter.state_dict = lambda: asked.append(rank.number) or {}
+    for rank.number in (1, 0):
+        saved = Checkpoints(tmp_path)
+        saved.restore_into(counter=counter)
+        saved.save(1)
+        assert len(asked) == 2 - rank.number and (manifest.read(tmp_path) is None) == (rank.number == 1)
+
+
+def test_random_states_are_those_of_each_rank_and_others_once_the_number_of_ranks_has_changed(
+    cpu, monkeypatch
+):
+    def draws():
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    [mine] = cpu.random_states()
+    drawn = draws()
+    draws()
+    cpu.set_random_states([mine])
+    assert draws() == drawn
+    cpu.world.rank, cpu.world.size = 1, 2
+    other = {**mine, "python": random.getstate(), "of another device": 0}
+    drawn = random.random()
+    cpu.set_random_states([mine, other])
+    assert random.random() == drawn
+    torch_alone = set()
+    for cpu.world.rank in (0, 1):
+        cpu.set_random_states([mine])
+        torch_alone.add(float(torch.rand(())))
+    assert len(torch_alone) == 2
+
+
 def test_ranks_that_restore_at_once_on_a_new_machine_get_the_newest_state_and_one_of_them_copies_it(
     saved, tmp_path, monkeypatch
 ):
@@ -65,7 +204,16 @@ def test_ranks_that_restore_at_once_on_a_new_machine_get_the_newest_state_and_on
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_ranks_that_all_save_leave_whole_checkpoints(tmp_path):
+@pytest.fixture
+def rank(monkeypatch):
+    """This process in a process group; `number` is its rank."""
+    rank = type("Rank", (), dict(number=0))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank.number)
+    return rank
+
+
+def test_ranks_that_all_save_leave_whole_checkpoints(tmp_path, rank):
     all_restored = multiprocessing.Barrier(3)
 
     def save():
@@ -75,7 +223,11 @@ def test_ranks_that_all_save_leave_whole_checkpoints(tmp_path):
         for step in range(10):
             saved.save(filled(os.getpid()), step)
 
-    assert forked(save, save, save) == [0] * 3
+    def save_as(number):
+        rank.number = number
+        save()
+
+    assert forked(*(functools.partial(save_as, number) for number in range(3))) == [0] * 3
     for folder in (tmp_path / "mine", tmp_path / "drive"):
         listed = manifest.read(folder)
         assert len(listed) == 2 and all(manifest.is_whole(folder / name, listed[name]) for name in listed)
@@ -115,18 +267,144 @@ def test_a_state_of_any_device_comes_back_on_the_cpu(xla, tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    [np.ones(2), torch.nn.Linear(1, 1), len, lambda: 0, fractions.Fraction(1, 2)],
+    [
+        np.array([None]),
+        np.ma.array([1.0, 2.0]),
+        frozenset(),
+        defaultdict(int),
+        torch.nn.Linear(1, 1),
+        len,
+        lambda: 0,
+        fractions.Fraction(1, 2),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_state_that_could_not_be_read_without_running_code_is_refused_before_it_takes_the_place_of_one(
     value, saved
 ):
     before = content(saved.folder)
-    with refuses("tensors, numbers and strings"):
-        saved.save(dict(step=3, loss=[value]), 3)
+    with refuses("tensors, numbers and strings", f"state['model'][1]['fn'] is a {type(value).__name__}, "):
+        saved.save(dict(step=3, model=(1, OrderedDict(fn=value))), 3)
     with refuses(-1):
         saved.save({}, -1)
     assert content(saved.folder) == before
+
+
+def test_a_key_that_could_not_be_read_and_a_tensor_without_values_are_named(saved):
+    with refuses("a key of state['by'] is a Fraction"):
+        saved.save(dict(by={fractions.Fraction(1, 2): 1}), 3)
+    with refuses("state['weight'] is a meta tensor"):
+        saved.save(dict(weight=torch.ones(2, device="meta")), 3)
+
+
+ARRAYS = [
+    np.arange(6, dtype=np.uint32).reshape(2, 3).T,
+    np.array([1.5, np.nan], dtype=">f8"),
+    np.array(True),
+    np.zeros((0, 3), np.float16),
+    np.array([1 + 2j])[::2],
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: array.dtype.str)
+def test_arrays_of_numbers_come_back_as_they_were(array, saved):
+    saved.save(dict(a=[array]), 3)
+    [read] = saved.restore()["a"]
+    assert type(read) is np.ndarray and read.dtype == array.dtype and read.shape == array.shape
+    assert np.array_equal(read, array, equal_nan=array.dtype.kind == "f")
+    read[...] = 0  # it can be written
+
+
+def test_random_states_of_python_and_numpy_come_back(saved):
+    generators = [np.random.default_rng(0), np.random.Generator(np.random.MT19937(0))]
+    states = [generator.bit_generator.state for generator in generators]
+    saved.save(dict(python=random.getstate(), numpy=np.random.get_state(), generators=states), 3)
+    wanted = random.random(), np.random.rand(), [generator.random() for generator in generators]
+    state = saved.restore()
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    for generator, its in zip(generators, state["generators"]):
+        generator.bit_generator.state = its
+    assert (random.random(), np.random.rand(), [generator.random() for generator in generators]) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["O", "V8", "(2,)O", "U2"])
+def test_an_array_of_objects_in_a_file_is_refused(dtype):
+    class Forged:
+        def __reduce__(self):
+            return tensors.to_array, (torch.zeros(8, dtype=torch.uint8), dtype, (1,))
+
+    with pytest.raises(pickle.UnpicklingError, match="could run code"):
+        file = io.BytesIO()
+        torch.save(Forged(), file)
+        tensors.load_tensors(io.BytesIO(file.getvalue()))
+
+
+def test_the_versions_of_modules_come_back_with_their_state(saved):
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    state._metadata["0"]["version"] = 1
+    saved.save(dict(model=state), 3)
+    assert saved.restore()["model"]._metadata == state._metadata
+
+
+def test_another_process_that_trains_in_the_folder_is_refused_as_long_as_the_loop_is_there(tmp_path):
+    saved, place = Checkpoints(tmp_path / "mine"), tmp_path / "link"
+    place.symlink_to(tmp_path / "mine")
+    program = """
+import sys, tpukit
+saved = tpukit.Checkpoints(sys.argv[1])
+assert saved.restore() in (None, {})
+for use in (lambda: saved.save({}, 1), saved.restore_into):
+    try:
+        use()
+    except tpukit.TpukitError as error:
+        print(error)
+"""
+
+    def of_another():
+        command = [sys.executable, "-c", program, str(place)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    def is_refused():
+        return of_another().count(f"process {os.getpid()} on ") == 2
+
+    assert forked(saved.restore_into) == [0] and of_another() == "", "its lock ended with the process"
+    saved.restore_into()
+    Checkpoints(tmp_path / "mine").save({}, 1)  # of this process, as a cell that runs again
+    assert is_refused()
+
+    def in_a_fork():  # as in a launch from a notebook
+        Checkpoints(tmp_path / "mine").save({}, 2)
+        checkpoints._locks.clear()  # as at its end
+
+    assert forked(in_a_fork) == [0]
+    assert is_refused(), "a fork that ends leaves the lock"
+
+
+def test_a_folder_that_can_only_be_read_is_restored_from(saved, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    alone, counter = Checkpoints(shutil.copytree(saved.folder, saved.folder.parent / "input")), Counter()
+    (alone.folder / ".lock").unlink(missing_ok=True)
+    counter.load_state_dict = lambda tensor: None
+    assert alone.restore_into(a=counter) == 2 and not (alone.folder / ".lock").exists()
+
+
+def test_a_home_is_meant_by_its_sign(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Checkpoints("~/mine", backup="~/drive").save({}, 1)
+    assert steps_in(tmp_path / "mine") == steps_in(tmp_path / "drive") == [1]
+
+
+@pytest.mark.parametrize("name", ["step-00001000.pt", "epoch=3.ckpt"])
+def test_a_folder_of_another_program_is_refused_and_stays_as_it_is(name, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / name).write_text("theirs")
+    saved = Checkpoints(tmp_path)
+    for use in (saved.restore, saved.restore_into, lambda: saved.save({}, 1)):
+        with refuses(name, "another program", "choose another folder"):
+            use()
+    assert content(tmp_path) == {f"checkpoints/{name}": b"theirs"}
 
 
 def test_a_loop_that_starts_again_without_restoring_replaces_no_later_checkpoint(saved):
@@ -244,7 +522,7 @@ def test_a_folder_that_goes_while_it_is_restored_is_not_taken_for_an_empty_or_a_
     assert "delete" not in str(done) and len(list(away.rglob("*.pt"))) == 2 and not saved.folder.exists()
 
 
-def test_it_loads_1000_lines_of_code_at_most_and_nothing_of_training_or_tasks(tmp_path):
+def test_it_loads_1110_lines_of_code_at_most_and_nothing_of_training_or_tasks(tmp_path):
     program = """
 import tpukit, torch
 saved = tpukit.Checkpoints("mine", backup="drive")
@@ -252,4 +530,4 @@ state = saved.restore()
 saved.save({"a": torch.ones(1)}, 1)
 """
     _, parts, lines = loaded_by(program, tmp_path)
-    assert parts == {"host", "runs"} and lines <= 1_000
+    assert parts == {"host", "runs"} and lines <= 1_110
