@@ -288,7 +288,7 @@ class Runtime:
     def checksum(self, optimizer: Optimizer) -> int:
         """Return the CRC-32 of an optimizer's parameters."""
         weights = [w for w in self.to_cpu(parameters_of(optimizer)) if type(w) is Tensor]  # no DTensor
-        parts = (weight.reshape(-1).view(torch.uint8).numpy() for weight in weights)
+        parts = (weight.reshape(-1).view(torch.uint8).numpy().data for weight in weights)
         return functools.reduce(lambda number, part: zlib.crc32(part, number), parts, 0)
 
     def optimizer_step(self, optimizer: Optimizer, lr_factor: float | Tensor | None = None) -> None:

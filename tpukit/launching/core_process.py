@@ -21,6 +21,7 @@ import torch.distributed as dist
 # Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep
 # the group, and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import avoid_launch_barrier, chip_access, open_runtime, runtime_class
@@ -80,9 +81,9 @@ class _StepsAlone:
     def __init__(self, core: Core):
         self.core, self.count, self.optimizer = core, 0, None
         self.collectives = _count_collectives()
-        torch.optim.optimizer.register_optimizer_step_post_hook(self._note)
+        register_optimizer_step_post_hook(self._note)
 
-    def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self.core.averaged:
             self.count += 1
             self.optimizer = optimizer  # kept alive: the function's own is gone when it returns
