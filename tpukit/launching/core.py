@@ -55,7 +55,8 @@ class Core:
         self.runtime, self.world, self.device = runtime, runtime.world, runtime.device
         self.rank, self.size = runtime.world.rank, runtime.world.size
         self.is_forked = is_forked
-        self.averaged, self._has_told_weights = WeakSet(), False
+        self.averaged = WeakSet()
+        self._say_once = functools.cache(self.print)
 
     if not TYPE_CHECKING:  # an editor names these itself
 
@@ -86,9 +87,8 @@ class Core:
         for each in (optimizer, *others):
             is_new = each not in self.averaged
             self.averaged.add(each)
-            if is_new and self.runtime.copy_weights_of_rank_0(each) and not self._has_told_weights:
-                self._has_told_weights = True
-                self.print("The cores' weights differed and are rank 0's now: seed torch before the model.")
+            if is_new and self.runtime.copy_weights_of_rank_0(each):
+                self._say_once("The cores' weights differed and are rank 0's now: seed torch before a model")
             self.runtime.all_reduce_gradients(each)
 
     def end_step(self) -> None:
