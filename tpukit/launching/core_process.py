@@ -80,7 +80,7 @@ class _StepsAlone:
 
     def __init__(self, core: Core):
         self.core, self.count, self.optimizer = core, 0, None
-        self.collectives = _count_collectives()
+        self.collectives = _count_collectives(core.runtime.accelerator)
         register_optimizer_step_post_hook(self._note)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
@@ -94,15 +94,15 @@ class _StepsAlone:
         optimizer, self.optimizer = self.optimizer, None
         if optimizer is None or optimizer in self.core.averaged:
             return None
-        # A TPU's own collectives are not counted.
-        is_silent = self.core.runtime.accelerator != "tpu" and _count_collectives() == self.collectives
+        is_silent = _count_collectives(self.core.runtime.accelerator) == self.collectives
         return self.count, self.core.rank if is_silent else self.core.runtime.checksum(optimizer)
 
 
-def _count_collectives() -> int:
-    """Return how many collectives this process has taken part in, DDP's among them; -1 without a group."""
+def _count_collectives(accelerator: str) -> float:
+    """Return how many collectives this process has taken part in, DDP's among them. NaN, which equals
+    nothing, if that is unknown: without a group, and on a TPU, whose links torch does not see."""
     group: Any = dist.group.WORLD
-    return group._get_sequence_number_for_group() if group else -1
+    return np.nan if group is None or accelerator == "tpu" else group._get_sequence_number_for_group()
 
 
 def _ending(error: BaseException, where: str) -> dict[str, Any]:

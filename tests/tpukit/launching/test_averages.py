@@ -1,8 +1,13 @@
 """Loops of one's own on two cores: what averages their gradients, and what is said if nothing does."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tests.tpukit.launching.conftest import CPU, needs_torch_xla, python, xla_environ
+from tpukit.launching import core_process
+from tpukit.launching.core import Core
 
 LOOPS = """
 import contextlib, io
@@ -194,3 +199,16 @@ def test_cores_with_other_weights_get_rank_0s_at_the_first_average_and_that_is_s
     assert after == [before, before] and at_the_end[0] == at_the_end[1]
     assert out.count("weights differed") == 1
     assert all("differed" not in loops[name][0][1] for name in ("clip", "scaler", "two"))
+
+
+@pytest.mark.parametrize("group", [None, object()])
+def test_on_a_tpu_and_without_a_group_equal_weights_are_not_taken_for_cores_that_trained_alone(
+    group, cpu, monkeypatch
+):
+    monkeypatch.setattr(core_process.dist, "group", SimpleNamespace(WORLD=group))
+    cpu.accelerator = "tpu" if group else "cpu"
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    counted = core_process._StepsAlone(Core(cpu))
+    optimizer.step()
+    assert counted.end() == (1, cpu.checksum(optimizer))
