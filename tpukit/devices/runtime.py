@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -286,6 +287,22 @@ class Runtime:
             for number in missing:
                 if not is_somewhere[number]:
                     parameters[number].grad = None
+
+    def copy_weights_of_rank_0(self, optimizer: Optimizer) -> bool:
+        """Give an optimizer's parameters rank 0's values on all ranks. Returns whether they differed."""
+        if self.world.size == 1 or len(set(self.world.all_gather(self.checksum(optimizer)))) == 1:
+            return False
+        weights = parameters_of(optimizer)
+        values = self.world.broadcast(self.to_cpu(weights) if self.world.rank == 0 else None)
+        with torch.no_grad():
+            torch._foreach_copy_(weights, values)
+        return True
+
+    def checksum(self, optimizer: Optimizer) -> int:
+        """Return the CRC-32 of an optimizer's parameters."""
+        weights = [w for w in self.to_cpu(parameters_of(optimizer)) if type(w) is Tensor]  # no DTensor
+        parts = (weight.reshape(-1).view(torch.uint8).numpy().data for weight in weights)
+        return functools.reduce(lambda number, part: zlib.crc32(part, number), parts, 0)
 
     def optimizer_step(self, optimizer: Optimizer, lr_factor: float | Tensor | None = None) -> None:
         """Update the weights, unless in fp16 a gradient overflowed. lr_factor: number or scalar tensor on the

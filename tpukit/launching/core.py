@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from tpukit.devices import open_runtime
 from tpukit.host import environment
@@ -25,13 +25,16 @@ class Core:
 
         core = tpukit.core()
         for images, labels in batches[core.rank :: core.size]:
-            optimizer.zero_grad()
             loss_of(model, images.to(core.device), labels.to(core.device)).backward()
-            core.optimizer_step(optimizer)
+            core.average_gradients(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            core.end_step()
         core.print("trained")
 
-    Every rank must take the same number of steps, because a step waits for all ranks, and must start from
-    the same weights: set one seed, or load those of `core.world.broadcast(model.state_dict())`."""
+    Every rank must take the same number of steps, because a step waits for all ranks. For equal weights from
+    the start, set one seed before the model is made."""
 
     rank: int
     """Number of this core, from 0 to size - 1."""
@@ -43,6 +46,8 @@ class Core:
     """What the ranks tell each other, see `World.all_gather` and `World.broadcast`."""
     runtime: Runtime
     """The runtime of the device."""
+    averaged: WeakSet[Optimizer]
+    """The optimizers that `average_gradients` was given."""
     is_forked: bool
     """True if the notebook's process forked this one, and so passes signals on."""
 
@@ -50,7 +55,16 @@ class Core:
         self.runtime, self.world, self.device = runtime, runtime.world, runtime.device
         self.rank, self.size = runtime.world.rank, runtime.world.size
         self.is_forked = is_forked
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that took a step
+        self.averaged = WeakSet()
+        self._say_once = functools.cache(self.print)
+
+    if not TYPE_CHECKING:  # an editor names these itself
+
+        def __getattr__(self, name: str) -> Any:
+            known = ", ".join(name for name in dir(self) if not name.startswith("_"))
+            raise AttributeError(
+                f"a core has no {name!r}; it has {known}; world has all_gather, gather, broadcast"
+            )
 
     def print(self, *values: Any) -> None:
         """Print on rank 0 alone; `launch` shows it at once.
@@ -60,19 +74,43 @@ class Core:
         if self.rank == 0:
             print(*values, flush=True)
 
+    def average_gradients(self, optimizer: Optimizer, *others: Optimizer) -> None:
+        """Replace each gradient by its mean over all cores, for whatever reads it next: a clip, a scaler, the
+        optimizer's step. All cores must call it, after `backward()` and before the scaler's `unscale_`; for
+        LBFGS in the closure. An overflow on one core becomes one of all, so that all skip the step.
+
+        The first time, cores whose weights differ get rank 0's.
+
+        Args:
+            optimizer: one whose parameters have gradients.
+            *others: more of them."""
+        for each in (optimizer, *others):
+            if each not in self.averaged:
+                self._prepare(each)
+            self.runtime.all_reduce_gradients(each)
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Let all cores have the same weights, and the first step be compiled like the others."""
+        self.averaged.add(optimizer)
+        if self.runtime.copy_weights_of_rank_0(optimizer):
+            self._say_once("The cores' weights differed and are rank 0's now: seed torch before a model")
+        self.runtime.zero_optimizer_state(optimizer)
+
+    def end_step(self) -> None:
+        """End a training step: on XLA, run what was traced. The launch counts it as one step."""
+        self.runtime.end_traced_step()
+        self.world.heartbeat(self.world.step + 1)
+
     def optimizer_step(self, optimizer: Optimizer) -> None:
-        """End a training step, as `xm.optimizer_step` does: average the gradients over all cores, update the
-        weights, and on XLA run what was traced. The launch counts it as one step.
+        """Average the gradients, update the weights and end the step, as `xm.optimizer_step` does. What
+        changes gradients, as a clip or a scaler does, has to come after the average: call
+        `average_gradients`, and the rest yourself.
 
         Args:
             optimizer: the optimizer of this core's model, after `backward()`."""
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            self.runtime.zero_optimizer_state(optimizer)  # its first step is compiled like the others
-        self.runtime.all_reduce_gradients(optimizer)
+        self.average_gradients(optimizer)
         self.runtime.optimizer_step(optimizer)
-        self.runtime.end_traced_step()
-        self.world.heartbeat(self.world.step + 1)
+        self.end_step()
 
     # What `Checkpoints.restore_into(..., random=core)` asks for
 

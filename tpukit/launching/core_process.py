@@ -21,6 +21,7 @@ import torch.distributed as dist
 # Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep
 # the group, and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import avoid_launch_barrier, chip_access, open_runtime, runtime_class
@@ -40,8 +41,8 @@ def run_core(job: Job, index: int) -> None:
     """Call the job's function as one rank, in a process of its own, which is core number `index`.
 
     Writes rank 0's result to its file `result`, and how the call ended to its file `end`, as JSON:
-    dict(outcome="done"); dict(outcome="stopped") after a signal; or dict(outcome="failed", where, time,
-    description)."""
+    dict(outcome="done", alone), see `_StepsAlone`; dict(outcome="stopped") after a signal; or
+    dict(outcome="failed", where, time, description)."""
     core = None
     try:
         # All stay open until the process ends: faulthandler writes to its files at any moment.
@@ -60,17 +61,48 @@ def run_core(job: Job, index: int) -> None:
         if world.rank == 0:
             sys.stdout = open(job.folder / PRINTED, "a", buffering=1, errors="replace")
         with joined(job, world, hang, kills_process=False, steps=steps) as core:
+            counted = None if job.plan.trains else _StepsAlone(core)
             result = tree_map_only(np.generic, np.generic.item, core.runtime.to_cpu(job.call(core)))
             if world.rank == 0:
                 with explained("a function may return numbers, strings, tensors, and lists or dicts of them"):
                     torch.save(result, job.file(index, "result"))
                     torch.load(job.file(index, "result"), weights_only=True)  # as the notebook's process will
-        ending = dict(outcome="done")
+            ending = dict(outcome="done", alone=counted and counted.end())
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
         ending = _ending(error, describe(job, index, core))
     faulthandler.cancel_dump_traceback_later()
     files.write_atomic(job.file(index, "end"), json.dumps(ending))
+
+
+class _StepsAlone:
+    """Counts the optimizer steps whose gradients a core has not averaged."""
+
+    def __init__(self, core: Core):
+        self.core, self.count, self.optimizer = core, 0, None
+        self.collectives = _count_collectives(core.runtime.accelerator)
+        register_optimizer_step_post_hook(self._note)
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self.core.averaged:
+            self.count += 1
+            self.optimizer = optimizer  # kept alive: the function's own is gone when it returns
+
+    def end(self) -> tuple[int, int] | None:
+        """Return (count, a number that is the same on all cores unless each trained alone), or None without
+        such steps."""
+        optimizer, self.optimizer = self.optimizer, None
+        if optimizer is None or optimizer in self.core.averaged:
+            return None
+        is_silent = _count_collectives(self.core.runtime.accelerator) == self.collectives
+        return self.count, self.core.rank if is_silent else self.core.runtime.checksum(optimizer)
+
+
+def _count_collectives(accelerator: str) -> float:
+    """Return how many collectives this process has taken part in, DDP's among them. NaN, which equals
+    nothing, if that is unknown: without a group, and on a TPU, whose links torch does not see."""
+    group: Any = dist.group.WORLD
+    return np.nan if group is None or accelerator == "tpu" else group._get_sequence_number_for_group()
 
 
 def _ending(error: BaseException, where: str) -> dict[str, Any]:

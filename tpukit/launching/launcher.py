@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 from tpukit.devices import open_runtime, runtime_class
 from tpukit.host import environment
@@ -17,13 +17,16 @@ from tpukit.host.errors import TpukitError
 from tpukit.launching.core import Core, running
 from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchedCall
 
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
+
 
 def launch(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[[*Args], Result],
+    *args: *Args,
     cores: int | None = None,
     hang_timeout_s: float = HANG_TIMEOUT_S,
-) -> Any:
+) -> Result:
     """Call `function(*args)` on every core and return what rank 0's call returned.
 
     On one core the function runs in this process. On several, each core gets a process of its own, forked
@@ -37,7 +40,7 @@ def launch(
             be tried, and one GPU if more would not serve a task.
         hang_timeout_s: seconds without a completed step after which every core's stack is shown and the
             launch ends. It must be longer than reading the dataset, the first compilation, and an evaluation.
-            A plain function is watched from its first `core.optimizer_step` on.
+            A plain function is watched from its first step on, see `Core.end_step`.
 
     Returns:
         What the function returned on rank 0. From several cores it may hold numbers, strings and tensors, in

@@ -119,6 +119,12 @@ class Supervisor:
             raise SystemExit(128 + stop.signal)
         if stop.signal or self._ends("stopped"):
             raise KeyboardInterrupt
+        alone = [end["alone"] for end in self._ends("done")]  # see `_StepsAlone.end`
+        if all(alone) and len({number for _, number in alone}) > 1:
+            self.plan.say(
+                f"{alone[0][0]} optimizer steps, and nothing averaged their gradients: each core trained its"
+                " own model. After backward(), call core.average_gradients(optimizer)."
+            )
         [result] = self.job.folder.glob("rank-*.result")
         return torch.load(result, weights_only=True)
 

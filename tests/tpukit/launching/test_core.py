@@ -1,5 +1,6 @@
 """`launch` of a plain function, which asks `core()` where it runs."""
 
+import copy
 import os
 
 import pytest
@@ -10,6 +11,7 @@ import tpukit
 from tests.conftest import loaded_by, refuses
 from tests.tpukit.launching.conftest import CPU, needs_torch_xla, python, xla_environ
 from tpukit.launching import core as core_module
+from tpukit.launching.core import Core
 
 PLAIN = """
 import tpukit
@@ -81,6 +83,44 @@ def test_on_one_core_a_function_runs_in_this_process_and_a_step_updates_and_coun
     values, steps, pid = tpukit.launch(function, 0.25, 2, cores=1)
     assert (values, steps, pid) == ([0.5, 0.5], 2, os.getpid())
     assert capsys.readouterr().out == "rank 0\n"
+
+
+def test_two_optimizers_end_one_step_on_one_core_and_no_gradient_changes(xla):
+    core = Core(xla)
+    weights = [torch.full((2,), value, device=core.device, requires_grad=True) for value in (1.0, 3.0)]
+    optimizers = [torch.optim.SGD([weight], lr=0.25) for weight in weights]
+    (weights[0] * weights[1]).sum().backward()
+    core.average_gradients(*optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    core.end_step()
+    assert [weight.tolist() for weight in weights] == [[0.25] * 2, [2.75] * 2] and core.world.step == 1
+
+
+@pytest.mark.parametrize("name", ["world_size", "barrier", "gather"])
+def test_a_name_that_a_core_lacks_names_those_that_it_has(name, cpu):
+    core = Core(cpu)
+    assert not hasattr(core, name)
+    with pytest.raises(AttributeError) as error:
+        getattr(core, name)
+    words = str(error.value)
+    assert f"{name!r}" in words and ", rank, runtime, size, world;" in words and " _" not in words
+    for of_world in words.partition("world has ")[2].split(", "):
+        assert callable(getattr(core.world, of_world))
+    for other in Core.__annotations__:  # every name that the class describes is there, and named
+        assert hasattr(core, other) and other in words
+    assert copy.copy(core).rank == 0  # which asks for names before there are any
+
+
+def test_a_core_hides_no_error_of_its_own(cpu, monkeypatch):
+    core = Core(cpu)
+    monkeypatch.delattr(core, "runtime")
+    with pytest.raises(AttributeError, match="'runtime'"):
+        core.end_step()
+    monkeypatch.setattr(core.world, "heartbeat", lambda step: step.absent)
+    monkeypatch.setattr(core, "runtime", cpu, raising=False)
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'absent'"):
+        core.end_step()
 
 
 @pytest.mark.slow
