@@ -141,11 +141,9 @@ def joined(job: Job, world: World, stacks: IO[str], **watch: Any) -> Generator[C
 
 def open_core(job: Job, world: World) -> Runtime:
     """Open this core's device as one rank of `world`, and let rank 0 print which cores started."""
-    # OpenMP's threads do not survive a fork, and it waits for them forever: if the launching process may
-    # have computed with torch, as in a notebook, each core's host part uses one thread, which is enough next
-    # to an accelerator.
-    one_thread = job.env.accelerator != "cpu" or "ipykernel" in sys.modules
-    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // job.processes))
+    # OpenMP's threads do not survive a fork, and it waits for them forever: the launching process may have
+    # computed with torch. One is enough next to an accelerator.
+    torch.set_num_threads(1)
     runtime = open_runtime(job.env, job.plan.precision, world=world)
     memory = runtime.memory()
     size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""

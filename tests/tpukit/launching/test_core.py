@@ -104,7 +104,7 @@ def test_a_name_that_a_core_lacks_names_those_that_it_has(name, cpu):
     with pytest.raises(AttributeError) as error:
         getattr(core, name)
     words = str(error.value)
-    assert f"{name!r}" in words and ", rank, runtime, size, world;" in words and " _" not in words
+    assert f"{name!r}" in words and ", rank, runtime, size, state_dict, world;" in words and " _" not in words
     for of_world in words.partition("world has ")[2].split(", "):
         assert callable(getattr(core.world, of_world))
     for other in Core.__annotations__:  # every name that the class describes is there, and named
@@ -225,7 +225,51 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
-def test_a_process_that_launches_a_plain_function_loads_1100_lines_of_code_at_most(cores, tmp_path):
+def test_a_process_that_launches_a_plain_function_loads_1110_lines_of_code_at_most(cores, tmp_path):
     program = f"import tpukit\nassert tpukit.launch(lambda: tpukit.core().size, cores={cores}) == {cores}"
     _, parts, lines = loaded_by(program, tmp_path, CPU)
-    assert parts == {"devices", "host", "launching"} and lines <= 1_100
+    assert parts == {"devices", "host", "launching"} and lines <= 1_110
+
+
+EXPANDED = """
+def summed():
+    core = tpukit.core()
+    weight = torch.nn.Parameter(torch.ones(3).to(core.device))
+    (weight.sum() * (core.rank + 1)).backward()
+    core.average_gradients(torch.optim.SGD([weight], lr=0.1))
+    return weight.grad.cpu().tolist()
+
+print("RESULT", launch(summed, cores=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", "xla"])
+def test_the_gradient_of_a_sum_which_is_one_number_in_memory_is_averaged(kind):
+    if kind == "xla":
+        needs_torch_xla()
+    ran = python(PLAIN + EXPANDED, env=xla_environ() if kind == "xla" else CPU, timeout=200)
+    assert printed(ran) == [1.5, 1.5, 1.5]
+
+
+THREADS = """
+def large():
+    return float(torch.ones(4_000_000).exp().sum())
+
+os.cpu_count = lambda: 8
+torch.set_num_threads(4)
+large()  # starts OpenMP's threads
+print("RESULT", [launch(large, cores=2)])
+"""
+
+
+@pytest.mark.slow
+def test_cores_compute_after_the_process_that_launches_them_has_computed_with_threads():
+    environ = {name: value for name, value in CPU.items() if name != "OMP_NUM_THREADS"}
+    [total] = printed(python(PLAIN + THREADS, env=environ, timeout=100))
+    assert total == pytest.approx(4_000_000 * 2.718281828, rel=1e-4)
+
+
+def test_a_function_that_was_called_and_not_passed_is_one_sentence():
+    with refuses("needs a function, not [0.1]", "launch(f, x), not launch(f(x))"):
+        tpukit.launch([0.1])  # pyright: ignore
