@@ -125,9 +125,8 @@ class XLARuntime(Runtime):
         if self.world.size == 1:
             return
         grads = gradients(optimizer)
-        # Others take their places, because torch_xla writes into a tensor behind torch's back, and a gradient
-        # that a second backward pass has added to is still the old one to what reads it by a view, as clipping
-        # does; that of a sum may be one number.
+        # Others take their places: torch_xla writes into a tensor behind torch's back, and what reads a gradient
+        # by a view, as a clip does, would still see the old one; and that of a sum may be one number in memory.
         if self.reduces_on_the_host:
             flat = torch.cat([g.reshape(-1) for g in grads]).cpu()  # as one vector
             flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
