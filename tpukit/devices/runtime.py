@@ -96,9 +96,12 @@ class Runtime:
     # Random number generators: name -> (function that returns the state, a pytree of CPU tensors, numbers and
     # strings; function that sets it)
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "cpu": (torch.get_rng_state, torch.set_rng_state),
+    }
+    # Those that a loop of one's own may draw from, too
+    other_generators = {
         "python": (random.getstate, random.setstate),
         "numpy": (_numpy_state, np.random.set_state),
-        "cpu": (torch.get_rng_state, torch.set_rng_state),
     }
 
     def __init__(self, accelerator: str = "cpu", precision: str = "auto", world: World | None = None):
@@ -358,16 +361,19 @@ class Runtime:
         rank, and which call it is since. Does nothing where a checkpoint keeps the state of the device (see
         `generators`)."""
 
-    def random_states(self) -> list[dict[str, Any]]:
-        """Return, on rank 0, the states of the `generators` of all ranks; elsewhere []. Collective."""
-        return self.world.gather({name: state() for name, (state, _) in self.generators.items()})
+    def random_states(self, others: bool = False) -> list[dict[str, Any]]:
+        """Return, on rank 0, the states of the `generators` of all ranks, and with `others` those of
+        `other_generators`; elsewhere []. Collective."""
+        generators = {**self.generators, **(self.other_generators if others else {})}
+        return self.world.gather({name: state() for name, (state, _) in generators.items()})
 
     def set_random_states(self, saved: list[dict[str, Any]]) -> None:
         """Set this rank's generators as `random_states` returned them. If the number of ranks has changed
         since, torch's are seeded from that, each rank's otherwise."""
+        generators = {**self.generators, **self.other_generators}
         for name, state in saved[self.world.rank % len(saved)].items():
-            if name in self.generators:  # not that of another kind of device
-                self.generators[name][1](state)
+            if name in generators:  # not that of another kind of device
+                generators[name][1](state)
         if len(saved) != self.world.size:
             self.seed(int(torch.randint(2**31, ())))
 

@@ -33,7 +33,7 @@ class XLARuntime(Runtime):
     compiles = has_graphs = True
     runs_graphs = True  # a plan only exports them
     # A number that moves with each sync, exact where nothing is pending. `seed_device` replaces it.
-    generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
+    other_generators = {**Runtime.other_generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
 
     def __init__(self, accelerator: str, precision: str = "auto", world: World | None = None):
         super().__init__(accelerator, precision, world)
@@ -125,8 +125,8 @@ class XLARuntime(Runtime):
         if self.world.size == 1:
             return
         grads = gradients(optimizer)
-        # Others take their places: torch_xla writes into a tensor behind torch's back, and what reads a gradient
-        # by a view, as a clip does, would still see the old one; and that of a sum may be one number in memory.
+        # Others take their places: torch_xla writes into a tensor behind torch's back, and what reads a
+        # gradient by a view, as a clip does, would see the old one; that of a sum may be one number in memory.
         if self.reduces_on_the_host:
             flat = torch.cat([g.reshape(-1) for g in grads]).cpu()  # as one vector
             flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)

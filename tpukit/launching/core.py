@@ -62,9 +62,7 @@ class Core:
 
         def __getattr__(self, name: str) -> Any:
             known = ", ".join(name for name in dir(self) if not name.startswith("_"))
-            raise AttributeError(
-                f"a core has no {name!r}; it has {known}; world has all_gather, gather, broadcast"
-            )
+            raise AttributeError(f"a core has no {name!r}; it has {known}; world has gather, broadcast")
 
     def print(self, *values: Any) -> None:
         """Print on rank 0 alone; `launch` shows it at once.
@@ -121,7 +119,7 @@ class Core:
         Returns:
             dict(random: a list of them, by rank; on other ranks it is empty)."""
         self.runtime.sync()  # XLA's state moves with each
-        return dict(random=self.runtime.random_states())
+        return dict(random=self.runtime.random_states(others=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set this core's random states. If the number of cores has changed, draw other numbers, and say so.

@@ -51,9 +51,7 @@ def launch(
         CoreFailed: if a core fails, hangs, or has not started after `Job.start_timeout_s`. No process is
             left behind."""
     if not callable(function):
-        raise TpukitError(
-            f"launch needs a function, not {function!r:.40}: write launch(f, x), not launch(f(x))"
-        )
+        raise TpukitError(f"launch needs a function, not {function!r:.40}: launch(f, x), not launch(f(x))")
     if hang_timeout_s <= 0:
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
     if environment.TORCHRUN in os.environ:

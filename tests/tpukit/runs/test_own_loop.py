@@ -169,7 +169,7 @@ def test_random_states_are_those_of_each_rank_and_others_once_the_number_of_rank
     def draws():
         return random.random(), np.random.rand(), float(torch.rand(()))
 
-    [mine] = cpu.random_states()
+    [mine] = cpu.random_states(others=True)
     drawn = draws()
     draws()
     cpu.set_random_states([mine])
