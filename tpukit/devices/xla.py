@@ -126,7 +126,7 @@ class XLARuntime(Runtime):
             return
         grads = gradients(optimizer)
         # Others take their places: torch_xla writes into a tensor behind torch's back, and what reads a
-        # gradient by a view, as a clip does, would see the old one; that of a sum may be one number in memory.
+        # gradient by a view, as a clip does, would see the old one; that of a sum may be one number.
         if self.reduces_on_the_host:
             flat = torch.cat([g.reshape(-1) for g in grads]).cpu()  # as one vector
             flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
