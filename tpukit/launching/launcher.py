@@ -1,7 +1,7 @@
 """One function on one core or on all cores of a machine: `launch(function, *args)`.
 
 The notebook's process forks one process for each core and watches them (supervisor.py). It opens no device
-itself, so that it can launch again. What a core does is in joining.py."""
+itself, so that it can launch again. What a core does is in core_process.py."""
 
 import dataclasses
 import os

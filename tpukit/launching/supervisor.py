@@ -165,7 +165,7 @@ class Supervisor:
         raise unreadable(path, "tried three times")
 
     def _ends(self, outcome: str) -> list[dict[str, Any]]:
-        """Return the endings of the cores that ended in this way, see `joining.run_core`."""
+        """Return the endings of the cores that ended in this way, see `core_process.run_core`."""
         ends = [self._read(index, "end") for index in range(self.job.processes)]
         return [end for end in map(json.loads, filter(None, ends)) if end["outcome"] == outcome]
 

@@ -1,4 +1,4 @@
-"""The plan of launching a training run: `for_launch`."""
+"""What a launch must know of the call of a training run: `launched_call`."""
 
 import contextlib
 from collections.abc import Iterator
