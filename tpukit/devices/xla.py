@@ -119,23 +119,28 @@ class XLARuntime(Runtime):
         return function
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
-        if self.world.size == 1:
+        if self.reduces_on_the_host or self.world.size == 1:
+            super().all_reduce_gradients(optimizer)
             return
-        grads = gradients(optimizer)
-        if not self.reduces_on_the_host:
-            # Clones, because torch_xla writes into a tensor behind torch's back, and a gradient that a second
-            # backward pass has added to is still the old one to what reads it by a view, as clipping does.
-            means = [grad.clone() for grad in grads]
-            # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each
-            # gradient.
-            xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / self.world.size, pin_layout=False)
-            for parameter, mean in zip(parameters_with_gradient(optimizer), means):
-                parameter.grad = mean
+        # Clones, because torch_xla writes into a tensor behind torch's back, and a gradient that a second
+        # backward pass has added to is still the old one to what reads it by a view, as clipping does.
+        means = [grad.clone() for grad in gradients(optimizer)]
+        # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each
+        # gradient.
+        xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / self.world.size, pin_layout=False)
+        for parameter, mean in zip(parameters_with_gradient(optimizer), means):
+            parameter.grad = mean
+
+    def even_out_gradients(self, optimizer: Optimizer) -> None:
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+        ranks = self.world.all_gather([p.grad is not None for p in parameters])
+        if all(rank == ranks[0] for rank in ranks):
             return
-        flat = torch.cat([g.reshape(-1) for g in grads]).cpu()  # as one vector
-        flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
-            grad.copy_(part.view_as(grad))
+        for parameter, *exists in zip(parameters, *ranks):
+            if parameter.grad is None and any(exists):
+                parameter.grad = torch.zeros_like(parameter)
+        # What was traced so far differs from rank to rank; cores that run different all-reduces would hang.
+        torch_xla.sync()
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         """Create the optimizer's state before the first step; created in it, it would cost a second
@@ -162,7 +167,8 @@ class XLARuntime(Runtime):
         xm.wait_device_ops()
 
     def end_traced_step(self) -> None:
-        torch_xla.sync()
+        if xla_private.allows_execution():  # not within a step that torch_xla.compile ends itself
+            torch_xla.sync()
 
     # Randomness
 

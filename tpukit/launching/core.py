@@ -64,6 +64,7 @@ class Core:
 
         Args:
             optimizer: the optimizer of this core's model, after `backward()`."""
+        self.runtime.even_out_gradients(optimizer)
         self.runtime.all_reduce_gradients(optimizer)
         self.runtime.optimizer_step(optimizer)
         self.runtime.end_traced_step()
@@ -83,6 +84,11 @@ def core() -> Core:
     Raises:
         TpukitError: if this is one of several processes that something else started."""
     return _running or _alone()
+
+
+def is_running() -> bool:
+    """Return whether this process is in a function that was launched."""
+    return _running is not None
 
 
 @functools.cache

@@ -14,21 +14,19 @@ import traceback
 from collections.abc import Generator
 from typing import IO, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 # Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep
 # the group, and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import avoid_launch_barrier, chip_access, open_runtime, runtime_class
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
 from tpukit.host.signals import is_stop
 from tpukit.host.text import GIB
@@ -39,9 +37,9 @@ from tpukit.launching.job import PRINTED, Job
 def run_core(job: Job, index: int) -> None:
     """Call the job's function as one rank, in a process of its own, which is core number `index`.
 
-    Writes rank 0's result to its file `result`, and how the call ended to its file `end`, as JSON:
-    dict(outcome="done"); dict(outcome="stopped") after a signal; or dict(outcome="failed", where, time,
-    description)."""
+    Writes rank 0's result next to the rendezvous, and how the call ended to its file `end`, as JSON:
+    dict(outcome="done", core=index); dict(outcome="stopped") after a signal; or dict(outcome="failed", where,
+    time, description)."""
     core = None
     try:
         # All stay open until the process ends: faulthandler writes to its files at any moment.
@@ -51,6 +49,7 @@ def run_core(job: Job, index: int) -> None:
         )
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+        before: Any = sys.stdout, sys.stderr
         sys.stdout = sys.stderr = log  # a notebook's own would continue to write to the notebook
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -58,14 +57,16 @@ def run_core(job: Job, index: int) -> None:
         faulthandler.dump_traceback_later(job.start_timeout_s, file=hang)
         world = join(job, index)
         if world.rank == 0:
-            sys.stdout = open(job.folder / PRINTED, "a", buffering=1, errors="replace")
+            sys.stdout = open(job.folder / PRINTED, "a", buffering=1, encoding="utf-8", errors="replace")
+            write = log.write
+            log.write = lambda text: (sys.stdout.write(text), write(text))[1]
+        for stream, now in zip(before, (sys.stdout, sys.stderr)):  # a logging handler, for one, has kept it
+            stream.write, stream.flush = now.write, now.flush
         with joined(job, world, hang, kills_process=False, steps=steps) as core:
-            result = tree_map_only(np.generic, np.generic.item, core.runtime.to_cpu(job.call(core)))
+            result = core.runtime.to_cpu(job.call(core))
             if world.rank == 0:
-                with explained("a function may return numbers, strings, tensors, and lists or dicts of them"):
-                    torch.save(result, job.file(index, "result"))
-                    torch.load(job.file(index, "result"), weights_only=True)  # as the notebook's process will
-        ending = dict(outcome="done")
+                torch.save(result, f"{job.rendezvous}.result")  # a pickle, where no other user can replace it
+        ending: dict[str, Any] = dict(outcome="done", core=index)
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
         ending = _ending(error, describe(job, index, core))
@@ -96,7 +97,7 @@ def joined(job: Job, world: World, stacks: IO[str], **watch: Any) -> Generator[C
     try:
         core = Core(open_core(job, world), is_forked=job.rendezvous is not None)
         faulthandler.cancel_dump_traceback_later()  # it has started
-        world.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.plan.trains, **watch)
+        world.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.from_start, **watch)
         with running(core):
             yield core
         # Not after a failure: the others may be gone, and waiting for them would hang.
@@ -109,11 +110,9 @@ def joined(job: Job, world: World, stacks: IO[str], **watch: Any) -> Generator[C
 
 def open_core(job: Job, world: World) -> Runtime:
     """Open this core's device as one rank of `world`, and let rank 0 print which cores started."""
-    # OpenMP's threads do not survive a fork, and it waits for them forever: if the launching process may
-    # have computed with torch, as in a notebook, each core's host part uses one thread, which is enough next
-    # to an accelerator.
-    one_thread = job.env.accelerator != "cpu" or "ipykernel" in sys.modules
-    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // job.processes))
+    # OpenMP's threads do not survive a fork, and it waits for them forever: the launching process may have
+    # computed with torch. One is enough next to an accelerator.
+    torch.set_num_threads(1)
     runtime = open_runtime(job.env, job.plan.precision, world=world)
     memory = runtime.memory()
     size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""

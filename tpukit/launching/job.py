@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from tpukit.host.errors import explained
+
 if TYPE_CHECKING:
     from tpukit.host.environment import Environment
     from tpukit.launching.core import Core
 
 HANG_TIMEOUT_S = 900.0
-PRINTED = "printed.txt"  # what rank 0 prints
+PRINTED = "printed.txt"  # what rank 0 prints, warnings and logs among it
 
 
 @contextlib.contextmanager
@@ -69,15 +75,21 @@ class Job:
     folder: Path = Path()
     """Where the forked processes leave their files."""
     rendezvous: Path | None = None
-    """The file in which they meet."""
+    """The file in which they meet, in a folder that is this user's alone."""
+    from_start: bool = True
+    """Whether the time until a hang counts from the start, not from the first step."""
 
     def call(self, core: Core) -> Any:
-        """Call the function on a core."""
+        """Call the function on a core. Raises TpukitError if another process cannot be given its result."""
         arguments, keywords = self.plan.arguments(core)
-        return self.function(*arguments, **keywords)
+        try:
+            return checked(self.function(*arguments, **keywords))
+        except SystemExit as end:
+            if end.code:
+                raise
 
     def file(self, index: int, name: str) -> Path:
-        """Return the path of what core number `index` writes: its log, step, stacks, hang, result or end."""
+        """Return the path of what core number `index` writes: its log, step, stacks, hang or end."""
         return self.folder / f"rank-{index:02d}.{name}"
 
     def describe(self, index: int, step: int | None, rank: int | None = None) -> str:
@@ -86,3 +98,16 @@ class Job:
         if step is None:
             return f"{core} while starting"
         return f"{core} in step {step + 1}" if step or self.plan.trains else core
+
+
+def checked(result: Any) -> Any:
+    """Return what a function returned. Raises TpukitError, naming type and place, if it has a part that no
+    other process can be given, on whatever number of cores."""
+    leaves: list[tuple[Any, Any]] = tree_flatten_with_path(result)[0]
+    emptied = tree_map(id, result)  # a defaultdict, for one, has a function of its own
+    for path, part in [*leaves, ((), emptied)]:
+        if not isinstance(part, (torch.Tensor, str, int, float)):
+            what = f"result{keystr(path)}, a {type(part).__name__}, cannot leave its core"
+            with explained(f"{what}: return numbers, strings, arrays, tensors, or lists and dicts of them"):
+                pickle.dumps(part)
+    return result

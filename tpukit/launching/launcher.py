@@ -8,13 +8,13 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from tpukit.devices import open_runtime, runtime_class
 from tpukit.host import environment
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
-from tpukit.launching.core import Core, running
+from tpukit.launching.core import Core, is_running, running
 from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchedCall
 
 
@@ -22,7 +22,8 @@ def launch(
     function: Callable[..., Any],
     *args: Any,
     cores: int | None = None,
-    hang_timeout_s: float = HANG_TIMEOUT_S,
+    hang_timeout_s: float | None = None,
+    **unknown: Never,
 ) -> Any:
     """Call `function(*args)` on every core and return what rank 0's call returned.
 
@@ -37,17 +38,27 @@ def launch(
             be tried, and one GPU if more would not serve a task.
         hang_timeout_s: seconds without a completed step after which every core's stack is shown and the
             launch ends. It must be longer than reading the dataset, the first compilation, and an evaluation.
-            A plain function is watched from its first `core.optimizer_step` on.
+            By default 900, which for a plain function count from its first `core.optimizer_step` on.
+        **unknown: none; keywords of the function go into a `functools.partial`.
 
     Returns:
-        What the function returned on rank 0. From several cores it may hold numbers, strings and tensors, in
-        lists, tuples and dicts.
+        What the function returned on rank 0: all that can be pickled. From several cores, tensors lie on the
+        CPU.
 
     Raises:
         TpukitError: before anything starts, if these cores cannot be used as requested.
         CoreFailed: if a core fails, hangs, or has not started after `Job.start_timeout_s`. No process is
             left behind."""
-    if hang_timeout_s <= 0:
+    if not callable(function):
+        raise TpukitError(
+            f"launch needs a function, not {function!r:.40}: write launch(f, x), not launch(f(x))"
+        )
+    if unknown:
+        keywords = "=..., ".join(unknown)
+        raise TpukitError(f"launch has no such options: launch(functools.partial(function, {keywords}=...))")
+    if is_running():
+        raise TpukitError("launch in a launched function, whose cores are taken: call the function itself")
+    if hang_timeout_s is not None and hang_timeout_s <= 0:
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
     if environment.TORCHRUN in os.environ:
         raise TpukitError(
@@ -58,7 +69,8 @@ def launch(
     os.environ.update(environment.failed_lookups(os.environ))
     environment.check_one_host(env)
     plan = describe_call(args)
-    job = Job(function, plan, env, hang_timeout_s)
+    from_start = plan.trains or hang_timeout_s is not None
+    job = Job(function, plan, env, hang_timeout_s or HANG_TIMEOUT_S, from_start=from_start)
     count = _count_cores(env, cores)
     if cores is None and env.accelerator == "cuda" and count > 1 and (why := plan.why_one_gpu(count)):
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
