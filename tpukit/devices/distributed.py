@@ -84,13 +84,10 @@ class World:
         return tree if self.rank == 0 else _unpack(data)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place: through the links of the device that it lies on. XLA
-        devices have none that it can use."""
+        """Add up a tensor over all ranks, in place: through the links of the device that it lies on."""
         if self.size > 1:
             self._enter()
-            linked = tensor.cpu() if tensor.device.type == "xla" else tensor
-            dist.all_reduce(linked)
-            tensor = linked.to(tensor.device)
+            dist.all_reduce(tensor)
         return tensor
 
 

@@ -119,15 +119,22 @@ class XLARuntime(Runtime):
         return function
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
-        if self.reduces_on_the_host or self.world.size == 1:
-            super().all_reduce_gradients(optimizer)
+        if self.world.size == 1:
             return
+        grads = gradients(optimizer)
         # Clones, because torch_xla writes into a tensor behind torch's back, and a gradient that a second
-        # backward pass has added to is still the old one to what reads it by a view, as clipping does.
-        means = [grad.clone() for grad in gradients(optimizer)]
-        # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each
-        # gradient.
-        xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / self.world.size, pin_layout=False)
+        # backward pass has added to is still the old one to what reads it by a view, as clipping does; that
+        # of a sum may be one number.
+        if self.reduces_on_the_host:
+            flat = torch.cat([g.reshape(-1) for g in grads]).cpu()  # as one vector
+            flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
+            parts = flat.split([g.numel() for g in grads])
+            means = [part.view_as(grad).to(grad.dtype, copy=True) for part, grad in zip(parts, grads)]
+        else:
+            means = [grad.clone() for grad in grads]
+            # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each
+            # gradient.
+            xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / self.world.size, pin_layout=False)
         for parameter, mean in zip(parameters_with_gradient(optimizer), means):
             parameter.grad = mean
 

@@ -59,7 +59,7 @@ def run_core(job: Job, index: int) -> None:
         if world.rank == 0:
             sys.stdout = open(job.folder / PRINTED, "a", buffering=1, encoding="utf-8", errors="replace")
             write = log.write
-            log.write = lambda text: (sys.stdout.write(text), write(text))[1]
+            log.write = lambda text: (sys.stdout.write(text), sys.stdout.flush(), write(text))[2]
         for stream, now in zip(before, (sys.stdout, sys.stderr)):  # a logging handler, for one, has kept it
             stream.write, stream.flush = now.write, now.flush
         with joined(job, world, hang, kills_process=False, steps=steps) as core:

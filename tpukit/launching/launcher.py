@@ -54,8 +54,9 @@ def launch(
             f"launch needs a function, not {function!r:.40}: write launch(f, x), not launch(f(x))"
         )
     if unknown:
-        keywords = "=..., ".join(unknown)
-        raise TpukitError(f"launch has no such options: launch(functools.partial(function, {keywords}=...))")
+        raise TpukitError(
+            f"launch has no option {', '.join(unknown)}: bind your function's by functools.partial"
+        )
     if is_running():
         raise TpukitError("launch in a launched function, whose cores are taken: call the function itself")
     if hang_timeout_s is not None and hang_timeout_s <= 0:
