@@ -308,6 +308,13 @@ def test_a_core_that_waits_for_one_that_has_ended_is_told_from_one_that_goes_on_
     assert supervisor._left_alone().partition(":")[0] == told
 
 
+def test_of_a_core_that_died_only_what_was_not_shown_yet_is_told(tmp_path):
+    supervisor = supervisor_of(tmp_path)
+    supervisor.job.file(0, "log").write_text("ValueError: logged\nterminate called\n")
+    supervisor.printed.write_text("first words\nValueError: logged\n")
+    assert supervisor._traces(0) == ["terminate called"]
+
+
 def test_a_disk_that_stutters_while_cores_train_delays_what_is_shown_and_makes_none_look_dead(
     tmp_path, monkeypatch, capsys
 ):
