@@ -29,11 +29,11 @@ class World:
     step: int
     """The step of the last `heartbeat`."""
     watchdog: Watchdog | None
-    """Gets each heartbeat."""
+    """Gets each heartbeat, and notice of each collective."""
 
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
-        self.step = 0
+        self.step = self.collectives = 0
         self.watchdog = None
 
     def heartbeat(self, step: int) -> None:
@@ -42,11 +42,18 @@ class World:
         if self.watchdog:
             self.watchdog.heartbeat(step)
 
+    def _enter(self) -> None:
+        """Count a collective before this rank waits in it, perhaps for one that has ended."""
+        self.collectives += 1
+        if self.watchdog:
+            self.watchdog.write(self.collectives, 20)
+
     def all_gather(self, tree: Any) -> list[Any]:
         """Return the pytrees of numbers of all ranks, of one structure, as a list of pytrees of floats, rank
         by rank, the same on all ranks."""
         if self.size == 1:
             return [tree]
+        self._enter()
         numbers, structure = tree_flatten(tree)
         mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
@@ -79,6 +86,7 @@ class World:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over all ranks, in place: through the links of the device that it lies on."""
         if self.size > 1:
+            self._enter()
             dist.all_reduce(tensor)
         return tensor
 

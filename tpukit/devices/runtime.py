@@ -263,6 +263,10 @@ class Runtime:
     # The parts of a training step after the backward pass, in their order; the gradients of the optimizer's
     # parameters stay until the next step
 
+    def even_out_gradients(self, optimizer: Optimizer) -> None:
+        """Let a parameter that has a gradient on one rank have one on all, where
+        `all_reduce_gradients` needs that."""
+
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         """Turn each rank's gradients into their mean over all ranks, as one vector of each type, in which a
         missing one counts as zero; in fp16 an overflow of one rank becomes one of all. A parameter without a

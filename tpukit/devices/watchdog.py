@@ -12,7 +12,8 @@ class Watchdog:
     `heartbeat`.
 
     kills_process: also end this process then. steps: an open file that always holds the step of the last
-    heartbeat. from_start: watch from now on, not from the first step."""
+    heartbeat, and then what else a `World` writes. from_start: watch from now on, not
+    from the first step."""
 
     def __init__(
         self,
@@ -28,10 +29,13 @@ class Watchdog:
         self.from_start = from_start
         self.heartbeat(0)
 
-    def heartbeat(self, step: int) -> None:
+    def write(self, number: int, position: int) -> None:
         if self.steps:
-            with contextlib.suppress(OSError):  # only a message would name the step
-                os.pwrite(self.steps.fileno(), b"%20d" % step, 0)
+            with contextlib.suppress(OSError):  # only a message would name it
+                os.pwrite(self.steps.fileno(), b"%20d" % number, position)
+
+    def heartbeat(self, step: int) -> None:
+        self.write(step, 0)
         if step == 0 and not self.from_start:
             return
         now = time.monotonic()

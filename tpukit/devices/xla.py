@@ -140,6 +140,17 @@ class XLARuntime(Runtime):
         for parameter, mean in zip(parameters_with_gradient(optimizer), means):
             parameter.grad = mean
 
+    def even_out_gradients(self, optimizer: Optimizer) -> None:
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+        ranks = self.world.all_gather([p.grad is not None for p in parameters])
+        if all(rank == ranks[0] for rank in ranks):
+            return
+        for parameter, *exists in zip(parameters, *ranks):
+            if parameter.grad is None and any(exists):
+                parameter.grad = torch.zeros_like(parameter)
+        # What was traced so far differs from rank to rank; cores that run different all-reduces would hang.
+        self.end_traced_step()
+
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         """Create the optimizer's state before the first step; created in it, it would cost a second
         compilation.
@@ -183,7 +194,8 @@ class XLARuntime(Runtime):
         xm.wait_device_ops()
 
     def end_traced_step(self) -> None:
-        torch_xla.sync()
+        if xla_private.allows_execution():  # not within a step that torch_xla.compile ends itself
+            torch_xla.sync()
 
     # Randomness
 

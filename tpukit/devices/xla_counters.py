@@ -45,7 +45,7 @@ def counters() -> dict[str, Any]:
         sent=sent,
         to_device_s=to_device_s,
         read=read,
-        saved=getattr(sys.modules.get("tpukit.runs.checkpoints"), "device_reads", 0),
+        saved=getattr(sys.modules.get("tpukit.runs.tensors"), "device_reads", 0),
         from_device_s=from_device_s,
         fallbacks=collections.Counter({name: counts[name] for name in counts if name.startswith("aten::")}),
     )

@@ -41,6 +41,7 @@ name_lines: Callable[[bool], None] = _XLAC._set_ir_debug
 stablehlo: Callable[[list[Tensor], str, list, bool], bytes] = _XLAC._get_stablehlo
 # Whether anything may run: not within `torch_xla.compile(full_graph=True)`, which ends that itself.
 allow_execution: Callable[[bool], None] = _XLAC._set_allow_execution
+allows_execution: Callable[[], bool] = _XLAC._get_allow_execution
 # A TPU kernel as one operation of the graph, of operands and the payload of the kernel's own compiler; then
 # the shapes and dtypes of its results.
 tpu_custom_call: Callable[[list[Tensor], str, list, list], list[Tensor]] = _XLAC._xla_tpu_custom_call

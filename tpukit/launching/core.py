@@ -85,6 +85,7 @@ class Core:
         for each in (optimizer, *others):
             if each not in self.averaged:
                 self._prepare(each)
+            self.runtime.even_out_gradients(each)
             self.runtime.all_reduce_gradients(each)
 
     def _prepare(self, optimizer: Optimizer) -> None:
@@ -145,6 +146,11 @@ def core() -> Core:
     Raises:
         TpukitError: if this is one of several processes that something else started."""
     return _running or _alone()
+
+
+def is_running() -> bool:
+    """Return whether this process is in a function that was launched."""
+    return _running is not None
 
 
 @functools.cache

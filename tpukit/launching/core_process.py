@@ -6,6 +6,7 @@ import datetime
 import faulthandler
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Generator
 from typing import IO, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,26 +22,25 @@ import torch.distributed as dist
 # the group, and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import avoid_launch_barrier, chip_access, open_runtime, runtime_class
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, explained
+from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
 from tpukit.host.signals import is_stop
 from tpukit.host.text import GIB
 from tpukit.launching.core import Core, running
-from tpukit.launching.job import PRINTED, Job
+from tpukit.launching.job import PRINTED, Job, portable
 
 
 def run_core(job: Job, index: int) -> None:
     """Call the job's function as one rank, in a process of its own, which is core number `index`.
 
     Writes rank 0's result to its file `result`, and how the call ended to its file `end`, as JSON:
-    dict(outcome="done", alone), see `_StepsAlone`; dict(outcome="stopped") after a signal; or
+    dict(outcome="done", core=index, alone), see `_StepsAlone`; dict(outcome="stopped") after a signal; or
     dict(outcome="failed", where, time, description)."""
     core = None
     try:
@@ -52,6 +51,7 @@ def run_core(job: Job, index: int) -> None:
         )
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+        before: Any = sys.stdout, sys.stderr
         sys.stdout = sys.stderr = log  # a notebook's own would continue to write to the notebook
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -59,15 +59,17 @@ def run_core(job: Job, index: int) -> None:
         faulthandler.dump_traceback_later(job.start_timeout_s, file=hang)
         world = join(job, index)
         if world.rank == 0:
-            sys.stdout = open(job.folder / PRINTED, "a", buffering=1, errors="replace")
+            sys.stdout = open(job.folder / PRINTED, "a", buffering=1, encoding="utf-8", errors="replace")
+            write = log.write
+            log.write = lambda text: (sys.stdout.write(text), sys.stdout.flush(), write(text))[2]
+        for stream, now in zip(before, (sys.stdout, sys.stderr)):  # a logging handler, for one, has kept it
+            stream.write, stream.flush = now.write, now.flush
         with joined(job, world, hang, kills_process=False, steps=steps) as core:
             counted = None if job.plan.trains else _StepsAlone(core)
-            result = tree_map_only(np.generic, np.generic.item, core.runtime.to_cpu(job.call(core)))
+            result = portable(job.call(core), core)
             if world.rank == 0:
-                with explained("a function may return numbers, strings, tensors, and lists or dicts of them"):
-                    torch.save(result, job.file(index, "result"))
-                    torch.load(job.file(index, "result"), weights_only=True)  # as the notebook's process will
-            ending = dict(outcome="done", alone=counted and counted.end())
+                torch.save(result, job.file(index, "result"))
+        ending: dict[str, Any] = dict(outcome="done", core=index, alone=counted and counted.end())
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
         ending = _ending(error, describe(job, index, core))
@@ -102,7 +104,7 @@ def _count_collectives(accelerator: str) -> float:
     """Return how many collectives this process has taken part in, DDP's among them. NaN, which equals
     nothing, if that is unknown: without a group, and on a TPU, whose links torch does not see."""
     group: Any = dist.group.WORLD
-    return np.nan if group is None or accelerator == "tpu" else group._get_sequence_number_for_group()
+    return math.nan if group is None or accelerator == "tpu" else group._get_sequence_number_for_group()
 
 
 def _ending(error: BaseException, where: str) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def joined(job: Job, world: World, stacks: IO[str], **watch: Any) -> Generator[C
     try:
         core = Core(open_core(job, world), is_forked=job.rendezvous is not None)
         faulthandler.cancel_dump_traceback_later()  # it has started
-        world.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.plan.trains, **watch)
+        world.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.from_start, **watch)
         with running(core):
             yield core
         # Not after a failure: the others may be gone, and waiting for them would hang.

@@ -10,12 +10,14 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tpukit.runs.tensors import plain
+
 if TYPE_CHECKING:
     from tpukit.host.environment import Environment
     from tpukit.launching.core import Core
 
 HANG_TIMEOUT_S = 900.0
-PRINTED = "printed.txt"  # what rank 0 prints
+PRINTED = "printed.txt"  # what rank 0 prints, warnings and logs among it
 
 
 @contextlib.contextmanager
@@ -69,12 +71,18 @@ class Job:
     folder: Path = Path()
     """Where the forked processes leave their files."""
     rendezvous: Path | None = None
-    """The file in which they meet."""
+    """The file in which they meet, in a folder that is this user's alone."""
+    from_start: bool = True
+    """Whether the time until a hang counts from the start, not from the first step."""
 
     def call(self, core: Core) -> Any:
-        """Call the function on a core."""
+        """Call the function on a core. `sys.exit(0)` in it returns None."""
         arguments, keywords = self.plan.arguments(core)
-        return self.function(*arguments, **keywords)
+        try:
+            return self.function(*arguments, **keywords)
+        except SystemExit as end:
+            if end.code:
+                raise
 
     def file(self, index: int, name: str) -> Path:
         """Return the path of what core number `index` writes: its log, step, stacks, hang, result or end."""
@@ -86,3 +94,21 @@ class Job:
         if step is None:
             return f"{core} while starting"
         return f"{core} in step {step + 1}" if step or self.plan.trains else core
+
+
+def portable(result: Any, core: Core) -> Any:
+    """Return what of a function's result another process can be given, on the CPU, with None in place of what
+    it cannot, which rank 0 names."""
+
+    def replace(value: Any, key: str, kind: str) -> Any:
+        for base in (dict, list, tuple):
+            if isinstance(value, base):  # a subclass, as defaultdict is
+                return plain(base(value), key, replace)
+        core.print(
+            f"{key} is {kind}, and another process cannot be given that: from several cores, None takes its"
+            " place. Return numbers, strings, arrays, tensors, and lists and dicts of them"
+        )
+        return None
+
+    result = core.runtime.to_cpu(result)
+    return plain(result, "result", replace) if core.rank == 0 else None

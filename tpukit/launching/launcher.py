@@ -8,14 +8,14 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Never, TypeVar, TypeVarTuple
 
 from tpukit.devices import open_runtime, runtime_class
 from tpukit.host import environment
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
-from tpukit.launching.core import Core, running
-from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchedCall
+from tpukit.launching.core import Core, is_running, running
+from tpukit.launching.job import HANG_TIMEOUT_S, Job, LaunchedCall, portable
 
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
@@ -25,7 +25,8 @@ def launch(
     function: Callable[[*Args], Result],
     *args: *Args,
     cores: int | None = None,
-    hang_timeout_s: float = HANG_TIMEOUT_S,
+    hang_timeout_s: float | None = None,
+    **unknown: Never,
 ) -> Result:
     """Call `function(*args)` on every core and return what rank 0's call returned.
 
@@ -40,11 +41,13 @@ def launch(
             be tried, and one GPU if more would not serve a task.
         hang_timeout_s: seconds without a completed step after which every core's stack is shown and the
             launch ends. It must be longer than reading the dataset, the first compilation, and an evaluation.
-            A plain function is watched from its first step on, see `Core.end_step`.
+            By default 900, which for a plain function count from its first step on, see `Core.end_step`.
+        **unknown: none; keywords of the function go into a `functools.partial`.
 
     Returns:
-        What the function returned on rank 0. From several cores it may hold numbers, strings and tensors, in
-        lists, tuples and dicts.
+        What the function returned on rank 0. From several cores it may hold numbers, strings, arrays and
+        tensors, which then lie on the CPU, in lists, tuples and dicts; None takes the place of anything else,
+        with a sentence.
 
     Raises:
         TpukitError: before anything starts, if these cores cannot be used as requested.
@@ -52,7 +55,13 @@ def launch(
             left behind."""
     if not callable(function):
         raise TpukitError(f"launch needs a function, not {function!r:.40}: launch(f, x), not launch(f(x))")
-    if hang_timeout_s <= 0:
+    if unknown:
+        raise TpukitError(
+            f"launch has no option {', '.join(unknown)}: bind your function's by functools.partial"
+        )
+    if is_running():
+        raise TpukitError("launch in a launched function, whose cores are taken: call the function itself")
+    if hang_timeout_s is not None and hang_timeout_s <= 0:
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
     if environment.TORCHRUN in os.environ:
         raise TpukitError(
@@ -63,7 +72,8 @@ def launch(
     os.environ.update(environment.failed_lookups(os.environ))
     environment.check_one_host(env)
     plan = describe_call(args)
-    job = Job(function, plan, env, hang_timeout_s)
+    from_start = plan.trains or hang_timeout_s is not None
+    job = Job(function, plan, env, hang_timeout_s or HANG_TIMEOUT_S, from_start=from_start)
     count = _count_cores(env, cores)
     if cores is None and env.accelerator == "cuda" and count > 1 and (why := plan.why_one_gpu(count)):
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
@@ -72,7 +82,9 @@ def launch(
     _check_device(env, count, plan.say)
     if count == 1:
         with running(Core(open_runtime(env, plan.precision))) as core:
-            return job.call(core)
+            result = job.call(core)
+            portable(result, core)  # says what several cores would not return
+            return result
     return _call_in_processes(job, count)
 
 

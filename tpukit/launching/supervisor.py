@@ -13,19 +13,21 @@ import time
 import warnings
 from typing import Any
 
-import torch
-
 from tpukit.host import files
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError, Unreadable, unreadable
 from tpukit.host.signals import AFTER_THIS_STEP, StopSignal, end_with_parent
 from tpukit.host.text import printable
 from tpukit.launching.job import PRINTED, Job
+from tpukit.runs.tensors import load_tensors
 
 POLL_S = 0.1
 GRACE_S = 3.0  # from the first core's failure to the end of all
 # What the next launch deletes
 STALE_FILES = re.compile(rf"rank-\d+\.(log|step|stacks|hang|result|end)|stop|{re.escape(PRINTED)}")
+# What tqdm prints for a bar below another one: down, the bar, and up again
+NESTED_BAR = re.compile(rb"\n+(\r[^\n]*?)(?:\x1b\[A)+")
+OVERWRITTEN = re.compile(rb"(?:[^\r\n]*\r)+(?=[^\r\n])")
 
 
 class CoreFailed(TpukitError):
@@ -38,7 +40,8 @@ class Supervisor:
     def __init__(self, job: Job):
         self.job, self.plan = job, job.plan
         self.dead_cores: list[int] = []  # those that died first, without writing an end file
-        self.bytes_shown = 0  # how much of rank 0's output was shown
+        self.bytes_read = 0  # how much of rank 0's output was read
+        self.unended = b""  # its last line, which may go on
         self.bar: tqdm | None = None
         job.folder.mkdir(parents=True, exist_ok=True)
         for old in job.folder.iterdir():
@@ -88,7 +91,7 @@ class Supervisor:
                     for _, pid in self._started():
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGUSR1)  # the core writes its stacks
-                if is_hung or self.dead_cores or self._ends("failed"):
+                if is_hung or self.dead_cores or self._ends("failed") or self._left_alone():
                     failed_at = time.monotonic()
             elif time.monotonic() - failed_at > GRACE_S:
                 return
@@ -110,6 +113,8 @@ class Supervisor:
     def _result(self, stop: StopSignal) -> Any:
         if self.dead_cores:  # first: the others failed because it is gone
             raise CoreFailed(self._describe(self._deaths()))
+        if sentence := self._left_alone():
+            raise CoreFailed(self._describe([sentence]))
         if failures := self._ends("failed"):
             first = min(failures, key=lambda end: end["time"])  # the others failed because it was gone
             raise CoreFailed(self._describe([f"{first['where']} failed:", first["description"]]))
@@ -126,21 +131,26 @@ class Supervisor:
                 " own model. After backward(), call core.average_gradients(optimizer)."
             )
         [result] = self.job.folder.glob("rank-*.result")
-        return torch.load(result, weights_only=True)
+        with open(result, "rb") as file:
+            return load_tensors(file)
 
     def _show(self, *, is_over: bool = False) -> None:
-        """Show what rank 0 has printed since the last call, in whole lines until the launch is over, and how
-        far the function is."""
-        text = b""
+        """Show what rank 0 has printed since the last call, in whole lines until the launch is over, or as
+        far as a progress bar has redrawn one, and how far the function is."""
+        data = b""
         with contextlib.suppress(OSError), open(self.printed, "rb") as file:  # else the next call shows it
-            file.seek(self.bytes_shown)
-            text = file.read()
-        if not is_over:
-            text = text[: text.rfind(b"\n") + 1]
-        self.bytes_shown += len(text)
-        for line in printable(text.decode(errors="replace")).splitlines():
+            file.seek(self.bytes_read)
+            data = file.read()
+        self.bytes_read += len(data)
+        text = NESTED_BAR.sub(rb"\1", self.unended + data)
+        *lines, self.unended = OVERWRITTEN.sub(b"\r", text).split(b"\n")
+        shown = [(line, "\n") for line in lines]
+        if self.unended and (is_over or data and b"\r" in self.unended):
+            shown.append((self.unended, "\n" if is_over else "\r"))
+        for line, end in shown:
+            words = printable(line.strip(b"\r").decode(errors="replace"))
             with contextlib.suppress(OSError):  # the reader may be gone (`| head`), or the terminal
-                tqdm.write(line)
+                tqdm.write(words, end=end)
         now = self.plan.progress()
         if not now:
             return
@@ -173,6 +183,18 @@ class Supervisor:
         gone = [index for index, process in enumerate(self.processes) if not process.is_alive()]
         return [index for index in gone if not self._read(index, "end")]  # read second: it is written before
 
+    def _left_alone(self) -> str:
+        """Return a sentence if a core has ended, and another one is in a collective that waits for it."""
+        if not (done := self._ends("done")):
+            return ""
+        steps = [[*map(int, self._read(index, "step").split()), 0, 0] for index in range(self.job.processes)]
+        entered = [numbers[1] for numbers in steps]
+        first: int = min((end["core"] for end in done), key=entered.__getitem__)
+        last = entered.index(max(entered))
+        sentence = f"core {first} ended after {steps[first][0]} steps, and core {last} waits for it in step"
+        advice = "give every core the same number of batches, as drop_last=True does"
+        return f"{sentence} {steps[last][0] + 1}: {advice}" if entered[first] < entered[last] else ""
+
     def _starting(self) -> list[int]:
         return [index for index in range(self.job.processes) if not self._read(index, "step")]
 
@@ -190,7 +212,7 @@ class Supervisor:
         lines: list[str] = []
         for index in self.dead_cores:
             step = self._read(index, "step")
-            where = self.job.describe(index, int(step) if step else None)
+            where = self.job.describe(index, int(step.split()[0]) if step else None)
             code = self.processes[index].exitcode or 0
             cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             if code == -signal.SIGKILL:
@@ -220,7 +242,9 @@ class Supervisor:
                 lines += itertools.takewhile(
                     lambda line: not line.endswith("in run_core"), thread.splitlines()
                 )
-        return [*filter(None, lines), *self._read(index, "log").strip().splitlines()[-15:]]
+        shown = files.read_bytes(self.printed).decode(errors="replace").splitlines()
+        log = self._read(index, "log").strip().splitlines()[-15:]
+        return [*filter(None, lines), *(line for line in log if line not in shown)]
 
 
 def _run_forked(job: Job, index: int, parent: int) -> None:

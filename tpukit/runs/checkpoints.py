@@ -6,14 +6,10 @@ import io
 import json
 import operator
 import os
-import pickle
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import Any, BinaryIO, Never
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, TpukitError, unreadable
@@ -21,9 +17,8 @@ from tpukit.host.text import say
 from tpukit.runs import manifest
 from tpukit.runs.backup import MOUNT, Backup, Say
 from tpukit.runs.folder_lock import exclusive_lock
-from tpukit.runs.tensors import NUMBERS, Array, explain_damage, load_tensors
+from tpukit.runs.tensors import explain_damage, load_tensors, plain
 
-device_reads = 0  # by all saves of this process; `metrics_report` tells them from the user's
 ID = "checkpoints/id.json"  # written if there is a backup, so that no other loop replaces it
 
 
@@ -101,7 +96,7 @@ class Checkpoints:
             state = {name: state_dict() for name, state_dict in self._states.items()}
             if not _is_first_rank():
                 return
-        state = _plain(state)
+        state = plain(state, "state", _refuse)
         self._hold_lock()
         with files.file_lock(self.folder):  # a loop may forget that only one of its ranks saves
             self._check_is_newest(number)
@@ -251,55 +246,17 @@ def _is_first_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def _plain(value: Any, key: str = "state") -> Any:
-    """Return a state as its file has it: copies of lists, tuples and dicts, with tensors on the CPU. Raises
-    TpukitError, with its key, for what no file can have."""
-    import torch
-
-    global device_reads
-    if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            raise TpukitError(f"{key} is a meta tensor, which has no values to save: give it some first")
-        device_reads += value.device.type == "xla"
-        value = value.detach().cpu()
-        is_view = value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes
-        return value.clone() if is_view else value  # without the rest of what it is a view of
-    if type(value) in (list, tuple):
-        return type(value)(_plain(each, f"{key}[{number}]") for number, each in enumerate(value))
-    if type(value) in (dict, OrderedDict):
-        copy = type(value)()
-        for name, each in value.items():
-            copy[_plain(name, f"a key of {key}")] = _plain(each, f"{key}[{name!r}]")
-        # `_metadata`: the versions of modules, by which they read states of earlier ones
-        getattr(copy, "__dict__", {}).update(getattr(value, "__dict__", {}))
-        return copy
-    if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in NUMBERS:
-        return value.view(Array)
-    if value is not None and type(value) not in (str, int, float, bool):
-        _check_readable(value, key)
-    return value
+def _refuse(value: Any, key: str, kind: str) -> Never:
+    raise TpukitError(
+        f"{key} is {kind}, and a checkpoint holds tensors, numbers and strings, arrays of numbers, and lists,"
+        " tuples and dicts of these: give state_dict() of an object"
+    )
 
 
 def _set_aside(damaged: Path) -> None:
     """Rename a damaged checkpoint, where the disk lets us: a Kaggle input is only read."""
     with contextlib.suppress(OSError):
         os.replace(damaged, f"{damaged}.damaged")
-
-
-def _check_readable(value: Any, key: str) -> None:
-    """Raise TpukitError for what could not be restored, because reading it could run code."""
-    import torch
-
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        load_tensors(file)
-    except (pickle.PickleError, AttributeError, TypeError) as error:
-        raise TpukitError(
-            f"{key} is a {type(value).__name__}, and a checkpoint holds tensors, numbers and strings, arrays"
-            f" of numbers, and lists, tuples and dicts of these ({error}): give state_dict() of an object"
-        ) from error
 
 
 def _write(state: Any, file: BinaryIO) -> None:

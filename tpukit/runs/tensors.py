@@ -1,9 +1,12 @@
-"""Read what `torch.save` wrote, without running code from it."""
+"""What may be in a file of `torch.save`, so that reading it runs no code."""
 
 import argparse
 import contextlib
+import io
 import pickle
 import re
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,6 +15,10 @@ import numpy as np
 from tpukit.host.errors import reading
 
 NUMBERS = "biufc"  # NumPy's kinds of types that are numbers
+device_reads = 0  # by all calls of `plain` in this process; `metrics_report` tells them from the user's
+
+Refuse = Callable[[Any, str, str], Any]
+"""What takes the place of a value that no file can have: function of the value, its key and its kind."""
 
 
 class Array(np.ndarray):
@@ -29,6 +36,43 @@ def to_array(content: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if np.dtype(str(dtype)).kind not in NUMBERS:
         raise pickle.UnpicklingError(f"it has an array of {dtype}, which are no numbers")
     return content.numpy().view(str(dtype)).reshape(shape)
+
+
+def plain(value: Any, key: str, refuse: Refuse) -> Any:
+    """Return a value as its file has it: copies of lists, tuples and dicts, with tensors on the CPU.
+
+    key: where it is, in words. refuse: called for each part that `load_tensors` could not read."""
+    import torch
+
+    global device_reads
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            return refuse(value, key, "a meta tensor without values")
+        device_reads += value.device.type == "xla"
+        value = value.detach().cpu()
+        is_view = value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes
+        return value.clone() if is_view else value  # without the rest of what it is a view of
+    if type(value) in (list, tuple):
+        return type(value)(plain(each, f"{key}[{number}]", refuse) for number, each in enumerate(value))
+    if type(value) in (dict, OrderedDict):
+        copy = type(value)()
+        for name, each in value.items():
+            copy[plain(name, f"a key of {key}", refuse)] = plain(each, f"{key}[{name!r}]", refuse)
+        # `_metadata`: the versions of modules, by which they read states of earlier ones
+        getattr(copy, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return copy
+    if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in NUMBERS:
+        return value.view(Array)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        load_tensors(file)
+    except (pickle.PickleError, AttributeError, TypeError):
+        return refuse(value, key, f"a {type(value).__name__}")
+    return value
 
 
 def load_tensors(file: BinaryIO) -> Any:

@@ -216,6 +216,18 @@ def test_a_loop_of_ones_own_that_adds_up_gradients_steps_by_their_mean_over_all_
     assert model.weight.grad.detach().flatten().tolist() == [2.0] * 6  # by a view, too
 
 
+def test_a_parameter_that_has_a_gradient_on_another_core_alone_gets_one_of_zero(core):
+    """Before the all-reduce, so that all cores run it on the same parameters; one without on all has none."""
+    here, there, nowhere = weights = [torch.nn.Parameter(ones(core)) for _ in range(3)]
+    here.sum().backward()
+    core.answers = [[True, False, False]] * 6 + [[True, True, False]]
+    Core(core).optimizer_step(torch.optim.SGD(weights, 1.0, weight_decay=0.5))
+    assert [count for _, count, _ in core.reduced] == [2]
+    values = [weight.detach().flatten()[0].item() for weight in weights]
+    assert values == [1 - 0.5 - 1 / 8, 0.5, 1.0] and nowhere.grad is None
+    assert there.grad.flatten()[0].item() == 0.0
+
+
 def test_every_rank_traces_where_one_of_them_has_to(core):
     core.answers[4] = [False]
     losses, _, traces = outcome(core, momentum(0.008), True)

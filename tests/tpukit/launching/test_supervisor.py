@@ -272,6 +272,49 @@ def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
     assert {path.name for path in cores.iterdir()} == {*foreign, "folder", PRINTED}
 
 
+def test_a_progress_bar_redraws_a_line_whose_last_state_is_shown_at_once(tmp_path, capsys):
+    """Written in pieces, in the middle of a letter and of a line, and with one bar below another."""
+    supervisor, shown = supervisor_of(tmp_path), []
+    pieces = [
+        b"loss 1\nhalf", b" a line\r\n", b"\r 0%", b"\r 10%\r 20%\xe2\x96", b"\x88|", b"\n",
+        b"\r 30%\n\r 1/2\x1b[A", b"\n\r 2/2\x1b[A", b"\r 40%\nstep 1\rstep 2\r", b"", b"no \x1b[1mend",
+    ]  # fmt: skip
+    for number, piece in enumerate(pieces):
+        with open(supervisor.printed, "ab") as file:
+            file.write(piece)
+        supervisor._show(is_over=number == len(pieces) - 1)
+        shown.append(capsys.readouterr().out)
+    assert shown == [
+        "loss 1\n", "half a line\n", " 0%\r", " 20%\ufffd\r", " 20%\u2588|\r", " 20%\u2588|\n", " 1/2\r",
+        " 2/2\r", " 40%\nstep 2\r", "", "no \\x1b[1mend\n",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "steps, told",
+    [
+        (["3 7", "4 8"], "core 0 ended after 3 steps, and core 1 waits for it in step 5"),
+        (["3 7", "9 7"], ""),  # core 1 goes on alone
+        (["3", "3"], ""),
+        (["0", "0 1"], "core 0 ended after 0 steps, and core 1 waits for it in step 1"),
+    ],
+)
+def test_a_core_that_waits_for_one_that_has_ended_is_told_from_one_that_goes_on_alone(steps, told, tmp_path):
+    supervisor = supervisor_of(tmp_path)
+    for index, numbers in enumerate(steps):
+        supervisor.job.file(index, "step").write_text("".join(f"{n:>20}" for n in numbers.split()))
+    assert supervisor._left_alone() == ""
+    supervisor.job.file(0, "end").write_text(json.dumps(dict(outcome="done", core=0)))
+    assert supervisor._left_alone().partition(":")[0] == told
+
+
+def test_of_a_core_that_died_only_what_was_not_shown_yet_is_told(tmp_path):
+    supervisor = supervisor_of(tmp_path)
+    supervisor.job.file(0, "log").write_text("ValueError: logged\nterminate called\n")
+    supervisor.printed.write_text("first words\nValueError: logged\n")
+    assert supervisor._traces(0) == ["terminate called"]
+
+
 def test_a_disk_that_stutters_while_cores_train_delays_what_is_shown_and_makes_none_look_dead(
     tmp_path, monkeypatch, capsys
 ):
