@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from tpukit.devices import open_runtime
@@ -14,17 +14,22 @@ from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from torch.optim import Optimizer
+    from torch.utils.data import Dataset
 
     from tpukit.devices.distributed import World
     from tpukit.devices.runtime import Runtime
+    from tpukit.launching.share import Share
+
+Sample = TypeVar("Sample")
 
 
 class Core:
     """This process's core, one of the cores of a launch.
 
         core = tpukit.core()
-        for images, labels in batches[core.rank :: core.size]:
+        for images, labels in core.share(dataset, batch_size=64).epoch(0):
             loss_of(model, images.to(core.device), labels.to(core.device)).backward()
             core.average_gradients(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -71,6 +76,49 @@ class Core:
             *values: what to print, as for Python's `print`."""
         if self.rank == 0:
             print(*values, flush=True)
+
+    def share(
+        self,
+        dataset: Dataset[Sample],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        **options: Any,
+    ) -> Share[Sample]:
+        """Return this core's part of a dataset, as a `DataLoader` whose method `epoch(number)` shuffles it.
+
+        Args:
+            dataset: of samples, with a length.
+            batch_size: samples in one step, over all cores, which take equal parts of each batch. What is
+                left after the last whole one is left out of that epoch.
+            shuffle: whether the samples of an epoch are in random order.
+            seed: of that order, the same on all cores.
+            **options: of the `DataLoader`, as num_workers.
+
+        Returns:
+            The loader. Its order depends on the seed and the epoch alone.
+
+        Raises:
+            TpukitError: if the cores cannot share such batches."""
+        from tpukit.launching.share import Share
+
+        loader = Share(dataset, batch_size, self.world, shuffle, seed, **options)
+        if loader.left_out:
+            self.print(
+                f"{loader.left_out} samples do not fill a batch of {batch_size}: left out of each epoch"
+            )
+        return loader
+
+    def mean(self, value: Tensor | float) -> float:
+        """Return the mean of a number over all cores, which all must call.
+
+        Args:
+            value: of this core; reading a tensor waits for the device, so once an epoch is enough.
+
+        Returns:
+            The mean, on all cores."""
+        return sum(self.world.all_gather(float(value))) / self.size
 
     def average_gradients(self, optimizer: Optimizer, *others: Optimizer) -> None:
         """Replace each gradient by its mean over all cores, for whatever reads it next: a clip, a scaler, the
