@@ -96,7 +96,7 @@ def own_loop(kind, cores, folder, kill_at=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, cores", [("cpu", 1), ("cpu", 2), ("xla", 1)])
+@pytest.mark.parametrize("kind, cores", [("cpu", 1), ("cpu", 2), ("xla", 1), ("xla", 2)])
 def test_a_loop_with_dropout_that_was_killed_and_started_again_equals_the_straight_one_bit_for_bit(
     kind, cores, tmp_path
 ):
