@@ -3,6 +3,7 @@
 import numpy as np
 
 from tpukit.host.errors import TpukitError
+from tpukit.reporting.findings import number_in
 
 
 def require_finite(predictions: object) -> None:
@@ -12,3 +13,10 @@ def require_finite(predictions: object) -> None:
             f"the network gave {bad} numbers that are NaN or infinite, so it says nothing: the weights"
             " diverged, or are no match for these settings; use other weights, or precision='fp32'"
         )
+
+
+def verdict(scores: dict) -> str:
+    """Return a sentence if there were predictions that are not finite, or "". scores: of a run's record."""
+    if bad := number_in(scores, "not_finite"):
+        return f"{bad} predictions are NaN or infinite: train with a lower learning rate, or in fp32."
+    return ""

@@ -11,6 +11,7 @@ Record = dict[str, Any]
 Series = dict[str, tuple[list[float], list[float]]]  # name -> (x, y)
 
 MAX_DRAWN = 2.0**63  # in size; more breaks the axes of a figure
+SYNTHETIC = "on synthetic data, which say nothing about real data"  # in a title
 NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the curves that show no score
 
 
@@ -110,11 +111,12 @@ def last_and_kept_table(records: list) -> Table | None:
     kept = kept_evaluation(evaluations)
     if kept is None:
         return None
-    last = evaluations[-1]
+    last, starts = evaluations[-1], of_kind(records, "start")
+    kind = f" · {SYNTHETIC}" if starts and starts[-1].get("synthetic") else ""
     if kept is last:
-        title = f"Scores after epoch {last['epoch'] + 1}"
+        title = f"Scores after epoch {last['epoch'] + 1}{kind}"
         return scores_table(last["scores"], title, "last, kept" if last["kept"] else "last")
-    title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept)"
+    title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept){kind}"
     beside = {"kept": kept["scores"], **(last["scores"].get("beside") or {})}
     return scores_table(dict(last["scores"], beside=beside), title, "last")
 

@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 import torch
 
+from tpukit.data.datasets import is_synthetic
 from tpukit.devices import check_micro_batches, open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
@@ -280,6 +281,7 @@ class Trainer:
             batch_size=task.batch_size,
             steps_per_epoch=self.steps_per_epoch,
             epochs=task.epochs,
+            synthetic=is_synthetic(task.dataset_dir or ""),
         )
         runtime.world.heartbeat(step)
 

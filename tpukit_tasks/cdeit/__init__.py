@@ -18,10 +18,10 @@ from tpukit.host.text import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
 from tpukit.training.task import Task
+from tpukit_tasks import finite
 from tpukit_tasks.cdeit import data as sets
 from tpukit_tasks.cdeit import diffusion
 from tpukit_tasks.cdeit.simulator import disk, simulate
-from tpukit_tasks.finite import require_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,6 +201,10 @@ class CDEIT(Task):
             del counts["not_finite"]
         return dict(ours, **counts, beside=baselines)
 
+    @staticmethod
+    def verdict(scores: dict, last: dict) -> str:
+        return finite.verdict(scores)
+
     def save_predictions(self, folder, predictions, data):
         """Write an npz named after the test set: prediction, TR and xs_gn in the units of its files, xs
         (N, S, S each), names."""
@@ -244,7 +248,7 @@ class CDEIT(Task):
     def results(self, batch, predictions):
         """Return image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank. Raises
         TpukitError for what is not finite."""
-        require_finite(np.asarray(predictions)[:, 0, disk()])
+        finite.require_finite(np.asarray(predictions)[:, 0, disk()])
         unit = np.float32(sets.CONVENTIONS[self.data].unit)
         images = np.where(disk(), np.asarray(predictions)[:, 0] * unit, np.float32(np.nan))
         return [dict(image=image) for image in images]

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 NOT_FINITE = "not finite"  # in the place of a class: the network gave NaN or infinity
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
+MOST_NAMED = 20  # classes in a sentence about their order
 FEW = 10  # images of a class, below which `check_labels` warns
 # Defaults of a training run; a small set gets more epochs, so that there are STEPS, and smaller batches.
 EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
@@ -134,7 +136,7 @@ class ImageClassifier(Task):
         draw = functools.partial(augment.draw, **self._augmentation)
         data = self._open(found, levels, "train", draw=draw, notes="\n".join(filter(None, notes)))
         test = self._open(found, levels, "val", "test")
-        data.notices += found.notices + find_copies(data, test)
+        data.notices += found.notices + find_copies(data, test) + self._unnamed_classes(found)
         if is_random:
             data.notices.append(f"{weights_note}. To train from these, a few hundred photos are not enough")
         return data, test
@@ -144,8 +146,24 @@ class ImageClassifier(Task):
         found = self._find_samples()
         levels, _ = self._levels(found)
         test = self._open(found, levels, "test", "val")
-        test.notices += found.notices
+        test.notices += found.notices + self._unnamed_classes(found)
         return test
+
+    def _unnamed_classes(self, found):
+        """A sentence if the file of the weights does not say which of its outputs is which class."""
+        is_file = self.weights is None and self.pretrained not in ("auto", "yes", "no")
+        file = Path(self.pretrained) if is_file else self.weights
+        if file is None or "classes" in weights.metadata(file):
+            return []
+        order, natural = found.classes, sorted(found.classes, key=_natural)
+        listed = ", ".join(order[:MOST_NAMED]) + (", ..." if len(order) > MOST_NAMED else "")
+        kept = f"; a last layer of {len(order)} outputs is kept" if is_file else ""
+        told = (
+            f"{file} does not name its classes: taken as {listed} (numbers by value, else alphabetical){kept}"
+        )
+        if natural != order:
+            told += f". timm's own training has the order {', '.join(natural[:MOST_NAMED])}"
+        return [told + ". If it was trained in another order, rename the folders so that they sort in it"]
 
     def _open(self, found, levels, *splits, **options):
         split = next(name for name in splits if name in found.samples)
@@ -237,7 +255,11 @@ class ImageClassifier(Task):
 
     def model(self) -> "Module":
         pretrained, _ = self._find_pretrained()
-        return models.build(self._network(), len(self.class_names), self._size(), pretrained)
+        named = weights.metadata(pretrained).get("classes") if pretrained else None
+        others = named is not None and named != json.dumps(self.class_names)
+        return models.build(
+            self._network(), len(self.class_names), self._size(), pretrained, replace_head=others
+        )
 
     def head(self, model: "Module") -> list[str]:
         heads = tuple(f"{name}." for name in models.heads(model))
@@ -390,6 +412,12 @@ def _gather(predictions):
     pairs = [(logits[batch["valid"]], batch["label"][batch["valid"]]) for logits, batch in predictions]
     logits, labels = (torch.cat(parts) for parts in zip(*pairs))
     return logits.double(), labels
+
+
+def _natural(name):
+    """A key by which c2 comes before c10, as timm sorts."""
+    parts = re.split(r"(\d+)", name.lower())  # each second one is a number
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
 def _listed(names):

@@ -20,6 +20,7 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
+from tpukit_tasks import finite
 from tpukit_tasks.text import conversations, data, hub, reading
 
 if TYPE_CHECKING:
@@ -320,6 +321,10 @@ class LanguageModel(Task):
         if not_finite:
             scores["not_finite"] = not_finite
         return dict(scores, tokens=count, samples=samples[: self.samples])
+
+    @staticmethod
+    def verdict(scores: dict, last: dict) -> str:
+        return finite.verdict(scores)
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
         """Return dict(prompt, written) of each row that was continued; written: up to the end of a turn."""
