@@ -11,7 +11,7 @@ Record = dict[str, Any]
 Series = dict[str, tuple[list[float], list[float]]]  # name -> (x, y)
 
 MAX_DRAWN = 2.0**63  # in size; more breaks the axes of a figure
-SYNTHETIC = "on synthetic data, which say nothing about real data"  # in a title
+SYNTHETIC = "on synthetic data (they say nothing about real data)"  # in a title
 NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the curves that show no score
 
 

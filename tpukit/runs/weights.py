@@ -99,7 +99,9 @@ def load(model: "torch.nn.Module", path: str | Path) -> None:
     """Load a weight file into a model. Raises TpukitError naming the first entries that differ."""
     loaded, expected = read(path), model.state_dict()
     if different := differences(loaded, expected):
-        raise TpukitError(f"weights {path} belong to another model (--model-name, --network?): {different}")
+        raise TpukitError(
+            f"weights {path} belong to another model (named by --model-name, --network): {different}"
+        )
     model.load_state_dict({name: loaded.get(name, tensor) for name, tensor in expected.items()})
 
 
