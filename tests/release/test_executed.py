@@ -70,11 +70,15 @@ def test_a_copy_in_docs_is_whole_small_and_names_no_machine(path):
     code = [cell for cell in book.cells if cell.cell_type == "code" and cell.source.strip()]
     assert all(cell.execution_count for cell in code)
     assert not [o for cell in code for o in cell.outputs if o.output_type == "error"]
+    score, least = executed.LEAST[path.stem]
+    assert code[-1].source == executed.check_of(path.stem).source
+    assert code[-1].outputs[0].text == f"{score} of the best epoch: at least {least}%\n"
+    assert code[-1].metadata.tags == ["nbval-check-output"]
     assert sum("nbval-check-output" in cell.metadata.get("tags", []) for cell in code) >= 0.4 * len(code)
 
 
 def test_the_copies_in_docs_are_those_that_are_kept_with_settings_that_are_there():
-    assert [path.stem for path in COPIES] == sorted(executed.KEPT)
+    assert [path.stem for path in COPIES] == sorted(executed.KEPT) == sorted(executed.LEAST)
     for name, settings in executed.KEPT.items():
         known = papermill.inspect_notebook(str(ROOT / f"notebooks/{name}.ipynb"))
         assert set(settings) <= set(known), name
@@ -117,3 +121,23 @@ def test_an_output_that_no_longer_comes_out_is_red_unless_it_may_vary(printed, c
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed)]
     ran = check_outputs(nbformat.v4.new_notebook(cells=[cell]), "some", folder)
     assert ran.returncode == code, ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", executed.LEAST)
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_copy_whose_training_learns_nothing_is_red(name, learned, folder):
+    score, least = executed.LEAST[name]
+    best = 0.97 if learned else least / 100 - 0.02
+    records = [dict(scores={score: value}) for value in (0.01, best, 0.02)]
+    stub = f"import types; run = types.SimpleNamespace(records=lambda kind: {records})"
+    check = executed.check_of(name)
+    check.metadata.tags = ["nbval-check-output"]
+    check.outputs = [
+        nbformat.v4.new_output(
+            "stream", name="stdout", text=f"{score} of the best epoch: at least {least}%\n"
+        )
+    ]
+    cells = [nbformat.v4.new_code_cell(stub), check]
+    ran = check_outputs(nbformat.v4.new_notebook(cells=cells), name, folder)
+    assert ran.returncode == (not learned), ran.stdout
