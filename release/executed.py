@@ -30,7 +30,7 @@ KEPT = {
     "colab_tpu_setup": dict(EPOCHS=7, WARM_EPOCH=4, IMAGE_SIZE=64, BATCH_SIZE=4, LR=0.02),
 }
 ON_XLA = ("colab_tpu_setup",)
-# Notebook -> (score, what its best epoch reaches at least, in percent): less is a training that learns nothing.
+# Notebook -> (score, what its best epoch reaches at least, in percent). With less, nothing was learned.
 LEAST = {
     "mnist_quickstart": ("accuracy", 90),
     "finetune_images": ("accuracy", 50),
