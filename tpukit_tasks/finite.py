@@ -3,7 +3,6 @@
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.reporting.findings import number_in
 
 
 def require_finite(predictions: object) -> None:
@@ -16,7 +15,9 @@ def require_finite(predictions: object) -> None:
 
 
 def verdict(scores: dict) -> str:
-    """Return a sentence if there were predictions that are not finite, or "". scores: of a run's record."""
-    if bad := number_in(scores, "not_finite"):
+    """Return a sentence if there were predictions that are not finite, or "". scores: of a run's record,
+    in which anybody may have written."""
+    bad = scores.get("not_finite")
+    if isinstance(bad, int) and bad:
         return f"{bad} predictions are NaN or infinite: train with a lower learning rate, or in fp32."
     return ""

@@ -36,8 +36,9 @@ def _is_readable(record):
                 counted = isinstance((speed["counters"] or {}).get("fallbacks") or {}, dict)
                 return times and memory and counted and {"loss", "grad_norm"} <= record.keys()
             case "evaluation":
-                numbers = are_numbers(record["epoch"], speed["seconds"])
-                return numbers and "kept" in record and _are_scores(record["scores"])
+                beside = record["scores"].get("beside") or {}
+                are_scores = all(isinstance(other, dict) for other in beside.values())
+                return are_numbers(record["epoch"], speed["seconds"]) and "kept" in record and are_scores
             case "compile":
                 words = isinstance(record["what"], str) and all(isinstance(why, str) for why in record["why"])
                 known = {"refused", "programs"} <= record.keys()
@@ -50,11 +51,6 @@ def _is_readable(record):
 def are_numbers(*values: Any, least: float = 0) -> bool:
     """Return True for numbers from `least` on that can be drawn."""
     return all(isinstance(value, (int, float)) and least <= value < MAX_DRAWN for value in values)
-
-
-def _are_scores(scores):
-    beside = scores.get("beside") or {}
-    return all(isinstance(other, dict) for other in beside.values())
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:

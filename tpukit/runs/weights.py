@@ -50,10 +50,8 @@ def read(path: str | Path) -> "dict[str, Tensor]":
             content = load_tensors(io.BytesIO(data))
     for key in KEYS:
         if _is_dict(content) and _is_dict(content.get(key)):
-            if others := [str(name) for name in content if name != key and _is_as_large(content, name, key)]:
-                say(
-                    f"weights {path}: has {key} and {', '.join(others)}: {key} is used; or save another alone"
-                )
+            if others := ", ".join(str(name) for name in content if _is_as_large(content, name, key)):
+                say(f"weights {path} has {key} and {others}: {key} is used (to use another, save it alone)")
             content = content[key]
     if not _is_state_dict(content):
         keys = f" of {', '.join(map(str, content)):.200}" if _is_dict(content) else ""
@@ -83,7 +81,7 @@ def _is_state_dict(content: object) -> "TypeGuard[dict[str, Tensor]]":
 def _is_as_large(content: "dict[Any, Any]", name: Any, key: str) -> bool:
     """Return True if an entry is a state dict, or holds one, of at least half as many tensors as another."""
     value = content[name]
-    inner = [value, *value.values()] if _is_dict(value) else []
+    inner = [value, *value.values()] if name != key and _is_dict(value) else []
     return any(_is_state_dict(one) and 2 * len(one) >= len(content[key]) for one in inner)
 
 
@@ -100,7 +98,7 @@ def load(model: "torch.nn.Module", path: str | Path) -> None:
     loaded, expected = read(path), model.state_dict()
     if different := differences(loaded, expected):
         raise TpukitError(
-            f"weights {path} belong to another model (named by --model-name, --network): {different}"
+            f"weights {path} belong to another model (see --model-name, --network): {different}"
         )
     model.load_state_dict({name: loaded.get(name, tensor) for name, tensor in expected.items()})
 
