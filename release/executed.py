@@ -30,6 +30,12 @@ KEPT = {
     "colab_tpu_setup": dict(EPOCHS=7, WARM_EPOCH=4, IMAGE_SIZE=64, BATCH_SIZE=4, LR=0.02),
 }
 ON_XLA = ("colab_tpu_setup",)
+# Notebook -> (score, what its best epoch reaches at least, in percent). With less, nothing was learned.
+LEAST = {
+    "mnist_quickstart": ("accuracy", 90),
+    "finetune_images": ("accuracy", 50),
+    "colab_tpu_setup": ("iou", 10),
+}
 # In the source of a cell whose output is the machine's, random, mostly measured, or hidden but from nbval, or
 # depends on which epoch was the best
 VARIES = re.compile(r"env\.require|torch\.randn|show_report|show\(run\)|;$")
@@ -59,12 +65,27 @@ def environment(name: str) -> dict[str, str]:
 
 def execute(name: str, folder: str):
     """Execute a notebook in a folder with its small settings on this machine's CPU, and return it."""
-    source, done = ROOT / f"notebooks/{name}.ipynb", Path(folder) / "done.ipynb"
+    source, done = Path(folder) / "source.ipynb", Path(folder) / "done.ipynb"
+    notebook = nbformat.read(ROOT / f"notebooks/{name}.ipynb", 4)
+    notebook.cells.append(check_of(name))
+    nbformat.write(notebook, source)
     command = [sys.executable, "-m", "papermill", source, done, "-k", "python3", "--no-progress-bar"]
     for setting, value in KEPT[name].items():
         command += ["-p", setting, str(value)]
     subprocess.run(command, cwd=folder, env=environment(name), check=True)
     return nbformat.read(done, 4)
+
+
+def check_of(name: str):
+    """Return the last cell of a copy, whose output has one figure that does not vary. All other scores do,
+    with the rounding of the processor."""
+    score, least = LEAST[name]
+    source = (
+        "# The figure that is checked when a copy is executed again: whether anything was learned.\n"
+        f'best = max(record["scores"]["{score}"] for record in run.records("evaluation"))\n'
+        f'print(f"{score} of the best epoch: at least {{min(100 * best, {least}):.0f}}%")'
+    )
+    return nbformat.v4.new_code_cell(source, id="learned")
 
 
 def as_small_text(notebook, name: str, names: dict[str, str]) -> str:

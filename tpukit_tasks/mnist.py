@@ -79,7 +79,9 @@ class MNIST(Task):
         return cross_entropy(model(batch["image"].float() / 255).float(), batch["label"])
 
     def predict(self, model: nn.Module, batch: dict[str, Tensor], epoch=None) -> Tensor:
-        return model(batch["image"].float() / 255).argmax(1)  # (B,)
+        logits = model(batch["image"].float() / 255)  # (B, 10)
+        # -1, no digit: the largest of what is not a number would be one of them, and might be right.
+        return logits.argmax(1).where(logits.isfinite().all(1), -1)  # (B,)
 
     def evaluate(self, predictions) -> dict[str, float]:
         """Return accuracy, in [0, 1], and images, how many were scored."""

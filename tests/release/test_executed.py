@@ -70,11 +70,15 @@ def test_a_copy_in_docs_is_whole_small_and_names_no_machine(path):
     code = [cell for cell in book.cells if cell.cell_type == "code" and cell.source.strip()]
     assert all(cell.execution_count for cell in code)
     assert not [o for cell in code for o in cell.outputs if o.output_type == "error"]
+    score, least = executed.LEAST[path.stem]
+    assert code[-1].source == executed.check_of(path.stem).source
+    assert code[-1].outputs[0].text == f"{score} of the best epoch: at least {least}%\n"
+    assert code[-1].metadata.tags == ["nbval-check-output"]
     assert sum("nbval-check-output" in cell.metadata.get("tags", []) for cell in code) >= 0.4 * len(code)
 
 
 def test_the_copies_in_docs_are_those_that_are_kept_with_settings_that_are_there():
-    assert [path.stem for path in COPIES] == sorted(executed.KEPT)
+    assert [path.stem for path in COPIES] == sorted(executed.KEPT) == sorted(executed.LEAST)
     for name, settings in executed.KEPT.items():
         known = papermill.inspect_notebook(str(ROOT / f"notebooks/{name}.ipynb"))
         assert set(settings) <= set(known), name
@@ -117,3 +121,19 @@ def test_an_output_that_no_longer_comes_out_is_red_unless_it_may_vary(printed, c
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed)]
     ran = check_outputs(nbformat.v4.new_notebook(cells=[cell]), "some", folder)
     assert ran.returncode == code, ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", executed.LEAST)
+@pytest.mark.parametrize("reached, code", [(0, 0), (-2, 1)])
+def test_a_copy_whose_training_learns_nothing_is_red(name, reached, code, folder):
+    score, least = executed.LEAST[name]
+    records = [dict(scores={score: value / 100}) for value in (1, least + reached, 2)]
+    stub = f"import types; run = types.SimpleNamespace(records=lambda kind: {records})"
+    check, said = executed.check_of(name), f"{score} of the best epoch: at least"
+    check.metadata.tags, check.execution_count = ["nbval-check-output"], 2
+    check.outputs = [nbformat.v4.new_output("stream", name="stdout", text=f"{said} {least}%\n")]
+    cells = [nbformat.v4.new_code_cell(stub), check]
+    ran = check_outputs(nbformat.v4.new_notebook(cells=cells), name, folder)
+    assert ran.returncode == code, ran.stdout
+    assert not code or f"{least - 2}%" in ran.stdout

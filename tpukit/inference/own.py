@@ -68,8 +68,11 @@ def result_of(task: Task, sample: Sample) -> dict:
     """Return dict(name, ...) of a sample: the task's results, or `error`."""
     if sample.batch is None:
         return dict(name=sample.name, error=sample.error)
-    results = part_of(task, OwnFiles, "results")
-    return dict(name=sample.name, **results(sample.batch, sample.prediction)[0])
+    try:
+        [result] = part_of(task, OwnFiles, "results")(sample.batch, sample.prediction)
+    except TpukitError as error:
+        result = dict(error=f"{sample.name}: {error}")
+    return dict(name=sample.name, **result)
 
 
 def _save_array(folder, key, stem, value):

@@ -59,7 +59,10 @@ class OwnFiles(Protocol):
 
         Returns:
             A dict for each sample, of numbers, strings, lists of dicts (each is a line of the table), and
-            arrays, which are saved as files: (H, W) of bool as a mask."""
+            arrays, which are saved as files: (H, W) of bool as a mask.
+
+        Raises:
+            TpukitError: for a prediction that says nothing, such as NaN."""
         values = np.asarray(predictions)
         return [dict(prediction=value if np.ndim(value) else value.item()) for value in values]
 

@@ -43,10 +43,10 @@ def predict(
 
     Returns:
         A dict for each sample: the `name`, and what the task's `results` gives, or the `error` of a file that
-        cannot be read.
+        cannot be read or predicted.
 
     Raises:
-        TpukitError: if no file can be read, or the run has no weights."""
+        TpukitError: if no file can be predicted, or the run has no weights."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.inference import own, own_files
@@ -77,7 +77,7 @@ def predict(
     for error in list(errors.values())[:SHOWN]:
         print(printable(f"left out: {error}"))
     if len(errors) == len(results):
-        raise TpukitError(f"no file could be read: {next(iter(errors.values()))}")
+        raise TpukitError(f"no file could be predicted: {next(iter(errors.values()))}")
     if errors:
         print(f"{len(errors)} files left out")
     if out is not None:

@@ -11,6 +11,7 @@ Record = dict[str, Any]
 Series = dict[str, tuple[list[float], list[float]]]  # name -> (x, y)
 
 MAX_DRAWN = 2.0**63  # in size; more breaks the axes of a figure
+SYNTHETIC = "on synthetic data (they say nothing about real data)"  # in a title
 NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the curves that show no score
 
 
@@ -35,8 +36,9 @@ def _is_readable(record):
                 counted = isinstance((speed["counters"] or {}).get("fallbacks") or {}, dict)
                 return times and memory and counted and {"loss", "grad_norm"} <= record.keys()
             case "evaluation":
-                numbers = are_numbers(record["epoch"], speed["seconds"])
-                return numbers and "kept" in record and _are_scores(record["scores"])
+                beside = record["scores"].get("beside") or {}
+                are_scores = all(isinstance(other, dict) for other in beside.values())
+                return are_numbers(record["epoch"], speed["seconds"]) and "kept" in record and are_scores
             case "compile":
                 words = isinstance(record["what"], str) and all(isinstance(why, str) for why in record["why"])
                 known = {"refused", "programs"} <= record.keys()
@@ -49,11 +51,6 @@ def _is_readable(record):
 def are_numbers(*values: Any, least: float = 0) -> bool:
     """Return True for numbers from `least` on that can be drawn."""
     return all(isinstance(value, (int, float)) and least <= value < MAX_DRAWN for value in values)
-
-
-def _are_scores(scores):
-    beside = scores.get("beside") or {}
-    return all(isinstance(other, dict) for other in beside.values())
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:
@@ -110,11 +107,12 @@ def last_and_kept_table(records: list) -> Table | None:
     kept = kept_evaluation(evaluations)
     if kept is None:
         return None
-    last = evaluations[-1]
+    last, starts = evaluations[-1], of_kind(records, "start")
+    kind = f" · {SYNTHETIC}" if starts and starts[-1].get("synthetic") else ""
     if kept is last:
-        title = f"Scores after epoch {last['epoch'] + 1}"
+        title = f"Scores after epoch {last['epoch'] + 1}{kind}"
         return scores_table(last["scores"], title, "last, kept" if last["kept"] else "last")
-    title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept)"
+    title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept){kind}"
     beside = {"kept": kept["scores"], **(last["scores"].get("beside") or {})}
     return scores_table(dict(last["scores"], beside=beside), title, "last")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
+from tpukit.host.text import say
 from tpukit.runs import manifest
 from tpukit.runs.tensors import explain_damage, load_tensors
 
@@ -28,7 +29,8 @@ def local(path: str | Path) -> Path:
 def read(path: str | Path) -> "dict[str, Tensor]":
     """Return name -> CPU tensor of a .safetensors, .pth, .pt, .pkl or .tar file.
 
-    Takes a bare state dict, or one under one of `KEYS`; the prefixes of wrappers (`PREFIXES`) are dropped.
+    Takes a bare state dict, or one under one of `KEYS`, and says so if the file has others of that size,
+    such as averaged weights; the prefixes of wrappers (`PREFIXES`) are dropped.
     Raises TpukitError for a missing or damaged file (the best weights of a run have a SHA-256), for one that
     cannot be read now, and for a pickle that would run code: it is never run."""
     import torch
@@ -48,6 +50,8 @@ def read(path: str | Path) -> "dict[str, Tensor]":
             content = load_tensors(io.BytesIO(data))
     for key in KEYS:
         if _is_dict(content) and _is_dict(content.get(key)):
+            if others := ", ".join(str(name) for name in content if _is_as_large(content, name, key)):
+                say(f"weights {path} has {key} and {others}: {key} is used (to use another, save it alone)")
             content = content[key]
     if not _is_state_dict(content):
         keys = f" of {', '.join(map(str, content)):.200}" if _is_dict(content) else ""
@@ -74,6 +78,13 @@ def _is_state_dict(content: object) -> "TypeGuard[dict[str, Tensor]]":
     )
 
 
+def _is_as_large(content: "dict[Any, Any]", name: Any, key: str) -> bool:
+    """Return True if an entry is a state dict, or holds one, of at least half as many tensors as another."""
+    value = content[name]
+    inner = [value, *value.values()] if name != key and _is_dict(value) else []
+    return any(_is_state_dict(one) and 2 * len(one) >= len(content[key]) for one in inner)
+
+
 def _without_prefixes(content: "dict[str, Tensor]") -> "dict[str, Tensor]":
     """Return the tensors without the prefixes that all their names begin with."""
     for prefix in PREFIXES:
@@ -86,7 +97,9 @@ def load(model: "torch.nn.Module", path: str | Path) -> None:
     """Load a weight file into a model. Raises TpukitError naming the first entries that differ."""
     loaded, expected = read(path), model.state_dict()
     if different := differences(loaded, expected):
-        raise TpukitError(f"weights {path} belong to another model: {different}")
+        raise TpukitError(
+            f"weights {path} belong to another model (see --model-name, --network): {different}"
+        )
     model.load_state_dict({name: loaded.get(name, tensor) for name, tensor in expected.items()})
 
 

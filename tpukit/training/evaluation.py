@@ -170,15 +170,9 @@ class Evaluator:
         state.evaluations_without_best += 1
         if is_best:
             state.best, state.evaluations_without_best = score, 0
-            values = dict(
-                task=task.name,
-                step=done.step,
-                epoch=done.epoch,
-                settings=json.dumps(model_settings(task)),
-                **{task.score: score},
-                **metadata,
-            )
-            self.saver.best = (done.weights, values)
+            settings = json.dumps(model_settings(task))
+            values = dict(task=task.name, step=done.step, epoch=done.epoch, settings=settings)
+            self.saver.best = (done.weights, {**values, task.score: score, **metadata})
 
     def record_epoch(self, state: TrainState, step: int, epoch: int, loss: float, shown: dict) -> None:
         """Record and print an epoch that is over. shown: scores to print, if it was evaluated."""

@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 import torch
 
+from tpukit.data.datasets import is_synthetic
 from tpukit.devices import check_micro_batches, open_runtime
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
@@ -267,20 +268,12 @@ class Trainer:
             run.print(
                 f"step {step + 1}: compiling the training step, which can take minutes; later steps reuse it"
             )
-        run.log(
-            "start",
-            step,
-            cores=runtime.cores,
-            processes=runtime.world.size,
-            device=str(runtime),
-            accelerator=runtime.accelerator,
-            versions=environment.detect().versions,
-            max_graphs=self.step.max_graphs,
-            compile=task.compile,
-            batch_size=task.batch_size,
-            steps_per_epoch=self.steps_per_epoch,
-            epochs=task.epochs,
-        )
+        versions, synthetic = environment.detect().versions, is_synthetic(task.dataset_dir or "")
+        device = dict(device=str(runtime), accelerator=runtime.accelerator, versions=versions)
+        cores = dict(cores=runtime.cores, processes=runtime.world.size)
+        graphs = dict(compile=task.compile, max_graphs=self.step.max_graphs)
+        data = dict(batch_size=task.batch_size, steps_per_epoch=self.steps_per_epoch, synthetic=synthetic)
+        run.log("start", step, **cores, **device, **graphs, **data, epochs=task.epochs)
         runtime.world.heartbeat(step)
 
     def open_bar(self, shown: bool) -> tqdm:

@@ -18,6 +18,7 @@ from tpukit.host.text import printable
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
 from tpukit.training.task import Task
+from tpukit_tasks import finite
 from tpukit_tasks.cdeit import data as sets
 from tpukit_tasks.cdeit import diffusion
 from tpukit_tasks.cdeit.simulator import disk, simulate
@@ -172,14 +173,17 @@ class CDEIT(Task):
 
     def evaluate(self, predictions) -> dict:
         """Return rmse, psnr, ssim and cc inside the tank, means over the images; `images`, their number;
-        `beside`, the same scores of the classical methods and of an empty image."""
+        not_finite, how many of them have NaN or infinite pixels, if any do: then the means are not finite,
+        either; `beside`, the same scores of the classical methods and of an empty image."""
         from tpukit_tasks.cdeit.scores import image_scores
 
-        inside = disk()
+        inside, not_finite = disk(), 0
         scores = {name: [] for name in (*CLASSICAL, "all zero", "CDEIT")}
         for images, batch in predictions:
             valid = batch["valid"]
-            truth, image = batch["image"][valid, 0].numpy(), images[valid, 0].numpy()  # (B, S, S)
+            truth = batch["image"][valid, 0].numpy()  # (B, S, S)
+            image = images[valid, 0].float().numpy()
+            not_finite += int((~np.isfinite(image[:, inside]).all(1)).sum())
             compared = {name: batch[key][valid].numpy() for name, key in CLASSICAL.items()}
             compared |= {"all zero": np.zeros_like(truth), "CDEIT": image}
             for name, reconstructed in compared.items():
@@ -192,7 +196,14 @@ class CDEIT(Task):
         ours = means.pop("CDEIT")
         # NaN is a method that was not run on these images.
         baselines = {name: mean for name, mean in means.items() if np.isfinite(mean["rmse"])}
-        return dict(ours, images=len(scores["CDEIT"]), beside=baselines)
+        counts = dict(images=len(scores["CDEIT"]), not_finite=not_finite)
+        if not not_finite:
+            del counts["not_finite"]
+        return dict(ours, **counts, beside=baselines)
+
+    @staticmethod
+    def verdict(scores: dict, last: dict) -> str:
+        return finite.verdict(scores)
 
     def save_predictions(self, folder, predictions, data):
         """Write an npz named after the test set: prediction, TR and xs_gn in the units of its files, xs
@@ -235,7 +246,9 @@ class CDEIT(Task):
         ]
 
     def results(self, batch, predictions):
-        """Return image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
+        """Return image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank. Raises
+        TpukitError for what is not finite."""
+        finite.require_finite(np.asarray(predictions)[:, 0, disk()])
         unit = np.float32(sets.CONVENTIONS[self.data].unit)
         images = np.where(disk(), np.asarray(predictions)[:, 0] * unit, np.float32(np.nan))
         return [dict(image=image) for image in images]

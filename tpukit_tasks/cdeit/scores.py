@@ -1,5 +1,7 @@
 """Scores of reconstructed conductivity images, computed inside the disk of the tank."""
 
+import math
+
 import numpy as np
 from scipy import ndimage
 
@@ -10,8 +12,10 @@ def image_scores(image: np.ndarray, truth: np.ndarray, inside: np.ndarray) -> di
     """Return rmse, psnr (dB, for a range of 2), ssim and cc, the correlation coefficient.
 
     image, truth: (S, S) float. inside: (S, S) bool, the pixels that count; SSIM is the mean of its map there.
-    The correlation with a constant image is 0."""
+    The correlation with a constant image is 0. All are NaN for an image that is not finite."""
     a, b = image[inside].astype(np.float64), truth[inside].astype(np.float64)
+    if not np.isfinite(a).all():
+        return dict.fromkeys(("rmse", "psnr", "ssim", "cc"), math.nan)
     error = np.mean((a - b) ** 2)
     spread = a.std() * b.std()
     return dict(

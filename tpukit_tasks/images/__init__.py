@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -20,6 +21,7 @@ from tpukit.host.spreadsheets import as_csv
 from tpukit.runs import weights
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
+from tpukit_tasks.finite import require_finite
 from tpukit_tasks.images import augment, models
 from tpukit_tasks.images.data import ImageSet, find_copies, read_image
 from tpukit_tasks.images.samples import find_samples
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     from tpukit.host.tables import Table
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
+NOT_FINITE = "not finite"  # in the place of a class: the network gave NaN or infinity
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
+MOST_NAMED = 20  # classes in a sentence about their order
 FEW = 10  # images of a class, below which `check_labels` warns
 # Defaults of a training run; a small set gets more epochs, so that there are STEPS, and smaller batches.
 EPOCHS, BATCH_SIZE, STEPS = 10, 64, 200
@@ -132,7 +136,7 @@ class ImageClassifier(Task):
         draw = functools.partial(augment.draw, **self._augmentation)
         data = self._open(found, levels, "train", draw=draw, notes="\n".join(filter(None, notes)))
         test = self._open(found, levels, "val", "test")
-        data.notices += found.notices + find_copies(data, test)
+        data.notices += found.notices + find_copies(data, test) + self._unnamed_classes(found)
         if is_random:
             data.notices.append(f"{weights_note}. To train from these, a few hundred photos are not enough")
         return data, test
@@ -142,8 +146,24 @@ class ImageClassifier(Task):
         found = self._find_samples()
         levels, _ = self._levels(found)
         test = self._open(found, levels, "test", "val")
-        test.notices += found.notices
+        test.notices += found.notices + self._unnamed_classes(found)
         return test
+
+    def _unnamed_classes(self, found):
+        """A sentence if the file of the weights does not say which of its outputs is which class."""
+        is_file = self.weights is None and self.pretrained not in ("auto", "yes", "no")
+        file = Path(self.pretrained) if is_file else self.weights
+        if file is None or "classes" in weights.metadata(file):
+            return []
+        order, natural = found.classes, sorted(found.classes, key=_natural)
+        listed = ", ".join(order[:MOST_NAMED]) + (", ..." if len(order) > MOST_NAMED else "")
+        kept = f"; a last layer of {len(order)} outputs is kept" if is_file else ""
+        told = (
+            f"{file} does not name its classes: taken as {listed} (numbers by value, else alphabetical){kept}"
+        )
+        if natural != order:
+            told += f". timm's own training has the order {', '.join(natural[:MOST_NAMED])}"
+        return [told + ". If it was trained in another order, rename the folders so that they sort in it"]
 
     def _open(self, found, levels, *splits, **options):
         split = next(name for name in splits if name in found.samples)
@@ -235,7 +255,11 @@ class ImageClassifier(Task):
 
     def model(self) -> "Module":
         pretrained, _ = self._find_pretrained()
-        return models.build(self._network(), len(self.class_names), self._size(), pretrained)
+        named = weights.metadata(pretrained).get("classes") if pretrained else None
+        others = named is not None and named != json.dumps(self.class_names)
+        return models.build(
+            self._network(), len(self.class_names), self._size(), pretrained, replace_head=others
+        )
 
     def head(self, model: "Module") -> list[str]:
         heads = tuple(f"{name}." for name in models.heads(model))
@@ -265,16 +289,19 @@ class ImageClassifier(Task):
     # Scores and predictions
 
     def evaluate(self, predictions):
-        """Return accuracy, in [0, 1]; images, how many were scored; and confusion, a row of predicted classes
-        for each true one, if there are at most 30."""
+        """Return accuracy, in [0, 1]; images, how many were scored; not_finite, for how many of them the
+        network gave no finite numbers, if there are any: they count as mistakes; and confusion, a row of
+        predicted classes for each true one, if there are at most 30."""
         logits, labels = _gather(predictions)
-        count = logits.shape[1]
-        is_right = (logits <= logits.gather(1, labels[:, None])).all(1)  # False for what is not a number
-        scores: dict = dict(accuracy=float(is_right.double().mean()), images=len(labels))
+        predicted, names = _predicted(logits), self.class_names[: logits.shape[1]]
+        scores: dict = dict(accuracy=float((predicted == labels).double().mean()), images=len(labels))
+        count = len(names)
+        if not_finite := int((predicted == logits.shape[1]).sum()):
+            scores["not_finite"], names = not_finite, [*names, NOT_FINITE]
         if count <= CONFUSION_CLASSES:
-            pairs = labels * count + logits.argmax(1)
-            counts = pairs.bincount(minlength=count**2).view(count, count).tolist()
-            scores["confusion"] = dict(classes=self.class_names[:count], counts=counts)
+            pairs = labels * len(names) + predicted
+            counts = pairs.bincount(minlength=len(names) ** 2).view(len(names), -1).tolist()
+            scores["confusion"] = dict(classes=names, counts=counts)
         return scores
 
     def save_predictions(self, folder, predictions, data):
@@ -284,8 +311,8 @@ class ImageClassifier(Task):
 
         logits, labels = _gather(predictions)
         losses = cross_entropy(logits, labels, reduction="none")
-        probabilities, predicted = logits.softmax(1).max(1)
-        names, order = data.classes, losses.argsort(descending=True, stable=True).numpy()
+        probabilities, predicted = logits.softmax(1).amax(1), _predicted(logits)
+        names, order = [*data.classes, NOT_FINITE], losses.argsort(descending=True, stable=True).numpy()
         rows = []
         for i in order:
             shares = round(float(probabilities[i]), 4), round(float(losses[i]), 4)
@@ -331,7 +358,7 @@ class ImageClassifier(Task):
         if "label" in batch:
             titles = [self.class_names[label] for label in batch["label"]]
         if prediction is not None:
-            titles = [_verdict(*pair) for pair in zip(titles, self.results({}, prediction))]
+            titles = [_verdict(*pair) for pair in zip(titles, self._named(prediction))]
         return [[panel] for panel in zip(titles, images)]
 
     def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
@@ -352,12 +379,23 @@ class ImageClassifier(Task):
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def results(self, batch, predictions):
-        """Return class and probability."""
+        """Return class and probability. Raises TpukitError for what is not finite."""
+        require_finite(predictions)
+        return self._named(predictions)
+
+    def _named(self, predictions):
         import torch
 
-        shares, best = torch.as_tensor(np.asarray(predictions)).double().softmax(1).max(1)
-        names = [self.class_names[index] for index in best]
-        return [{"class": name, "probability": share} for name, share in zip(names, shares.tolist())]
+        logits = torch.as_tensor(np.asarray(predictions)).double()
+        classes = [*self.class_names[: logits.shape[1]], NOT_FINITE]
+        names = [classes[index] for index in _predicted(logits)]
+        shares = logits.softmax(1).amax(1).tolist()
+        return [{"class": name, "probability": share} for name, share in zip(names, shares)]
+
+
+def _predicted(logits):
+    """(N, K) -> (N,): the class of the largest, the first of equal ones; K if any is not finite."""
+    return logits.argmax(1).where(logits.isfinite().all(1), logits.shape[1])
 
 
 def _verdict(name, result):
@@ -374,6 +412,12 @@ def _gather(predictions):
     pairs = [(logits[batch["valid"]], batch["label"][batch["valid"]]) for logits, batch in predictions]
     logits, labels = (torch.cat(parts) for parts in zip(*pairs))
     return logits.double(), labels
+
+
+def _natural(name):
+    """A key by which c2 comes before c10, as timm sorts."""
+    parts = re.split(r"(\d+)", name.lower())  # each second one is a number
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
 def _listed(names):

@@ -67,11 +67,14 @@ def _require_known(name, known, library):
         raise TpukitError(f"no model {name!r} in {library}, which has {len(known)}; the nearest: {nearest}")
 
 
-def build(network: Network, classes: int, size: int, pretrained: Path | None = None) -> "Module":
+def build(
+    network: Network, classes: int, size: int, pretrained: Path | None = None, *, replace_head: bool = False
+) -> "Module":
     """The module, on the CPU, that gives logits (B, classes) for images (B, 3, size, size).
 
     pretrained: file of weights, or None for random ones. A head of another number of classes is left out of
-    it. Raises TpukitError if the network cannot be made for this size, or the file is of another network."""
+    it, and with replace_head any. Raises TpukitError if the network cannot be made for this size, or the file
+    is of another network."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -85,13 +88,16 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
         return model
     state, own = weights.read(pretrained), model.state_dict()
     for name in [f"{head}.{part}" for head in heads(model) for part in ("weight", "bias")]:
-        if name in own and (name not in state or state[name].shape != own[name].shape):
+        if name in own and (replace_head or name not in state or state[name].shape != own[name].shape):
             state[name] = own[name]
     try:
         return _make(network, classes, size, state)
     except Exception as error:  # timm and torchvision raise many types
         different = weights.differences(state, own) or first_line(error)
-        raise TpukitError(f"weights {pretrained} do not fit {network.name}: {different}") from error
+        raise TpukitError(
+            f"weights {pretrained} do not fit {network.name}; if they are another network's, name it"
+            f" (--model-name, MODEL in a notebook): {different}"
+        ) from error
 
 
 def heads(model: "Module") -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tpukit.host.tables import Table
 from tpukit.reporting.figures import SMALL, finish, label, subplots
 from tpukit.reporting.findings import are_numbers, format_number, number_in
+from tpukit_tasks import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,6 +19,8 @@ MARGIN = 0.1  # of the accuracy above that of guessing, below which nothing was 
 def verdict(scores: dict, last: dict) -> str:
     """Return a sentence about the accuracy of the kept weights, or "". Any value may be missing or of another
     type."""
+    if sentence := finite.verdict(scores):
+        return sentence
     accuracy, confusion = number_in(scores, "accuracy"), scores.get("confusion", {})
     if accuracy is None or not is_confusion(confusion):  # without it, nobody says of how many classes
         return ""

@@ -19,6 +19,7 @@ from tpukit.host.errors import TpukitError, check_installed
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
 from tpukit.training.task import Task
+from tpukit_tasks.finite import require_finite
 from tpukit_tasks.mshnet.synthetic import infrared_set
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class MSHNet(Task):
         counts = []
         for logits, batch in predictions:
             labels = batch["mask"].numpy()[:, 0] >= 128
-            rows = zip(logits.numpy()[:, 0], labels, batch["valid"])
+            rows = zip(logits.float().numpy()[:, 0], labels, batch["valid"])
             counts += [scores.count(image, label, threshold) for image, label, valid in rows if valid]
         return scores.summary(counts)
 
@@ -246,9 +247,13 @@ class MSHNet(Task):
         Args:
             batch: not used.
             predictions: logits (N, 1, H, W).
-            threshold: as in `evaluate`."""
+            threshold: as in `evaluate`.
+
+        Raises:
+            TpukitError: for what is not finite."""
         from tpukit_tasks.mshnet.scores import boxes
 
+        require_finite(predictions)
         found = [boxes(logits, threshold) for logits in np.asarray(predictions)[:, 0]]
         return [
             dict(height=mask.shape[0], width=mask.shape[1], targets=len(rows), mask=mask, boxes=rows)

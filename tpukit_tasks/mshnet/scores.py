@@ -19,13 +19,17 @@ Region = tuple[int, tuple[float, float]]  # area in pixels, (row, column) of the
 
 def count(logits: np.ndarray, label: np.ndarray, threshold: float = 0.5) -> dict[str, Any]:
     """Return the counts of one image, which `summary` adds up. logits: (H, W), unbounded. label: (H, W) bool.
-    A pixel is predicted above the threshold of its probability, in (0, 1)."""
-    prediction = logits > special.logit(threshold)
+    A pixel is predicted above the threshold of its probability, in (0, 1). An image with a logit that is not
+    finite is wrong in every pixel, and finds no target."""
+    prediction, is_finite = logits > special.logit(threshold), bool(np.isfinite(logits).all())
+    if not is_finite:
+        prediction = ~label
     targets = regions(label)
     true, false = _positives(logits, label)
-    matched, unmatched = match(targets, regions(prediction))
+    matched, unmatched = match(targets if is_finite else [], regions(prediction))
     return dict(
         images=1,
+        not_finite=int(not is_finite),
         pixels=label.size,
         intersection=np.count_nonzero(prediction & label),
         union=np.count_nonzero(prediction | label),
@@ -53,8 +57,8 @@ def _positives(logits, label):
 
 def summary(counts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the scores of the counts of all images: iou, niou, pixel_recall, pd in [0, 1]; fa in false
-    pixels per pixel; images, targets; roc, a dict of lists over `THRESHOLDS`: tpr (= recall), fpr,
-    precision."""
+    pixels per pixel; images, targets; not_finite, the images with NaN or infinite logits, if there are any;
+    roc, a dict of lists over `THRESHOLDS`: tpr (= recall), fpr, precision."""
     total: dict[str, Any] = {name: sum(image[name] for image in counts) for name in counts[0]}
     true, false, labelled = total["true_positives"], total["false_positives"], total["labelled"]
     rates = dict(  # the 0.001 is published
@@ -62,6 +66,7 @@ def summary(counts: list[dict[str, Any]]) -> dict[str, Any]:
         fpr=false / (total["pixels"] - labelled + 0.001),
         precision=true / (true + false + 0.001),
     )
+    not_finite = dict(not_finite=total["not_finite"]) if total["not_finite"] else {}
     ious = [image["intersection"] / image["union"] if image["union"] else 1.0 for image in counts]
     return dict(
         iou=total["intersection"] / max(total["union"], 1),
@@ -71,6 +76,7 @@ def summary(counts: list[dict[str, Any]]) -> dict[str, Any]:
         fa=total["false_area"] / total["pixels"],
         images=total["images"],
         targets=total["targets"],
+        **not_finite,
         roc={name: rate.tolist() for name, rate in rates.items()},
     )
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpukit.reporting.figures import BLUE, GREEN, RED, finish, label, plot, subplots
 from tpukit.reporting.findings import are_numbers, number_in
+from tpukit_tasks import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,6 +16,8 @@ SHARES = (-0.03, 1.03)  # of an axis: what lies on 0 or 1 is not on the frame
 def verdict(scores: dict, last: dict) -> str:
     """Return a sentence about pd and fa of the kept weights, or "". last: those of the last epoch. Any value
     may be missing or of another type."""
+    if sentence := finite.verdict(scores):
+        return sentence
     false_alarms, found = number_in(scores, "fa"), number_in(scores, "pd")
     if false_alarms is not None and false_alarms > TOO_MANY:
         return "The network marks far too many pixels: train longer."

@@ -20,6 +20,7 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
+from tpukit_tasks import finite
 from tpukit_tasks.text import conversations, data, hub, reading
 
 if TYPE_CHECKING:
@@ -304,16 +305,26 @@ class LanguageModel(Task):
 
     def evaluate(self, predictions: Any) -> dict[str, Any]:
         """Return log_likelihood of a token (nats); test_loss, its negative; perplexity; tokens, how many were
-        predicted; samples, a list of dict(prompt, written)."""
-        loss, count, samples = 0.0, 0, []
+        predicted; not_finite, the rows whose loss is NaN or infinite, if there are any: then the scores are,
+        too; samples, a list of dict(prompt, written). Without a token to predict the scores are NaN."""
+        loss, count, not_finite, samples = 0.0, 0, 0, []
         for found, batch in predictions:
-            loss += float(found["loss"][batch["valid"]].double().sum())
+            losses = found["loss"][batch["valid"]].double()
+            loss += float(losses.sum())
+            not_finite += int((~losses.isfinite()).sum())
             count += int(found["count"][batch["valid"]].sum())
             if len(samples) < self.samples:
                 samples += self._texts(found)
-        mean = loss / max(count, 1)
-        scores = dict(log_likelihood=-mean, test_loss=mean, perplexity=math.exp(min(mean, 700.0)))
+        mean = loss / count if count else math.nan
+        scores: dict[str, Any] = dict(log_likelihood=-mean, test_loss=mean)
+        scores["perplexity"] = math.exp(min(mean, 700.0)) if math.isfinite(mean) else mean
+        if not_finite:
+            scores["not_finite"] = not_finite
         return dict(scores, tokens=count, samples=samples[: self.samples])
+
+    @staticmethod
+    def verdict(scores: dict, last: dict) -> str:
+        return finite.verdict(scores)
 
     def _texts(self, found: dict[str, Any]) -> list[dict[str, str]]:
         """Return dict(prompt, written) of each row that was continued; written: up to the end of a turn."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro import conf
 
 import tpukit
-from tpukit.data.datasets import Findable, find_dataset
+from tpukit.data.datasets import Findable, find_dataset, is_demo, is_synthetic
 from tpukit.host import files
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
@@ -16,6 +16,7 @@ from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import Sentences
 from tpukit.host.text import printable
 from tpukit.leaves import part_of
+from tpukit.runs import weights
 from tpukit.training.task import Task
 
 # Parameters that several commands have.
@@ -60,6 +61,8 @@ def test(
     precision: Literal["fp32", "bf16", "fp16"] | None = None,
     cores: Cores = None,
     task: TaskName = None,
+    model_name: str | None = None,
+    network: str | None = None,
 ) -> None:
     """Score the best weights of a run, or a weights file, on the test set.
 
@@ -67,16 +70,21 @@ def test(
         dataset_dir: the dataset; by default the one that the run was trained on, or found as in training.
         batch_size: samples of a step, over all cores; by default as in training.
         precision: by default as in training.
+        model_name: the network that a weights file is of, which does not say so (images and text).
+        network: published or small, for a weights file that does not say so (mshnet and cdeit).
     """
     from tpukit.inference.trained import find_trained
     from tpukit.reporting import display, findings
 
     env = tpukit.detect()
-    trained, _ = find_trained(run, task)
+    trained, weights_file = find_trained(run, task)
     options = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
+    options |= dict(model_name=model_name, network=network)
     given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() - {field.name for field in dataclasses.fields(trained)}:
+        raise TpukitError(f"the task {trained.name} has no --{name.replace('_', '-')}")
     trained = dataclasses.replace(trained, **given)
-    trained = with_dataset(trained, env)
+    trained = with_dataset_of_test(trained, env, weights_file) if is_demo(run) else with_dataset(trained, env)
     scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
     if not run.is_dir():
         if files.exists(scored.path / "config.json"):
@@ -85,7 +93,8 @@ def test(
             scored.path.mkdir(parents=True, exist_ok=True)
     scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
     if scores:
-        print(f"\n{findings.scores_table(scores)}")
+        kind = f" · {findings.SYNTHETIC}" if is_synthetic(trained.dataset_dir or "") else ""
+        print(f"\n{findings.scores_table(scores, f'Scores{kind}')}")
         if display.load_predictions(trained, scored.path / "predictions"):
             tpukit.show_predictions(scored, trained, count=8)
             print(f"predictions: {scored.path / 'predictions'}")
@@ -186,4 +195,16 @@ def with_dataset(task: Task, env: Environment, *, demo: bool = False) -> Task:
     set, for a task that needs the user's own data only with `demo`."""
     demo = demo or not part_of(task, Findable, "needs_own_data")
     folder = find_dataset(task.dataset, task.dataset_dir, demo=demo, env=env)
+    return dataclasses.replace(task, dataset_dir=folder)
+
+
+def with_dataset_of_test(task: Task, env: Environment, file: Path) -> Task:
+    """Return the task with the real dataset that published weights were scored on. Raises TpukitError without
+    it: scores on a synthetic set are not theirs."""
+    known = weights.metadata(file).get(task.score)
+    score = f" (there its {task.score} is {float(known):.3f})" if known else ""
+    try:
+        folder = find_dataset(task.dataset, task.dataset_dir, demo=False, env=env)
+    except TpukitError as error:
+        raise TpukitError(f"the demo's scores are those on {task.dataset}{score}: {error}") from error
     return dataclasses.replace(task, dataset_dir=folder)

@@ -73,7 +73,8 @@ def test_the_accuracy_is_the_share_of_images_whose_class_is_the_most_probable():
     scores = ImageClassifier().evaluate(batches)
     assert scores["accuracy"] == hits.mean()
     counts = np.array(scores["confusion"]["counts"])
-    assert scores["images"] == 41 and np.array_equal(counts.sum(1), np.bincount(labels, minlength=12))
+    assert scores["images"] == 41 and scores["not_finite"] == counts[:, 12].sum() == 1
+    assert np.array_equal(counts.sum(1), np.bincount(labels, minlength=13))
     assert json.loads(json.dumps(scores)) == scores
     assert "confusion" not in ImageClassifier().evaluate(some_predictions(classes=31)[0])
 
@@ -124,6 +125,46 @@ def test_a_run_shows_its_confusion_matrix(finished):
 
 
 # Weights and classes of a run
+
+
+def test_weights_without_names_of_classes_are_used_with_a_sentence_about_their_order(tmp_path):
+    for name in ("c1", "c2", "c10"):
+        for split in ("train", "test"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(2):
+                colour = len(name) * 60, number * 9, ord(name[-1])
+                Image.new("RGB", (32, 32), colour).save(tmp_path / split / name / f"{number}.png")
+    task = ImageClassifier(dataset_dir=tmp_path, **TINY)
+    state = task.model().state_dict()
+    torch.save(state, tmp_path / "w.pth")
+    named = dict(task="images", classes=json.dumps(["c1", "c10", "c2"]))
+    (tmp_path / "named.safetensors").write_bytes(weights.serialize(state, named))
+    for setting in (dict(weights=tmp_path / "w.pth"), dict(pretrained=str(tmp_path / "w.pth"))):
+        train_set, _ = dataclasses.replace(task, **setting).datasets()
+        [told] = [notice for notice in train_set.notices if "does not name its classes" in notice]
+        assert "taken as c1, c10, c2 " in told and "timm's own training has the order c1, c2, c10" in told
+        assert ("3 outputs is kept" in told) == ("pretrained" in setting)
+    scored = dataclasses.replace(task, weights=tmp_path / "w.pth").test_set()
+    assert sum("does not name its classes" in notice for notice in scored.notices) == 1
+    for setting in (
+        dict(weights=tmp_path / "named.safetensors"),
+        dict(pretrained=str(tmp_path / "named.safetensors")),
+        {},
+    ):
+        notices = dataclasses.replace(task, **setting).datasets()[0].notices
+        assert not [notice for notice in notices if "name its classes" in notice]
+
+
+def test_a_head_of_as_many_but_other_classes_is_no_start_for_these(shapes, tmp_path):
+    task = ImageClassifier(dataset_dir=shapes, **TINY)
+    state = {name: values + 1 for name, values in task.model().state_dict().items()}
+    heads = task.head(task.model())
+    classes = task.class_names
+    for names in (classes, classes[::-1]):
+        (tmp_path / "w.safetensors").write_bytes(weights.serialize(state, dict(classes=json.dumps(names))))
+        started = dataclasses.replace(task, pretrained=str(tmp_path / "w.safetensors")).model().state_dict()
+        kept = {name for name in state if torch.equal(started[name], state[name])}
+        assert heads and kept == {*state} - (set() if names == classes else {*heads})
 
 
 def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_dataset(finished, shapes):

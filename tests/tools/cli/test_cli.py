@@ -63,6 +63,40 @@ def test_a_weights_file_of_a_run_or_a_published_one_is_tested_in_a_folder_of_its
     assert cli.main(mine.split()) == 1
 
 
+def test_the_demos_scores_are_not_those_on_a_synthetic_set(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["test", "demo"]) == 1
+    error = capsys.readouterr().err
+    assert "IRSTD-1k" in error and "0.601" in error and "--dataset-dir demo" in error
+    assert not list(tmp_path.glob("outputs/mshnet-test"))
+
+
+def test_a_score_on_a_synthetic_set_says_so_in_its_title(tmp_path, capsys, digits):
+    other = shutil.copytree(digits, tmp_path / "other")
+    (other / "README.txt").unlink()  # as of anybody's own
+    said = "on synthetic data (they say nothing about real data)"
+    for place in (digits, other):
+        train = f"train mnist --dataset-dir {place} --epochs 1 --channels 1 --run of-{place.name}"
+        assert cli.main(train.split()) == 0
+        for command in ("test", "show"):
+            assert cli.main([command, f"of-{place.name}"]) == 0
+        titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Scores")]
+        assert [said in title for title in titles] == [place == digits] * 3
+
+
+def test_a_weights_file_is_tested_as_the_network_that_is_named(tmp_path, shapes, capsys):
+    timm = pytest.importorskip("timm")
+    state = timm.create_model("test_vit", num_classes=6).state_dict()
+    torch.save(state, tmp_path / "vit.pth")
+    words = ["test", str(tmp_path / "vit.pth"), "--task", "images", "--dataset-dir", str(shapes)]
+    assert cli.main(words) == 1
+    error = capsys.readouterr().err
+    assert "belong to another model" in error and "--model-name" in error
+    assert cli.main([*words, "--model-name", "test_vit"]) == 0
+    assert cli.main([*words, "--network", "small"]) == 1
+    assert "images has no --network" in capsys.readouterr().err
+
+
 # Command line -> what must stand in its explanation: what was wrong, and the choices or the command that
 # helps.
 EXPLAINED = [

@@ -121,6 +121,27 @@ def test_the_command_predicts_digits_names_a_broken_file_and_ends_with_1(trained
     assert predicted == {entry["name"]: str(entry["digit"]) for entry in good}
 
 
+def test_a_file_for_which_the_network_gives_no_numbers_has_an_error_and_not_no_target(
+    infrared_run, monkeypatch, tmp_path
+):
+    task, run = infrared_run
+    plain = Narrow.predict
+
+    def predicted(self, model, batch, epoch=None):
+        is_dark = batch["image"].amax((1, 2, 3), keepdim=True) < 10
+        return plain(self, model, batch, epoch).where(~is_dark, np.nan)
+
+    monkeypatch.setattr(Narrow, "predict", predicted)
+    for name, grey in dict(dark=3, light=200).items():
+        Image.new("L", (32, 32), grey).save(tmp_path / f"{name}.png")
+    dark, light = predict(run, tmp_path / "*.png", task=task, out=tmp_path / "out", progress=False)
+    assert "NaN or infinite" in dark["error"] and "targets" not in dark and light["mask"].shape == (32, 32)
+    errors = {row["name"]: row["error"] for row in rows_of(tmp_path / "out")}
+    assert errors["dark.png"] == dark["error"] and not errors["light.png"]
+    with refuses("dark.png", "NaN or infinite"):
+        predict(run, tmp_path / "dark.png", task=task, progress=False)
+
+
 def test_a_name_of_a_file_is_no_formula_in_the_table(trained, tmp_path):
     (tmp_path / "=1+1\x1b.png").write_bytes(b"no image")
     with refuses("no file"):

@@ -65,6 +65,54 @@ def test_weights_of_another_model_are_refused_naming_the_first_differences(tmp_p
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
 
+def names_of(kind, state):
+    return with_prefix("module.")(state) | ({"n_averaged": torch.tensor(7)} if kind == "torchvision" else {})
+
+
+def checkpoint_of(kind, used, other):
+    """A checkpoint as a trainer writes it, with two sets of weights."""
+    adam = {"state": {0: {"step": torch.ones(1), "exp_avg": torch.ones(2, 1, 3, 3)}}, "param_groups": []}
+    rest = dict(optimizer=adam, epoch=3, rng_state={"cpu": torch.zeros(8)}, args=argparse.Namespace(lr=0.1))
+    return (
+        rest
+        | {
+            "timm": dict(arch="resnet18", state_dict=used, state_dict_ema=other),
+            "torchvision": dict(model=used, model_ema=names_of(kind, other)),
+            "MMEngine": dict(meta={"epoch": 3}, state_dict=used, ema_state_dict=names_of(kind, other)),
+            "D-FINE": dict(model=used, ema={"module": other, "updates": 9}),
+            "Lightning": dict(state_dict=with_prefix("model.")(used), **{"teacher._orig_mod": other}),
+            "two nets": dict(net_b=other, model=used, name="x"),
+            "one": dict(model=used),
+        }[kind]
+    )
+
+
+OTHERS = {
+    "timm": ("state_dict", "state_dict_ema"),
+    "torchvision": ("model", "model_ema"),
+    "MMEngine": ("state_dict", "ema_state_dict"),
+    "D-FINE": ("model", "ema"),
+    "Lightning": ("state_dict", "teacher._orig_mod"),
+    "two nets": ("model", "net_b"),
+    "one": None,
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_of_several_weights_in_a_file_it_is_said_which_are_used(kind, tmp_path, model, capsys):
+    used = {name: value + 1 for name, value in model.state_dict().items()}
+    other = {name: value + 2 for name, value in model.state_dict().items()}
+    torch.save(checkpoint_of(kind, used, other), tmp_path / "both.pth")
+    weights.load(model, tmp_path / "both.pth")
+    assert all(torch.equal(value, used[name]) for name, value in model.state_dict().items())
+    told = capsys.readouterr().out
+    if OTHERS[kind] is None:
+        assert told == ""
+    else:
+        name, second = OTHERS[kind]
+        assert f"has {name} and {second}: {name} is used" in told and len(told.splitlines()) == 1
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("pwned",)
