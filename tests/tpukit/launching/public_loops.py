@@ -184,7 +184,7 @@ class GPT(nn.Module):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(length, width)
         self.ln_1, self.ln_2, self.ln_f = (nn.LayerNorm(width, bias=False) for _ in range(3))
-        # Without biases, as there: a key's has no gradient but rounding, of which Adam would make whole steps.
+        # Without biases, as there: the gradient of a key's is rounding, of which Adam would make whole steps.
         linear = functools.partial(nn.Linear, bias=False)
         self.attention, self.projection = linear(width, 3 * width), linear(width, width)
         self.mlp = nn.Sequential(linear(width, 4 * width), nn.GELU(), linear(4 * width, width))
@@ -236,7 +236,7 @@ def nanogpt():
     return outcome.end()
 
 
-# Pytorch-UNet: a GradScaler, a clip, channels innermost, RMSprop of many tensors at once, a schedule by a score
+# Pytorch-UNet: a GradScaler, a clip, channels innermost, RMSprop with foreach, a schedule by a score
 
 
 def two_convolutions(inside, outside):
@@ -251,7 +251,11 @@ class UNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.inc, self.down = two_convolutions(3, 4), nn.Sequential(nn.MaxPool2d(2), two_convolutions(4, 8))
-        self.up, self.conv, self.outc = nn.ConvTranspose2d(8, 4, 2, 2), two_convolutions(8, 4), nn.Conv2d(4, 1, 1)
+        self.up, self.conv, self.outc = (
+            nn.ConvTranspose2d(8, 4, 2, 2),
+            two_convolutions(8, 4),
+            nn.Conv2d(4, 1, 1),
+        )
 
     def forward(self, x):
         x1 = self.inc(x)
@@ -332,7 +336,7 @@ def lbfgs():
         loss = F.mse_loss(model(mine[:, :-1]), mine[:, 1:])
         loss.backward()
         core.average_gradients(optimizer)
-        core.end_step()  # an evaluation is a step: on XLA a longer graph would be compiled at each number read
+        core.end_step()  # or XLA would compile a longer graph for each number that is read
         losses = core.world.all_gather(loss.item())
         return sum(losses) / core.size  # by which LBFGS stops, on all cores alike
 

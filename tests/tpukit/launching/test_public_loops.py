@@ -16,8 +16,8 @@ with contextlib.redirect_stdout(io.StringIO()) as out:
     one = launch(all_loops, cores=1)
 torch.save(dict(two=two, one=one, out=out.getvalue()), sys.argv[1])
 """
-# Of fp32: rounding is 1e-7 of the largest gradients, and Adam makes of the smallest steps as large as of those.
-# LBFGS computes in fp64.
+# In fp32 rounding is 1e-7 of the largest gradients, and Adam makes of the smallest ones steps as large as of
+# those. LBFGS computes in fp64.
 BOUNDS = dict.fromkeys(LOOPS, 1e-5) | dict(lbfgs=1e-10)
 STEPS = dict(mnist=12, dcgan=4, nanogpt=6, unet=6, lbfgs=6)  # lbfgs: evaluations
 
