@@ -1,6 +1,6 @@
 """The tensors of an optimizer: those that it updates, and those that it keeps. And `adamw`, for tasks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +29,22 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors of an optimizer's state, wherever they lie."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def watch_gradients(optimizer: Optimizer) -> Callable[[], bool]:
+    """Return a function that tells, once after a backward pass, whether anything has written to the gradients
+    since, as a clip does. It looks at the first, whose writes torch counts."""
+    watched = [p for p in parameters_of(optimizer) if p.requires_grad][:1]
+    versions: list[int] = []
+    for weight in watched:
+        weight.register_post_accumulate_grad_hook(lambda w: versions.append(w.grad._version))
+
+    def were_changed() -> bool:
+        before, now = versions[-1:], [w.grad._version for w in watched if w.grad is not None]
+        versions.clear()
+        return bool(before and now and before != now)
+
+    return were_changed
 
 
 def adamw(model: Module, lr: float, weight_decay: float, **options: Any) -> Optimizer:

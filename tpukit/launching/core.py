@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from tpukit.devices import open_runtime
 from tpukit.host import environment
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from tpukit.launching.share import Share
 
 Sample = TypeVar("Sample")
+
+_CHANGED = (
+    "Gradients changed between backward() and their average. After a clip the result is not one core's: call"
+    " core.average_gradients(optimizer) first, then clip, then optimizer.step() and core.end_step()."
+)
 
 
 class Core:
@@ -51,8 +56,8 @@ class Core:
     """What the ranks tell each other, see `World.all_gather` and `World.broadcast`."""
     runtime: Runtime
     """The runtime of the device."""
-    averaged: WeakSet[Optimizer]
-    """The optimizers that `average_gradients` was given."""
+    averaged: WeakKeyDictionary[Optimizer, Callable[[], bool]]
+    """The optimizers that `average_gradients` was given, each with its `watch_gradients`."""
     is_forked: bool
     """True if the notebook's process forked this one, and so passes signals on."""
 
@@ -60,7 +65,7 @@ class Core:
         self.runtime, self.world, self.device = runtime, runtime.world, runtime.device
         self.rank, self.size = runtime.world.rank, runtime.world.size
         self.is_forked = is_forked
-        self.averaged = WeakSet()
+        self.averaged = WeakKeyDictionary()
         self._say_once = functools.cache(self.print)
 
     if not TYPE_CHECKING:  # an editor names these itself
@@ -125,7 +130,8 @@ class Core:
         optimizer's step. All cores must call it, after `backward()` and before the scaler's `unscale_`; for
         LBFGS in the closure. An overflow on one core becomes one of all, so that all skip the step.
 
-        The first time, cores whose weights differ get rank 0's.
+        The first time, cores whose weights differ get rank 0's. A closure also ends its step, and returns the
+        mean of the cores' losses, so that all stop alike.
 
         Args:
             optimizer: one whose parameters have gradients.
@@ -133,12 +139,16 @@ class Core:
         for each in (optimizer, *others):
             if each not in self.averaged:
                 self._prepare(each)
+            if self.averaged[each]() and self.size > 1:
+                self._say_once(_CHANGED)
             self.runtime.even_out_gradients(each)
             self.runtime.all_reduce_gradients(each)
 
     def _prepare(self, optimizer: Optimizer) -> None:
         """Let all cores have the same weights, and the first step be compiled like the others."""
-        self.averaged.add(optimizer)
+        from tpukit.devices.optimizers import watch_gradients  # here: it loads torch
+
+        self.averaged[optimizer] = watch_gradients(optimizer)
         if self.runtime.copy_weights_of_rank_0(optimizer):
             self._say_once("The cores' weights differed and are rank 0's now: seed torch before a model")
         self.runtime.zero_optimizer_state(optimizer)

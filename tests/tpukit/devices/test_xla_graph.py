@@ -225,7 +225,7 @@ def test_a_parameter_that_has_a_gradient_on_another_core_alone_gets_one_of_zero(
     here.sum().backward()
     core.answers = [[True, False, False]] * 6 + [[True, True, False]]
     optimizer, mine = torch.optim.SGD(weights, 1.0, weight_decay=0.5), Core(core)
-    mine.averaged.add(optimizer)
+    mine.averaged[optimizer] = lambda: False
     mine.optimizer_step(optimizer)
     assert [count for _, count, _ in core.reduced] == [2]
     values = [weight.detach().flatten()[0].item() for weight in weights]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.tpukit.launching.conftest import CPU, needs_torch_xla, python, xla_environ
+from tpukit.devices.optimizers import watch_gradients
 from tpukit.launching import core_process
 from tpukit.launching.core import Core
 
@@ -41,6 +42,14 @@ def clip():
         optimizer.zero_grad()
         core.end_step()
     return ranks(core, model), core.world.step
+
+def clip_first(norm=0.5):
+    core, model, optimizer, x, y = start()
+    for _ in range(5):
+        loss_of(model, x, y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), norm)
+        core.optimizer_step(optimizer)
+        optimizer.zero_grad()
 
 def scaler():
     core, model, optimizer, x, y = start()
@@ -121,6 +130,7 @@ def told(function, *args, cores=2):
 CPU_LOOPS = """
 print("RESULT", dict(
     clip=[told(clip), told(clip, cores=1)],
+    clip_first=[told(clip_first), told(clip_first, cores=1)],
     scaler=[told(scaler), told(scaler, cores=1)],
     closure=[told(closure), told(closure, cores=1)],
     two=[told(two, 1), told(two, 1, cores=1)],
@@ -134,7 +144,7 @@ print("RESULT", dict(
     seeded=told(seeded),
 ))
 """
-UNAVERAGED = "nothing averaged"
+UNAVERAGED, CHANGED = "nothing averaged", "Gradients changed"
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +188,43 @@ def test_a_closure_and_two_optimizers_on_two_cores_equal_one(name, loops):
     [two, out], [one, _] = loops[name]
     assert two[0] == two[1] == pytest.approx(one[0], abs=1e-5)
     assert UNAVERAGED not in out and "differed" not in out
+
+
+@pytest.mark.slow
+def test_a_clip_before_the_average_is_said_once_where_there_are_several_cores_and_only_there(loops):
+    [_, two], [_, one] = loops["clip_first"]
+    assert two.count(CHANGED) == 1 and CHANGED not in one
+    for name in ("clip", "scaler", "closure", "two"):
+        assert CHANGED not in loops[name][0][1]
+
+
+@pytest.mark.parametrize("runtime", ["cpu", "xla"])
+def test_writes_to_gradients_after_the_backward_pass_are_noticed_once_and_no_others(runtime, request):
+    device = request.getfixturevalue(runtime).device
+    model = torch.nn.Linear(2, 1).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    were_changed = watch_gradients(optimizer)
+
+    def backward():
+        model(torch.ones(3, 2, device=device)).sum().backward()
+
+    assert not were_changed()  # before the first pass
+    for passes in (1, 2):  # the second adds to the gradients, which are kept as zeros
+        for _ in range(passes):
+            backward()
+        assert not were_changed()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert not were_changed()  # asked for this pass before
+        backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert were_changed() and not were_changed()
+        optimizer.zero_grad(set_to_none=False)
+        assert not were_changed()
+    backward()
+    optimizer.zero_grad()
+    assert not were_changed()  # there are none
+    frozen = torch.nn.Linear(2, 1).requires_grad_(False).to(device)
+    assert not watch_gradients(torch.optim.SGD(frozen.parameters(), lr=0.1))()
 
 
 @pytest.mark.slow
