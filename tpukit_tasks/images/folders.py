@@ -2,8 +2,9 @@
 
 import os
 
-from tpukit.data import pictures, splits
+from tpukit.data import splits
 from tpukit.data.splits import Listing
+from tpukit_tasks import pictures
 from tpukit_tasks.images.lists import Sample
 
 # Folders of sets that have no class folders

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.data import pictures
 from tpukit.data.splits import Listing, resolve, split_of
 from tpukit.host.errors import TpukitError, explained, reading
+from tpukit_tasks import pictures
 
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
 LABEL_COLUMNS = (

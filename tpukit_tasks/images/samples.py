@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.data import pictures, splits
+from tpukit.data import splits
 from tpukit.data.splits import Listing
 from tpukit.host.errors import TpukitError
+from tpukit_tasks import pictures
 from tpukit_tasks.images.folders import find_in_class_folders
 from tpukit_tasks.images.lists import Sample, find_lists, read_list
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.data import pictures
 from tpukit.data.splits import files_below, hold_out, some, split_of
 from tpukit.host.errors import TpukitError, reading
+from tpukit_tasks import pictures
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
