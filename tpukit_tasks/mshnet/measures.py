@@ -11,8 +11,7 @@ def measure_targets(mask: np.ndarray) -> tuple[float, ...]:
     smallest and the largest one cover; how many regions are darker than a target; how many pixels
     `_find_bordered` finds. The last five are 0 without any."""
     areas = [area / mask.size for area, _ in regions(mask >= 128)]
-    dark = np.count_nonzero(brightest(mask) < 128)
-    bordered = np.count_nonzero(_find_bordered(mask))
+    dark, bordered = float((brightest(mask) < 128).sum()), float(_find_bordered(mask).sum())
     return float(mask.max()), sum(areas), min(areas, default=0.0), max(areas, default=0.0), dark, bordered
 
 
@@ -23,12 +22,12 @@ def _find_bordered(mask):
     is_label = ~is_border & ~is_black
     if not is_label.any() or len(np.unique(mask[is_border])) != 1:
         return np.zeros_like(is_label)
-    by_border, by_black = map(ndimage.binary_dilation, (is_border, is_black))
+    by_border, by_black = (ndimage.binary_dilation(each).astype(bool) for each in (is_border, is_black))
     return is_label & by_border & ~by_black
 
 
 def has_flat_regions(values: np.ndarray) -> bool:
     """Return whether each region of what is not 0 has one value."""
-    labels, count = ndimage.label(values, np.ones((3, 3)))
-    every = np.arange(1, count + 1)
-    return np.array_equal(*(each(values, labels, every) for each in (ndimage.minimum, ndimage.maximum)))
+    above = values.max().astype(np.float64) + 1
+    least = above - brightest(np.where(values > 0, above - values, 0))
+    return np.array_equal(brightest(values), least)
