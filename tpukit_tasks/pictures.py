@@ -5,6 +5,7 @@ import collections
 import concurrent.futures
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -98,6 +99,30 @@ def left_out(paths: Iterable[Path | str]) -> list[str]:
     counts = collections.Counter(path.suffix.lower() for path in rest)
     listed = ", ".join(f"{count} {ending or 'without an ending'}" for ending, count in counts.most_common(5))
     return [f"files that are not read, and so left out: {listed} (convert images to PNG)"] if counts else []
+
+
+# What files of these endings have at their start or end if they hold boxes or outlines
+MARKS = {
+    ".json": re.compile(rb'"(bbox|segmentation|shapes|regions|annotations)"\s*:'),
+    ".xml": re.compile(rb"<(bndbox|polygon)>"),
+    ".txt": re.compile(rb"^\d+(\s+[01]?\.\d+){4}", re.MULTILINE),  # YOLO's
+}
+PEEKED, LOOKED_AT = 65536, 1000  # bytes at both ends of a file; files
+
+
+def find_boxes(paths: Iterable[Path | str]) -> list[str]:
+    """Return a sentence that counts the files, by their endings, that hold boxes or outlines; none if there
+    are none."""
+    candidates = [path for path in map(Path, paths) if path.suffix.lower() in MARKS][:LOOKED_AT]
+    found = collections.defaultdict(list)
+    for path in candidates:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            ends = file.read(PEEKED)
+            file.seek(max(0, path.stat().st_size - PEEKED))
+            if MARKS[path.suffix.lower()].search(ends + file.read()):
+                found[path.suffix.lower()].append(path.name)
+    listed = ", ".join(f"{len(names)} {ending} ({some(names)})" for ending, names in found.items())
+    return [f"boxes or outlines, which are not read, in {listed}"] if listed else []
 
 
 # Colours and grey deeper than 8 bits

@@ -25,6 +25,7 @@ from tpukit_tasks.images import augment, models
 from tpukit_tasks.images.data import ImageSet, find_copies, read_image
 from tpukit_tasks.images.samples import find_samples
 from tpukit_tasks.images.synthetic import shapes_set
+from tpukit_tasks.names import composed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -184,7 +185,7 @@ class ImageClassifier(Task):
         if not kept:
             return None
         with explained(f"weights {self.weights} do not say what their classes are"):
-            return [str(name) for name in json.loads(kept["classes"])]
+            return [composed(str(name)) for name in json.loads(kept["classes"])]
 
     def _kept_with_weights(self):
         """The metadata of `weights` from a run of this task; empty for a file from elsewhere."""
