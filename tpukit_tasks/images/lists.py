@@ -77,6 +77,7 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
     if twice := {name for name in (image, label, split) if names.count(name or "") > 1}:
         raise TpukitError(f"{path} has several columns {', '.join(map(str, twice))}: rename all but one")
     samples, notices = _read_rows(path, rows, (image, label, split), files)
+    _require_classes(path, label, samples)
     if len(labels) > 1:
         others = ", ".join(labels[1:])
         notices.insert(0, f"{path.name}: its column {label.strip()} has the classes, not {others}")
@@ -91,7 +92,6 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
             f"{path}: {samples[0].name} and all others of its column {image.strip()} are not in {base}, which"
             f" has {here}: name the folder that they are in as images_dir (--images-dir)"
         )
-    _require_classes(path, label, samples)
     return samples, notices + _doubtful_labels(path, label, samples)
 
 

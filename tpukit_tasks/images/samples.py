@@ -84,11 +84,11 @@ def _find_labelled(place, images_dir, listing):
     lists = find_lists(place, listing)
     listed = ", ".join(path.name for path in lists)
     if len({sample.label for sample in samples}) < 2:
-        if len(lists) > 1:
-            raise TpukitError(f"{place} has {len(lists)} CSV files ({listed}): give one as dataset_dir")
-        if lists:
-            listing.watch(str(lists[0]))
-            with _with_deeper(place, listing):
+        with _with_deeper(place, listing):
+            if len(lists) > 1:
+                raise TpukitError(f"{place} has {len(lists)} CSV files ({listed}): give one as dataset_dir")
+            if lists:
+                listing.watch(str(lists[0]))
                 samples, notices = read_list(lists[0], images_dir)
     elif lists:
         notices.append(
