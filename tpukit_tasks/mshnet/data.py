@@ -46,6 +46,7 @@ class InfraredSet:
         self.split, self.base_size, self.crop_size = split, base_size, crop_size
         listing, names = lists.read_list(folder, split)
         files = lists.find_files(folder)
+        names = lists.without_repeats(files, names)
         self.levels, levels_note = levels, ""
         if levels is None:
             listed = [path for name in names.values() for path in lists.find_image(files, name)]
