@@ -26,6 +26,7 @@ NPZ = "[!.]*.npz"  # without macOS's ._NAME.npz, which is beside NAME.npz on a d
 SAMPLES = "save each sample as one, with xs, its image of 128 x 128, and ys, its 208 voltages"
 STATISTICS = ("mean.pth", "std.pth")  # files with the statistics of the voltages
 APART = 10.0  # times as large as they should be: numbers in another unit
+SILENT = 1e-3  # of the deviation: what differs by less is the noise of a device without a signal
 BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
 
 Statistics = tuple[np.ndarray, np.ndarray]  # mean and deviation of the voltages, (16, 13) float32 each
@@ -72,7 +73,7 @@ class Impedance:
         if convention is not TRAINING:
             for name, unit in zip(BASELINES, (convention.unit, convention.gauss_newton)):
                 self.arrays[name] = stored[name] * np.float32(1 / unit)
-        self.notices = _doubts(folder, self.arrays) + find_silent(folder.name, stored["ys"])
+        self.notices = _doubts(folder, self.arrays) + find_silent(folder.name, volts, statistics[1])
 
     def __len__(self):
         return len(self.names)
@@ -128,10 +129,10 @@ def doubtful_voltages(name: str, voltages: np.ndarray) -> list[str]:
     return [f"{told} as the statistics expect (numbers {_listed(apart)})"] if len(apart) else []
 
 
-def find_silent(name: str, volts: np.ndarray) -> list[str]:
-    """Return a sentence if samples have drive patterns without a measurement, whose voltages are all equal;
-    else none. volts: (N, 208)."""
-    is_silent = ~np.ptp(volts.reshape(-1, *PATTERN), 2).astype(bool)  # (N, 16)
+def find_silent(name: str, volts: np.ndarray, deviation: np.ndarray) -> list[str]:
+    """Return a sentence if samples have drive patterns without a measurement, whose voltages hardly differ;
+    else none. volts: (N, 208). deviation: (16, 13), as of the statistics."""
+    is_silent = np.ptp(volts.reshape(-1, *PATTERN), 2) < SILENT * deviation.mean()  # (N, 16)
     found = np.flatnonzero(is_silent.any(1)) + 1
     told = f"{name}: {len(found)} of {len(volts)} samples have drive patterns whose voltages are all equal"
     return [f"{told}, so nothing was measured there (numbers {_listed(found)})"] if len(found) else []

@@ -28,13 +28,21 @@ def find_in_class_folders(folder: str, listing: Listing) -> tuple[list[Sample], 
     ]
     classes = classes if named else [(child, None) for child in children]
     images = {(class_folder, split): _images_below(class_folder, listing) for class_folder, split in classes}
-    _require_own_folders([each for each, paths in images.items() if paths], listing)
+    inner = _folders_in_classes(images)
+    _require_own_folders(inner)
     start = len(os.path.join(folder, ""))  # of a path in the folder
     notices = []
     if empty := [each[start:] for (each, _), paths in images.items() if not paths]:
         notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
     learned = {_name(each) for (each, split), paths in images.items() if paths and split in (None, "train")}
     notices += _doubtful_classes(sorted(learned))
+    if deep := [
+        f"{name}: {splits.some(sorted(within))}" for name, within in inner.items() if len(within) > 1
+    ]:
+        notices.append(
+            f"{len(deep)} classes hold their images in several folders, which are no classes of their own"
+            f" ({'; '.join(deep[:3])})"
+        )
     samples = []
     for (class_folder, split), paths in images.items():
         label = _name(class_folder)
@@ -56,13 +64,22 @@ def _find_split_folders(children, listing):
     return named if are_splits else {}
 
 
-def _require_own_folders(classes, listing):
+def _folders_in_classes(images):
+    """Return the folders of images in each class: its name -> their paths in it, but for its own."""
+    inner = collections.defaultdict(set)
+    for (folder, _), paths in images.items():
+        start = len(os.path.join(folder, ""))
+        inner[_name(folder)] |= {composed(os.path.dirname(path[start:])) for path in paths} - {""}
+    return inner
+
+
+def _require_own_folders(inner):
     """Raise TpukitError for classes that hold folders of two equal names or more: they are variants of one
     set, as color/ and grayscale/, or hold images and masks, or splits."""
-    holders = collections.defaultdict(set)  # a name of folders -> the classes that hold one
-    for folder, _ in classes:
-        for inner in _folders(folder, listing):
-            holders[_name(inner)].add(_name(folder))
+    holders = collections.defaultdict(set)  # a folder in classes -> the classes that hold one
+    for name, folders in inner.items():
+        for each in folders:
+            holders[each].add(name)
     shared = {name: labels for name, labels in holders.items() if len(labels) > 1}
     if len(shared) < 2:
         return

@@ -26,7 +26,8 @@ LABEL_COLUMNS = (
 DOUBTFUL = ("data_set", "dataset")  # are splits only if their values are
 SPLIT_COLUMNS = (*"split subset partition set usage".split(), *DOUBTFUL)
 TRIED = 100  # rows whose files are looked for, to choose a column of paths
-FEW = 5  # images of a class on average: numbers with a fraction and fewer are no classes
+# Images of a class on average, of which fewer show that numbers, with a fraction or whole, are no classes
+FEW, PAIR = 5, 2
 MANY = 20  # different whole numbers: with gaps between them, they may be quantities
 
 
@@ -56,7 +57,7 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
     none of its images is there."""
     wrong = f"{path} is not a CSV file in UTF-8, so save a list as one, or give a folder or an archive (.zip)"
     with reading(path, wrong, TpukitError), open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, restval="")
+        reader = csv.DictReader(file, restval="", skipinitialspace=True)
         names = reader.fieldnames or []
         rows = [(reader.line_num, row) for row in reader]
     base = str(Path(images_dir or path.parent).resolve())
@@ -207,9 +208,10 @@ def _numbers(names):
 
 
 def _require_classes(path, label, samples):
-    """Raise TpukitError for a column of quantities: numbers with a fraction, nearly one for each image."""
+    """Raise TpukitError for a column of quantities: numbers that nearly each image has one of its own of."""
     numbers = _numbers({sample.label for sample in samples})
-    if numbers and not all(map(float.is_integer, numbers)) and len(numbers) * FEW > len(samples):
+    few = PAIR if numbers and all(map(float.is_integer, numbers)) else FEW
+    if numbers and len(numbers) > FEW and len(numbers) * few > len(samples):
         raise TpukitError(
             f"{path}: its column {label.strip()} holds quantities ({samples[0].label}, ...), {len(numbers)}"
             f" different numbers for {len(samples)} images, and classes are learned: call the column of"

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import math
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -181,13 +182,20 @@ def _find_unused(place, samples, listing):
 def _find_alike(classes):
     """Return sentences about classes whose names differ in nothing but case, or are one number."""
     notices = []
-    for what, key in {"names differ only in case": folded, "names are the same number": _number}.items():
+    for what, key in {
+        "names differ only in case or blanks": _unspaced,
+        "names are the same number": _number,
+    }.items():
         by_name = collections.defaultdict(list)
         for name in classes:
             by_name[key(name)].append(name)
         alike = [", ".join(names) for names in by_name.values() if len(names) > 1]
         notices += [f"different classes whose {what}: {'; '.join(alike)}"] if alike else []
     return notices
+
+
+def _unspaced(name):
+    return " ".join(re.sub("[\u200b\ufeff]", "", folded(name)).split())  # without those of no width
 
 
 def _number(name):

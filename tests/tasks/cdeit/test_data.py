@@ -167,11 +167,11 @@ def test_both_classical_images_of_ktc2023_are_in_the_unit_of_the_truth(tmp_path)
         assert np.allclose(batch[name][0], truth, rtol=1e-5)
 
 
-def silent(voltages):
+def silent(voltages, noise):
     def change(folder):
         path = min((folder / "test").glob("*.npz"))
         sample = dict(np.load(path))
-        sample["ys"][voltages] = 0
+        sample["ys"][voltages] *= noise
         np.savez(path, **sample)
 
     return change
@@ -198,7 +198,7 @@ def scaled(name, factor, count=None):
             "1 of 5 test samples are training samples, too (000003)",
         ),
         (
-            silent(slice(0, 13)),
+            silent(slice(0, 13), 1e-9),
             "test: 1 of 5 samples have drive patterns whose voltages are all equal, so nothing",
         ),
         (scaled("ys", 15, 1), "test: 1 of 5 samples have voltages over 10 times as large"),

@@ -198,8 +198,9 @@ def test_folders_of_images_and_of_what_belongs_to_them_are_told_from_classes(pla
 
 
 def test_classes_that_differ_only_in_case_are_told(tmp_path):
-    told = find_samples(make(tmp_path, "Cat", "cat", "dog", "Straße", "STRASSE")).notices
-    assert "different classes whose names differ only in case: Cat, cat; STRASSE, Straße" in told
+    told = find_samples(make(tmp_path, "Cat", "cat", "dog", "Straße", "STRASSE", "dog ")).notices
+    names = "Cat, cat; STRASSE, Straße; dog, dog "
+    assert f"different classes whose names differ only in case or blanks: {names}" in told
     assert "case" not in str(find_samples(make(tmp_path / "other", "cat", "cats")).notices)
 
 
@@ -273,6 +274,7 @@ def test_a_test_on_a_folder_without_splits_says_how_many_of_its_images_it_scores
         (("color", "grayscale", "segmented"), ("apple", "corn")),
         (("COVID", "Normal"), ("images", "masks")),
         (("cat", "dog"), ("test", "train")),
+        (("color", "gray"), ("train/apple", "train/corn")),
     ],
 )
 def test_classes_that_hold_the_same_folders_are_refused_by_their_names(outer, inner, above, tmp_path):
@@ -282,7 +284,12 @@ def test_classes_that_hold_the_same_folders_are_refused_by_their_names(outer, in
 
 
 def test_classes_that_each_hold_their_images_in_a_folder_are_classes(tmp_path):
-    assert find_samples(make(tmp_path, "a/images", "b/images", "b/more")).classes == ["a", "b"]
+    found = find_samples(make(tmp_path, "a/images", "b/images", "b/more"))
+    assert found.classes == ["a", "b"]
+    told = (
+        "1 classes hold their images in several folders, which are no classes of their own (b: images, more)"
+    )
+    assert told in found.notices
 
 
 def test_folders_in_two_unicode_forms_are_one_class_and_are_split_alike(tmp_path):

@@ -83,6 +83,11 @@ REFUSED = [  # in Latin-1
         "image,target\n" + "".join(f"{n}.png,{n / 7:.3f}\n" for n in range(12)),
         "target holds quantities",
     ),
+    (
+        "list.csv",
+        "image,target\n" + "".join(f"{n}.png,{n + 20}\n" for n in range(12)),
+        "holds quantities (20",
+    ),
     ("list.tsv", "image\tlabel\n0.png\ta\n", "separate columns by commas"),
     ("metadata.jsonl", '{"file_name": "a.png", "label": "a"}\n', "the columns {"),
 ]
