@@ -238,7 +238,7 @@ def read_mask(path: Path, *, are_numbered: bool = False) -> np.ndarray:
         values = values * 255
     elif is_lossy and found[-1] >= 128:
         values = np.where(values < NOISE, 0, values)
-    return np.nan_to_num(values).clip(0, 255).astype(np.uint8)[None]
+    return values.clip(0, 255).astype(np.uint8)[None]
 
 
 def _read_values(path):
@@ -246,7 +246,7 @@ def _read_values(path):
     with pictures.opened(path) as image:
         is_lossy = image.format in ("JPEG", "MPO")
         if (values := pictures.deep_values(image)) is not None:
-            return values, is_lossy
+            return np.nan_to_num(values), is_lossy
         planes = np.array(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
         if (opacity := pictures.find_opacity(image)) is not None:
             planes[opacity == 0] = 0
@@ -267,7 +267,7 @@ def _are_numbered(paths):
         except Exception:  # whoever decodes it says what is wrong
             continue
         found = np.unique(values)
-        if is_lossy or (found != np.rint(found)).any():  # NaN, too
+        if is_lossy or (found != np.rint(found)).any():
             return False
         numbers |= {*found.tolist()} - {0}
         is_flat = is_flat and has_flat_regions(values)

@@ -58,6 +58,7 @@ KINDS = {  # an image file of a mask (H, W) of bool
     "16 bits": lambda mask: Image.fromarray(mask.astype(np.uint16) * 3),
     "32 bits": lambda mask: Image.fromarray(mask.astype(np.int32) * 70000),
     "float": lambda mask: Image.fromarray(mask.astype(np.float32)),
+    "NaN": lambda mask: Image.fromarray(np.where(mask, 1, np.nan).astype(np.float32)),
     "red": lambda mask: Image.fromarray(np.dstack([mask * 128, mask * 0, mask * 0]).astype(np.uint8)),
     "palette": lambda mask: KINDS["red"](mask).convert("P", palette=Image.Palette.ADAPTIVE, colors=2),
     "1 bit": lambda mask: Image.fromarray(mask),
