@@ -29,7 +29,8 @@ PERCENTILES = (0, 0.5, 99.5, 100)
 Levels = tuple[float, float]  # values of grey that become 0 and 255
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
 GREY = 128  # transparent pixels are laid on it: neither a black nor a white shape is lost there
-NUMBERS = {1: "unsigned", 2: "signed", 3: "floating point"}  # by tag 339 of a TIFF
+UNSIGNED, SIGNED = 1, 2  # in tag 339 of a TIFF
+NUMBERS = {UNSIGNED: "unsigned", SIGNED: "signed", 3: "floating point"}
 
 
 @contextlib.contextmanager
@@ -37,8 +38,8 @@ def opened(path: Path | str) -> Iterator[Image.Image]:
     """Context manager: the Pillow image of a file, not decoded yet.
 
     Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS, for several pages or frames, for a
-    TIFF of numbers that Pillow cannot read or misreads, and for colours deeper than 8 bits, of which it would
-    keep the upper 8."""
+    TIFF of numbers that Pillow cannot read, and for colours deeper than 8 bits, of which it would keep the
+    upper 8."""
     try:
         image = Image.open(path, formats=FORMATS)
     except UnidentifiedImageError:
@@ -51,8 +52,6 @@ def opened(path: Path | str) -> Iterator[Image.Image]:
             )
         if image.format in STACKS and getattr(image, "is_animated", False):
             raise TpukitError("it has several pages or frames: save the one that is meant as its own file")
-        if image.format == "TIFF" and _number_of(image) == 2 and not _is_deep(image):  # -100 would be 156
-            _require_known_numbers(path)
         if _has_deep_colours(image):
             raise TpukitError("its channels have 16 bits: convert it to 8 bits, or to one channel of 16")
         yield image
@@ -66,7 +65,7 @@ def _require_known_numbers(path):
         file.seek(tags.next)
         tags.load(file)
         bits = tags[TiffImagePlugin.BITSPERSAMPLE]
-        number = NUMBERS.get(tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,))[0], "other")
+        number = NUMBERS.get(tags.get(TiffImagePlugin.SAMPLEFORMAT, (UNSIGNED,))[0], "other")
         kind = f"{len(bits)} x {bits[0]}-bit {number}"
     if kind:
         raise TpukitError(
@@ -76,7 +75,8 @@ def _require_known_numbers(path):
 
 
 def _number_of(image):
-    return image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, (1,))[0]
+    """The tag of a TIFF that says what its numbers are; None of another format."""
+    return image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, (UNSIGNED,))[0] if image.format == "TIFF" else None
 
 
 def is_turned(path: Path) -> bool:
@@ -137,17 +137,19 @@ def _has_deep_colours(image):
 
 
 def _is_deep(image):
-    return image.mode.startswith(("I", "F"))  # I;16, I;16B, I, F
+    """Whether grey is not in 0 to 255: I;16, I;16B, I, F, and signed numbers of 8 bits."""
+    return image.mode.startswith(("I", "F")) or image.mode == "L" and _number_of(image) == SIGNED
 
 
 def deep_values(image: Image.Image) -> np.ndarray | None:
     """Return the values (H, W) of grey deeper than 8 bits, upright, in float64; None of another image."""
     if not _is_deep(image):
         return None
-    is_unsigned = image.format == "TIFF" and _number_of(image) == 1
-    values = np.asarray(ImageOps.exif_transpose(image))
-    if is_unsigned and values.dtype == np.int32:  # Pillow has no uint32
+    number, values = _number_of(image), np.asarray(ImageOps.exif_transpose(image))
+    if number == UNSIGNED and values.dtype == np.int32:  # Pillow has no uint32
         values = values.view(np.uint32)
+    if number == SIGNED and values.dtype == np.uint8:  # nor int8
+        values = values.view(np.int8)
     return values.astype(np.float64)
 
 
@@ -229,8 +231,8 @@ def find_levels(paths: Sequence[Path | str]) -> tuple[Levels | None, str]:
     low, high = max(least.min(), low - span), min(most.max(), high + span)
     high = high if high > low else low + 1
     note = (
-        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits: the training set's {low:g}"
-        f" to {high:g} become 0 to {LEVELS - 1}, in predictions, too"
+        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits, or signed: the training set's"
+        f" {low:g} to {high:g} become 0 to {LEVELS - 1}, in predictions, too"
     )
     return (float(low), float(high)), note
 

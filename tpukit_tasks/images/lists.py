@@ -25,6 +25,7 @@ LABEL_COLUMNS = (
 ).split()
 DOUBTFUL = ("data_set", "dataset")  # are splits only if their values are
 SPLIT_COLUMNS = (*"split subset partition set usage".split(), *DOUBTFUL)
+BOX_COLUMNS = "bbox xmin x_min x1 segmentation encodedpixels rle".split()
 TRIED = 100  # rows whose files are looked for, to choose a column of paths
 # Images of a class on average, of which fewer show that numbers, with a fraction or whole, are no classes
 FEW, PAIR = 5, 2
@@ -81,7 +82,13 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
     _require_classes(path, label, samples)
     if len(labels) > 1:
         others = ", ".join(labels[1:])
-        notices.insert(0, f"{path.name}: its column {label.strip()} has the classes, not {others}")
+        notices.insert(
+            0, f"{path.name}: its column {label.strip()} has the classes, as is usual, not {others}"
+        )
+    if boxes := [name for name in names if _plain(name) in BOX_COLUMNS]:
+        notices.append(
+            f"{path.name}: boxes and outlines are not read ({', '.join(boxes)}): an image has a class"
+        )
     if images != [image]:
         others = ", ".join(name for name in images if name != image) or "one of a usual name"
         notices.append(

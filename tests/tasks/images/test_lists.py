@@ -122,7 +122,7 @@ def test_which_of_several_columns_has_the_classes_is_told(tmp_path):
     (tmp_path / "list.csv").write_text("\n".join(["image,id,class, label", *rows]))
     found = find_samples(tmp_path)
     assert found.classes == ["0", "1"]
-    assert found.notices[0] == "list.csv: its column label has the classes, not class"
+    assert found.notices[0] == "list.csv: its column label has the classes, as is usual, not class"
 
 
 @pytest.mark.parametrize("told", ["1 images are not used, because", "1 .heic"])
@@ -265,6 +265,16 @@ def test_labels_that_may_be_several_or_quantities_are_told(labels, told, tmp_pat
     notices = find_samples(tmp_path).notices
     found = [notice for notice in notices if "held out" not in notice]
     assert len(found) == bool(told) and (not told or told in found[0])
+
+
+def test_boxes_in_columns_are_told_not_to_be_read(tmp_path):
+    for number in range(4):
+        grey(tmp_path / f"{number}.png", number)
+    rows = [f"{number}.png,{'ab'[number % 2]},1,2,5,6" for number in (0, 1, 1, 2, 3)]
+    (tmp_path / "list.csv").write_text("\n".join(["filename,class,xmin,ymin,xmax,ymax", *rows]))
+    notices = find_samples(tmp_path).notices
+    assert "list.csv: boxes and outlines are not read (xmin): an image has a class" in notices
+    assert any("1 rows name a file again" in notice for notice in notices)
 
 
 def test_whole_numbers_with_gaps_are_told_to_be_learned_as_classes(tmp_path):

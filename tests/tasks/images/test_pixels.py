@@ -132,20 +132,19 @@ def test_what_a_file_stores_below_transparency_is_neither_learned_from_nor_predi
 @pytest.mark.parametrize(
     "kind, channels, told",
     [
-        ("int8", 1, "1 x 8-bit signed"),
         ("float16", 1, "1 x 16-bit floating point"),
         ("float64", 1, "1 x 64-bit floating point"),
         ("float32", 3, "3 x 32-bit floating point"),
         ("uint64", 1, "1 x 64-bit unsigned"),
     ],
 )
-def test_a_tiff_of_numbers_that_would_be_misread_is_refused_by_their_name(kind, channels, told, tmp_path):
+def test_a_tiff_of_numbers_that_are_not_read_is_refused_by_their_name(kind, channels, told, tmp_path):
     write_tiff(tmp_path / "a.tif", np.zeros((8, 8, channels), kind))
     with refuses(told, "convert it to one channel of 16-bit"):
         read_image(tmp_path / "a.tif", 8, (0, 1))
 
 
-@pytest.mark.parametrize("kind", ["uint16", "int16", "uint32", "int32", "float32"])
+@pytest.mark.parametrize("kind", ["int8", "uint16", "int16", "uint32", "int32", "float32"])
 def test_a_tiff_keeps_the_order_of_its_values_from_the_least_to_the_largest_of_its_numbers(kind, tmp_path):
     limits = np.finfo(kind) if kind == "float32" else np.iinfo(kind)
     low, high = (0, 1) if kind == "float32" else (limits.min, limits.max)
