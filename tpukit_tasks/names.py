@@ -2,6 +2,7 @@
 and that of a file in another case."""
 
 import contextlib
+import math
 import os
 import unicodedata
 
@@ -35,6 +36,13 @@ def composed(name: str) -> str:
 def folded(name: str) -> str:
     """Return what names that differ only in form and case have in common."""
     return composed(composed(name).casefold())
+
+
+def number(name: str) -> float | None:
+    """Return the number that a name is; None if it is none, as 1_2, which Python takes for 12."""
+    with contextlib.suppress(ValueError):
+        return float(name) if "_" not in name and math.isfinite(float(name)) else None
+    return None
 
 
 class Lookup:

@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import math
 import os
 import re
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from tpukit.data.splits import Listing, files_below, resolve, some, split_of
 from tpukit.host.errors import TpukitError, explained, reading
 from tpukit_tasks import pictures
-from tpukit_tasks.names import MISSING, Lookup, composed
+from tpukit_tasks.names import MISSING, Lookup, composed, number
 
 # Names of columns, as `_plain` writes them: those of paths first, those of what may be part of one last
 PATH_COLUMNS = (
@@ -156,8 +155,8 @@ def _read_rows(path, rows, columns, files):
     image, label, split = columns
     first: dict[str, tuple[int, str]] = {}  # of a file, its row and class
     samples, listed, written_otherwise, repeated = [], set(), [], []
-    for number, row in rows:
-        where = f"{path}, row {number}"
+    for line, row in rows:
+        where = f"{path}, row {line}"
         name, class_name = composed(row[image].strip()), composed(row[label].strip())
         if None in row or not name or not class_name or class_name[0] in "[{":
             raise TpukitError(f"{where}: it must have a path, one label, and no more fields than row 1")
@@ -176,7 +175,7 @@ def _read_rows(path, rows, columns, files):
             )
         file, is_other = files.find(row[image].strip(), where)
         written_otherwise += [name] * is_other
-        earlier, known = first.setdefault(file, (number, class_name))
+        earlier, known = first.setdefault(file, (line, class_name))
         if known != class_name:
             raise TpukitError(
                 f"{where}: {name} is {class_name} here and {known} in row {earlier}: an image has one class"
@@ -206,19 +205,16 @@ def _images_below(base):
 
 
 def _numbers(names):
-    """Return labels as numbers; None if they are not all such."""
-    try:
-        numbers = sorted({float(name) for name in names})
-    except ValueError:
-        return None
-    return numbers if numbers and all(map(math.isfinite, numbers)) else None
+    """Return labels as numbers, sorted; none if they are not all such."""
+    numbers = [each for name in names if (each := number(name)) is not None]
+    return sorted({*numbers}) if len(numbers) == len(names) else []
 
 
 def _require_classes(path, label, samples):
     """Raise TpukitError for a column of quantities: numbers that nearly each image has one of its own of."""
     numbers = _numbers({sample.label for sample in samples})
-    few = PAIR if numbers and all(map(float.is_integer, numbers)) else FEW
-    if numbers and len(numbers) > FEW and len(numbers) * few > len(samples):
+    few = PAIR if all(map(float.is_integer, numbers)) else FEW
+    if len(numbers) > FEW and len(numbers) * few > len(samples):
         raise TpukitError(
             f"{path}: its column {label.strip()} holds quantities ({samples[0].label}, ...), {len(numbers)}"
             f" different numbers for {len(samples)} images, and classes are learned: call the column of"

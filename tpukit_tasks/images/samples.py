@@ -14,7 +14,7 @@ from tpukit.host.errors import TpukitError
 from tpukit_tasks import pictures
 from tpukit_tasks.images.folders import find_deeper, find_in_class_folders
 from tpukit_tasks.images.lists import Sample, find_lists, read_list
-from tpukit_tasks.names import folded
+from tpukit_tasks.names import folded, number
 
 # Share of every class to test on, chosen by a hash of the file names, in a set without a test split.
 TEST_SHARE = 0.2
@@ -184,7 +184,7 @@ def _find_alike(classes):
     notices = []
     for what, key in {
         "names differ only in case or blanks": _unspaced,
-        "names are the same number": _number,
+        "names are the same number": _number_or_name,
     }.items():
         by_name = collections.defaultdict(list)
         for name in classes:
@@ -194,16 +194,12 @@ def _find_alike(classes):
     return notices
 
 
+def _number_or_name(name):
+    return name if (found := number(name)) is None else found
+
+
 def _unspaced(name):
     return " ".join(re.sub("[\u200b\ufeff]", "", folded(name)).split())  # without those of no width
-
-
-def _number(name):
-    """Return the number that a name is, or the name."""
-    try:
-        return float(name)
-    except ValueError:
-        return name
 
 
 def _find_missing(place, names, by_split):

@@ -102,13 +102,19 @@ def _find_folders(folder, kind):
     splits = {split_of(path.name): path for path in found}
     if len(found) > 1 and len(splits) == len(found) and None not in splits:
         return splits
+    if found:
+        return {"": _alone(folder, kind, found)}
+    of_splits = [path for path in sorted(folder.glob("*/")) if split_of(path.name)]
+    inner = {path: _named(path, kind) for path in of_splits}
+    return {path.name: _alone(path, kind, found) for path, found in inner.items() if found}
+
+
+def _alone(folder, kind, found):
+    """Return the only one of these folders. Raises TpukitError for several."""
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise TpukitError(f"{folder} has {len(found)} folders of {kind} ({names}): call one of them {kind}")
-    if found:
-        return {"": found[0]}
-    of_splits = [path for path in sorted(folder.glob("*/")) if split_of(path.name)]
-    return {path.name: each for path in of_splits for each in _named(path, kind)[:1]}
+    return found[0]
 
 
 def _named(folder, kind):
@@ -126,12 +132,10 @@ def find_files(folder: Path) -> Files:
     files = Files(_image_files(images), _image_files(masks))
     if files.images and not files.masks:
         where = ", ".join(map(str, masks.values())) or folder / "masks"
-        found = "; ".join(pictures.find_boxes(files_below(folder)))
+        boxes = "; ".join(pictures.find_boxes(files_below(folder))) or "boxes in text files are not read"
         raise TpukitError(
             f"no masks in {where}: there, each image needs one of its name and size, an image that is"
-            " white where the targets are and black elsewhere; boxes in text files are not read"
-            + f" ({found})"
-            * bool(found)
+            f" white where the targets are and black elsewhere; {boxes}"
         )
     return files
 
@@ -198,12 +202,10 @@ def _one(paths, files, kind, name):
 def find_unused(folder: Path, files: Files) -> list[str]:
     """Return sentences about what is in a set's folders and in no split."""
     (train_list, train), (test_list, test) = (read_list(folder, split) for split in LISTS)
-    repeated = [
-        name
-        for names in (train, test)
-        for number, name in names.items()
-        if number not in without_repeats(files, names)
-    ]
+    repeated = []
+    for names in (train, test):
+        once = without_repeats(files, names)
+        repeated += [name for number, name in names.items() if number not in once]
     listed = [*train.values(), *test.values()]
     used = {path for name in listed for path in find_image(files, name)}
     masks = {path for stem in files.images for path in _find_mask(files, stem)}

@@ -254,6 +254,7 @@ def test_a_file_that_is_listed_twice_counts_once_and_that_is_told(again, tmp_pat
         (("New York", "York", "Rome", "New York"), None),
         (("0.5", "1.0", "0.5", "1.0"), "each of the 2 numbers of its column label (0.5 to 1)"),
         (("1", "01", "2", "2"), "different classes whose names are the same number: 01, 1"),
+        (("1_2", "12", "1_2", "12"), None),
         (("0", "1", "0", "1"), None),
     ],
 )
