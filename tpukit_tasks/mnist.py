@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from tpukit.data import arrays, pictures
+from tpukit.data import arrays
 from tpukit.runs.settings import require_at_least, setting
 from tpukit.training.task import Task
-from tpukit_tasks import mnist_data
+from tpukit_tasks import mnist_data, pictures
 from tpukit_tasks.mnist_data import Digits, read_split
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.data import arrays, downloads, pictures
+from tpukit.data import arrays, downloads
 from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.host.text import printable
+from tpukit_tasks import pictures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,8 +102,12 @@ def _read_idx(path):
 
 def read_digit(path: Path) -> np.ndarray:
     """An image file -> (28, 28) uint8, upright, white on black, as MNIST is."""
-    with pictures.opened(path) as image:
-        digit = np.asarray(pictures.upright_uint8(image).convert("L").resize((28, 28)))
+    digit = np.empty(0)
+    for paper in (255, 0):  # a white one that is drawn on nothing is seen on black alone
+        image, _ = pictures.read(path, colour=paper)
+        digit = np.asarray(image.convert("L").resize((28, 28)))
+        if np.ptp(digit):
+            break
     return 255 - digit if digit.mean() > 127 else digit
 
 

@@ -74,6 +74,14 @@ def test_a_users_photo_of_a_digit_is_read_upright_and_white_on_black(tmp_path):
     assert np.array_equal(read_digit(tmp_path / "photo.png"), np.rot90(IMAGES[0] // 2, -1))
 
 
+@pytest.mark.parametrize("ink", [0, 255])
+def test_a_digit_that_is_drawn_on_nothing_is_seen_whatever_its_colour(ink, tmp_path):
+    opacity = np.where(IMAGES[0] > 200, 255, 0).astype(np.uint8)
+    planes = [np.full((28, 28), ink, np.uint8)] * 3 + [opacity]
+    Image.fromarray(np.dstack(planes)).save(tmp_path / "drawn.png")
+    assert np.array_equal(read_digit(tmp_path / "drawn.png"), opacity)
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """Serves the packed files of a small MNIST, where torchvision looks for it: with their .folder, and

@@ -262,8 +262,10 @@ class CDEIT(Task):
         read = [sets.read_voltages(path) for path in paths]
         volts = np.float32(sets.CONVENTIONS[self.data].volts)
         maps = [sets.voltage_map(rows / volts, *statistics) for rows in read]
-        for path, voltages in zip(paths, maps):
-            for sentence in sets.doubtful_voltages(path.name, voltages):
+        for path, rows, voltages in zip(paths, read, maps):
+            doubts = sets.find_silent(path.name, rows / volts, statistics[1])
+            doubts += sets.doubtful_voltages(path.name, voltages)
+            for sentence in doubts:
                 print(printable(sentence))
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]
         return dict(voltages=np.concatenate(maps), key=np.arange(len(names))), names

@@ -26,6 +26,7 @@ NPZ = "[!.]*.npz"  # without macOS's ._NAME.npz, which is beside NAME.npz on a d
 SAMPLES = "save each sample as one, with xs, its image of 128 x 128, and ys, its 208 voltages"
 STATISTICS = ("mean.pth", "std.pth")  # files with the statistics of the voltages
 APART = 10.0  # times as large as they should be: numbers in another unit
+SILENT = 1e-3  # of the deviation: what differs by less is the noise of a device without a signal
 BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
 
 Statistics = tuple[np.ndarray, np.ndarray]  # mean and deviation of the voltages, (16, 13) float32 each
@@ -72,7 +73,7 @@ class Impedance:
         if convention is not TRAINING:
             for name, unit in zip(BASELINES, (convention.unit, convention.gauss_newton)):
                 self.arrays[name] = stored[name] * np.float32(1 / unit)
-        self.notices = _doubts(folder, self.arrays)
+        self.notices = _doubts(folder, self.arrays) + find_silent(folder.name, volts, statistics[1])
 
     def __len__(self):
         return len(self.names)
@@ -117,12 +118,37 @@ def doubtful_voltages(name: str, voltages: np.ndarray) -> list[str]:
     """Return a sentence if the voltages of a folder or a file, maps of `voltage_map`, may be in another unit;
     else none."""
     spread = np.sqrt(np.nanmean(voltages[voltages != 0] ** 2))
-    if 1 / APART < spread < APART:
-        return []
-    return [
-        f"{name}: its voltages are {spread:.3g} times as large as the statistics expect: does data (--data)"
-        " name the convention of its files?"
-    ]
+    if not 1 / APART < spread < APART:
+        return [
+            f"{name}: its voltages are {spread:.3g} times as large as the statistics expect: does data"
+            " (--data) name the convention of its files?"
+        ]
+    # One that is small may be of an empty tank.
+    apart = np.flatnonzero(np.sqrt(np.nansum(voltages**2, (1, 2, 3)) / VOLTAGES) > APART) + 1
+    told = f"{name}: {len(apart)} of {len(voltages)} samples have voltages over {APART:g} times as large"
+    return [f"{told} as the statistics expect (numbers {_listed(apart)})"] if len(apart) else []
+
+
+def find_silent(name: str, volts: np.ndarray, deviation: np.ndarray) -> list[str]:
+    """Return a sentence if samples have drive patterns without a measurement, whose voltages hardly differ;
+    else none. volts: (N, 208). deviation: (16, 13), as of the statistics."""
+    is_silent = np.ptp(volts.reshape(-1, *PATTERN), 2) < SILENT * deviation.mean()  # (N, 16)
+    found = np.flatnonzero(is_silent.any(1)) + 1
+    told = f"{name}: {len(found)} of {len(volts)} samples have drive patterns whose voltages are all equal"
+    return [f"{told}, so nothing was measured there (numbers {_listed(found)})"] if len(found) else []
+
+
+def _require_measured(volts):
+    """Raise ValueError for samples (N, 208) whose voltages are all equal."""
+    if len(dead := np.flatnonzero(np.ptp(volts, 1) == 0)):
+        raise ValueError(
+            f"{len(dead)} of {len(volts)} samples (numbers {_listed(dead + 1)}) hold {volts[dead[0], 0]:g} in"
+            f" all {VOLTAGES} voltages, which is no measurement: is the device on? Leave them out"
+        )
+
+
+def _listed(numbers):
+    return some([str(number) for number in numbers])
 
 
 def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
@@ -183,6 +209,7 @@ def _read_file(path, names):
             if values.squeeze().shape != shape:
                 raise ValueError(f"{name} has shape {values.shape}, not {shape}")
             sample[name] = values.reshape(shape)
+        _require_measured(sample["ys"][None])
     return sample
 
 
@@ -196,8 +223,13 @@ def read_voltages(path: Path) -> np.ndarray:
     text file (.csv, .txt).
 
     A sample is a row of 208, or 16 rows of 13; a single one may be a column. Raises TpukitError for a file
-    that cannot be read, has another shape, or holds a number that is not finite."""
+    that cannot be read, has another shape, holds a number that is not finite, or no measurement."""
     ending = path.suffix.lower()
+    if ending == ".mat":
+        raise TpukitError(
+            f"{path}: MATLAB's files are not read, so save its voltages as .npy:"
+            " numpy.save('v.npy', scipy.io.loadmat('v.mat')['NAME'])"
+        )
     wrong = f"{path} holds no voltages (208 finite numbers a sample, in .npz (ys), .npy, .csv or .txt)"
     with reading(path, wrong, TpukitError):
         if ending in (".npz", ".npy"):
@@ -212,7 +244,9 @@ def read_voltages(path: Path) -> np.ndarray:
             raise ValueError(f"shape {volts.shape}")
         if not len(volts) or not np.isfinite(volts).all():
             raise ValueError(f"{len(volts)} rows, some with NaN or infinity")
-        return volts.reshape(-1, VOLTAGES)
+        volts = volts.reshape(-1, VOLTAGES)
+        _require_measured(volts)
+        return volts
 
 
 # Statistics of the voltages

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
-from tpukit.data import arrays, pictures
+from tpukit.data import arrays
 from tpukit.data.splits import SPLITS, some
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained, reading
@@ -21,11 +21,13 @@ from tpukit.host.spreadsheets import as_csv
 from tpukit.runs import weights
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
+from tpukit_tasks import pictures
 from tpukit_tasks.finite import require_finite
 from tpukit_tasks.images import augment, models
 from tpukit_tasks.images.data import ImageSet, find_copies, read_image
 from tpukit_tasks.images.samples import find_samples
 from tpukit_tasks.images.synthetic import shapes_set
+from tpukit_tasks.names import composed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -203,7 +205,7 @@ class ImageClassifier(Task):
         if not kept:
             return None
         with explained(f"weights {self.weights} do not say what their classes are"):
-            return [str(name) for name in json.loads(kept["classes"])]
+            return [composed(str(name)) for name in json.loads(kept["classes"])]
 
     def _kept_with_weights(self):
         """The metadata of `weights` from a run of this task; empty for a file from elsewhere."""
@@ -222,7 +224,7 @@ class ImageClassifier(Task):
     def export_preprocessing(self) -> str:
         size, levels = self._size(), pictures.kept_levels(self.weights)
         return (
-            f"{pictures.describe_opening(levels)} drop transparency, to RGB; scale the short side to {size}"
+            f"{pictures.describe_opening(levels)} to RGB; scale the short side to {size}"
             f" pixels (bicubic), keep the middle {size}x{size}; uint8, (3, rows, columns)"
         )
 

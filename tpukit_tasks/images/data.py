@@ -14,24 +14,27 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from tpukit.data import arrays, pictures, splits
+from tpukit.data import arrays, splits
 from tpukit.host.errors import TpukitError, as_unreadable, first_line
 from tpukit.host.text import GIB
+from tpukit_tasks import pictures
 from tpukit_tasks.images.augment import NUM_UNIFORMS
 from tpukit_tasks.images.lists import Sample
 
-VERSION = 7  # raise it if `_decode` returns something else for the same files, because that is cached
+VERSION = 8  # raise it if `_decode` returns something else for the same files, because that is cached
 
 
 def read_image(path: Path | str, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
-    """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept.
+    """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept. Raises
+    what `pictures.read` does."""
+    return _read_image(path, size, levels)[0]
 
-    Transparency is dropped, and grey made 8 bits by `pictures.upright_uint8`. Raises what `pictures.opened`
-    does."""
-    with pictures.opened(path) as image:
-        image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-        image = pictures.upright_uint8(image, levels).convert("RGB")
-        return np.asarray(ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC))
+
+def _read_image(path, size, levels):
+    """(what `read_image` returns, whether the image has transparent pixels)"""
+    image, is_transparent = pictures.read(path, levels, draft=2 * size)
+    fitted = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(fitted), is_transparent
 
 
 def _decode(samples, size, skip_bad, split, levels):
@@ -48,13 +51,15 @@ def _decode(samples, size, skip_bad, split, levels):
         )
     with tempfile.TemporaryFile() as file, concurrent.futures.ThreadPoolExecutor() as pool:
         images = np.memmap(file, np.uint8, "w+", shape=(count, 3, size, size))
-        digests, is_flat = np.zeros(count, "U64"), np.zeros(count, bool)
+        digests = np.zeros(count, "U64")
+        is_flat, is_transparent = np.zeros((2, count), bool)
 
         def decode(index):
             """Return what is wrong with an image, or None."""
             path = samples[index].path
             try:
-                images[index] = read_image(path, size, levels).transpose(2, 0, 1)
+                image, is_transparent[index] = _read_image(path, size, levels)
+                images[index] = image.transpose(2, 0, 1)
                 digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
                 is_flat[index] = not np.ptp(images[index], (1, 2)).any()
             except Exception as error:  # Pillow raises many types for a damaged file
@@ -67,10 +72,10 @@ def _decode(samples, size, skip_bad, split, levels):
     kept = np.array([index for index, problem in enumerate(problems) if problem is None], np.int64)
     notes = []
     if flat := [samples[index].name for index in np.flatnonzero(is_flat)]:
-        notes.append(
-            f"{len(flat)} of {count} {split} images have the same colour in every pixel; their transparency"
-            f" is not used ({splits.some(flat)})"
-        )
+        told = f"{len(flat)} of {count} {split} images have the same colour in every pixel"
+        notes.append(f"{told} ({splits.some(flat)})")
+    transparent = [samples[index].name for index in np.flatnonzero(is_transparent)]
+    notes += pictures.describe_transparent(transparent, count, f"{split} images")
     if bad := list(filter(None, problems)):
         shown = splits.some(bad).replace("\n", "\\n")
         unreadable = f"{len(bad)} of {count} {split} images cannot be read ({shown})"

@@ -1,12 +1,17 @@
 """Images in class folders, which may lie in folders of their splits."""
 
+import collections
 import os
 
-from tpukit.data import pictures, splits
+from tpukit.data import splits
 from tpukit.data.splits import Listing
+from tpukit.host.errors import TpukitError
+from tpukit_tasks import pictures
 from tpukit_tasks.images.lists import Sample
+from tpukit_tasks.names import composed
 
 # Folders of sets that have no class folders
+SEARCHED = 1000  # folders: enough to come past those beside the images
 ALL_IMAGES = ("images", "image", "imgs", "img", "jpegimages")
 
 
@@ -23,16 +28,25 @@ def find_in_class_folders(folder: str, listing: Listing) -> tuple[list[Sample], 
     ]
     classes = classes if named else [(child, None) for child in children]
     images = {(class_folder, split): _images_below(class_folder, listing) for class_folder, split in classes}
+    inner = _folders_in_classes(images)
+    _require_own_folders(inner)
     start = len(os.path.join(folder, ""))  # of a path in the folder
     notices = []
     if empty := [each[start:] for (each, _), paths in images.items() if not paths]:
         notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
     learned = {_name(each) for (each, split), paths in images.items() if paths and split in (None, "train")}
     notices += _doubtful_classes(sorted(learned))
+    if deep := [
+        f"{name}: {splits.some(sorted(within))}" for name, within in inner.items() if len(within) > 1
+    ]:
+        notices.append(
+            f"{len(deep)} classes hold their images in several folders, which are no classes of their own"
+            f" ({'; '.join(deep[:3])})"
+        )
     samples = []
     for (class_folder, split), paths in images.items():
         label = _name(class_folder)
-        samples += [Sample(path[start:], label, split, path) for path in paths]
+        samples += [Sample(composed(path[start:]), label, split, path) for path in paths]
     return samples, notices
 
 
@@ -48,6 +62,52 @@ def _find_split_folders(children, listing):
     are_several = len({*named.values()}) > 1
     are_splits = {*exact} & {*filled} or are_several and (filled or len(exact) > 1) or not others
     return named if are_splits else {}
+
+
+def _folders_in_classes(images):
+    """Return the folders of images in each class: its name -> their paths in it, but for its own."""
+    inner = collections.defaultdict(set)
+    for (folder, _), paths in images.items():
+        start = len(os.path.join(folder, ""))
+        inner[_name(folder)] |= {composed(os.path.dirname(path[start:])) for path in paths} - {""}
+    return inner
+
+
+def _require_own_folders(inner):
+    """Raise TpukitError for classes that hold folders of two equal names or more: they are variants of one
+    set, as color/ and grayscale/, or hold images and masks, or splits."""
+    holders = collections.defaultdict(set)  # a folder in classes -> the classes that hold one
+    for name, folders in inner.items():
+        for each in folders:
+            holders[each].add(name)
+    shared = {name: labels for name, labels in holders.items() if len(labels) > 1}
+    if len(shared) < 2:
+        return
+    labels = sorted(set().union(*shared.values()))
+    raise TpukitError(
+        f"{', '.join(labels[:8])} hold the same folders ({splits.some(sorted(shared))}), so they may be"
+        " variants of one set: give one of them as dataset_dir. If they are the classes, let each hold its"
+        " images without folders of these names; train/ and test/ belong above the classes"
+    )
+
+
+def find_deeper(folder: str, listing: Listing) -> tuple[str, str] | None:
+    """Return (the first folder below this one that has class folders, what it has); None if there is none."""
+    waiting, seen = collections.deque(_folders(folder, listing)), 0
+    while waiting and seen < SEARCHED:
+        inner, seen = waiting.popleft(), seen + 1
+        children = _folders(inner, listing)
+        for parent in (*(each for each in children if splits.split_of(_name(each)) == "train"), inner):
+            filled = [_name(each) for each in _folders(parent, listing) if _has_images(each, listing)]
+            if len(filled) > 1:
+                part = f"{_name(parent)}/ with " if parent != inner else ""
+                return inner, f"{part}{len(filled)} folders of images ({splits.some(filled)})"
+        waiting.extend(children)
+    return None
+
+
+def _has_images(folder, listing):
+    return any(map(pictures.is_image, listing.files(folder)))
 
 
 def _doubtful_classes(names):
@@ -85,4 +145,5 @@ def _images_below(folder, listing):
     return [path for path in listing.files_below(folder) if pictures.is_image(path)]
 
 
-_name = os.path.basename
+def _name(path):
+    return composed(os.path.basename(path))

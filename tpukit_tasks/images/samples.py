@@ -1,16 +1,20 @@
 """The samples of a dataset of images: found in class folders or by lists, and split. No image is decoded."""
 
 import collections
+import contextlib
 import math
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.data import pictures, splits
+from tpukit.data import splits
 from tpukit.data.splits import Listing
 from tpukit.host.errors import TpukitError
-from tpukit_tasks.images.folders import find_in_class_folders
+from tpukit_tasks import pictures
+from tpukit_tasks.images.folders import find_deeper, find_in_class_folders
 from tpukit_tasks.images.lists import Sample, find_lists, read_list
+from tpukit_tasks.names import folded, number
 
 # Share of every class to test on, chosen by a hash of the file names, in a set without a test split.
 TEST_SHARE = 0.2
@@ -81,11 +85,12 @@ def _find_labelled(place, images_dir, listing):
     lists = find_lists(place, listing)
     listed = ", ".join(path.name for path in lists)
     if len({sample.label for sample in samples}) < 2:
-        if len(lists) > 1:
-            raise TpukitError(f"{place} has {len(lists)} CSV files ({listed}): give one as dataset_dir")
-        if lists:
-            listing.watch(str(lists[0]))
-            samples, notices = read_list(lists[0], images_dir)
+        with _with_deeper(place, listing):
+            if len(lists) > 1:
+                raise TpukitError(f"{place} has {len(lists)} CSV files ({listed}): give one as dataset_dir")
+            if lists:
+                listing.watch(str(lists[0]))
+                samples, notices = read_list(lists[0], images_dir)
     elif lists:
         notices.append(
             f"{listed}: not read, because folders name the classes (give one as dataset_dir to use it)"
@@ -94,13 +99,33 @@ def _find_labelled(place, images_dir, listing):
     if len(names) >= 2:
         return samples, notices
     here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
-    left_out = pictures.left_out(listing.files_below(str(place)) if place.is_dir() else [])
-    here = "; ".join([here, *left_out])
-    raise TpukitError(
-        f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
-        " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"
-        f" labels (docs/YOUR_DATA.md); it has {here}"
+    below = listing.files_below(str(place)) if place.is_dir() else []
+    deeper = [os.path.relpath(path, place) for path in below if path.lower().endswith(".csv") and not lists]
+    csv = (
+        [f"below it {len(deeper)} CSV files ({splits.some(deeper)}), to be given as dataset_dir"]
+        if deeper
+        else []
     )
+    here = "; ".join([here, *csv, *pictures.left_out(below), *pictures.find_boxes(below)])
+    with _with_deeper(place, listing):
+        raise TpukitError(
+            f"no images in {place} of two classes, only of {', '.join(names) or 'none'}: it should hold a"
+            " folder of images for each class (in train/ and test/, or not), or a CSV file with paths and"
+            f" labels (docs/YOUR_DATA.md); it has {here}"
+        )
+
+
+@contextlib.contextmanager
+def _with_deeper(place, listing):
+    """Context manager: say in an error where class folders are, if some lie below."""
+    try:
+        yield
+    except TpukitError as error:
+        deeper = find_deeper(str(place), listing) if place.is_dir() else None
+        if not deeper:
+            raise
+        folder, what = deeper
+        raise TpukitError(f"{folder} has {what}: give it as dataset_dir. Else: {error}") from None
 
 
 def _without_unlabelled(samples):
@@ -155,12 +180,26 @@ def _find_unused(place, samples, listing):
 
 
 def _find_alike(classes):
-    """Return sentences about classes whose names differ in nothing but case."""
-    by_name = collections.defaultdict(list)
-    for name in classes:
-        by_name[name.casefold()].append(name)
-    alike = [", ".join(names) for names in by_name.values() if len(names) > 1]
-    return [f"different classes whose names differ only in case: {'; '.join(alike)}"] if alike else []
+    """Return sentences about classes whose names differ in nothing but case, or are one number."""
+    notices = []
+    for what, key in {
+        "names differ only in case or blanks": _unspaced,
+        "names are the same number": _number_or_name,
+    }.items():
+        by_name = collections.defaultdict(list)
+        for name in classes:
+            by_name[key(name)].append(name)
+        alike = [", ".join(names) for names in by_name.values() if len(names) > 1]
+        notices += [f"different classes whose {what}: {'; '.join(alike)}"] if alike else []
+    return notices
+
+
+def _number_or_name(name):
+    return name if (found := number(name)) is None else found
+
+
+def _unspaced(name):
+    return " ".join(re.sub("[\u200b\ufeff]", "", folded(name)).split())  # without those of no width
 
 
 def _find_missing(place, names, by_split):

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from tpukit.data import arrays, pictures
+from tpukit.data import arrays
 from tpukit.data.arrays import Arrays
 from tpukit.data.splits import find_copies
 from tpukit.host.errors import TpukitError, check_installed
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
 from tpukit.training.task import Task
+from tpukit_tasks import pictures
 from tpukit_tasks.finite import require_finite
 from tpukit_tasks.mshnet.synthetic import infrared_set
 
@@ -95,6 +96,8 @@ class MSHNet(Task):
         # With other levels than in training, these weights would see another image.
         train = InfraredSet(self.dataset_dir, "train", *settings, pictures.kept_levels(self.weights))
         test = InfraredSet(self.dataset_dir, "test", *settings, train.levels)
+        labels.require_no_borders(train)
+        labels.require_no_borders(test)
         labels.require_targets(train)
         copies = find_copies(train.digests, test.digests, test.names, "images")
         train.notices += labels.notices(train) + copies

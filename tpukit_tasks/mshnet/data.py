@@ -2,6 +2,7 @@
 masks, decoded once."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -11,14 +12,16 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from tpukit.data import arrays, pictures
+from tpukit.data import arrays
 from tpukit.data.arrays import Arrays
 from tpukit.host.errors import TpukitError, as_unreadable
+from tpukit_tasks import pictures
 from tpukit_tasks.mshnet import augment, lists
-from tpukit_tasks.mshnet.scores import brightest, regions
+from tpukit_tasks.mshnet.measures import has_flat_regions, measure_targets
+from tpukit_tasks.mshnet.scores import brightest
 
 NOISE = 64  # in masks that are JPEG files: what is darker is not a label, and channels differ by less
-VERSION = 11  # raise it if `_read_split` returns something else for the same files, because that is cached
+VERSION = 12  # raise it if `_read_split` returns something else for the same files, because that is cached
 
 
 class InfraredSet:
@@ -43,6 +46,7 @@ class InfraredSet:
         self.split, self.base_size, self.crop_size = split, base_size, crop_size
         listing, names = lists.read_list(folder, split)
         files = lists.find_files(folder)
+        names = lists.without_repeats(files, names)
         self.levels, levels_note = levels, ""
         if levels is None:
             listed = [path for name in names.values() for path in lists.find_image(files, name)]
@@ -55,7 +59,7 @@ class InfraredSet:
         if listing.is_dir() and split == "test":
             used += f", which has {len(files.images)}"
         self.notes = "\n".join(filter(None, (used, levels_note, str(decoded["notes"]))))
-        self.targets = decoded["targets"]  # (N, 5), see `_measure_targets`
+        self.targets = decoded["targets"]  # (N, 6), see `measure_targets`
         self.digests = decoded["digests"].tolist()
         self.names = decoded["names"].tolist()
         self.mask_digests = decoded["mask_digests"].tolist()
@@ -116,13 +120,15 @@ def _read_split(files, listing, names, skip_bad, levels):
     listing, names: of `read_list`."""
     if not names:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    kept, samples, bad = [], [], []
+    kept, samples, transparent, bad = [], [], [], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = [pool.submit(_read_pair, files, name, levels) for name in names.values()]
     for (number, name), future in zip(names.items(), futures):
         try:
-            samples.append(future.result())
+            sample, is_transparent = future.result()
+            samples.append(sample)
             kept.append(name)
+            transparent += [name] * is_transparent
         except TpukitError as error:
             where = name if listing.is_dir() else f"line {number}: {name}"
             bad.append(f"  {where}: {error}")
@@ -130,6 +136,8 @@ def _read_split(files, listing, names, skip_bad, levels):
     notes += bad[:20] + ["  ..."] * (len(bad) > 20)
     if bad and not (skip_bad and samples):
         raise TpukitError("\n".join([*notes, "Fix them, or leave them out with skip_bad=True (--skip-bad)."]))
+    notes += pictures.describe_transparent(transparent, len(kept), "images")
+    notes += _whiten_numbered(files, kept, samples)
     # Kept with the arrays, so that the start of a training run reads no pixels.
     channels = max(map(len, samples))
     pixels = [sample if len(sample) == channels else sample[[0, 0, 0, 1]] for sample in samples]
@@ -138,53 +146,67 @@ def _read_split(files, listing, names, skip_bad, levels):
         notes=np.array("\n".join(notes)),
         digests=np.array([hashlib.sha256(sample[:-1]).hexdigest() for sample in samples]),
         mask_digests=np.array([hashlib.sha256(sample[-1]).hexdigest() for sample in samples]),
-        targets=np.array([_measure_targets(sample[-1]) for sample in samples]),
+        targets=np.array([measure_targets(sample[-1]) for sample in samples]),
         shapes=np.array([sample.shape for sample in pixels]),
         pixels=np.concatenate([sample.ravel() for sample in pixels]),
     )
 
 
-def _measure_targets(mask):
-    """Return of a mask (H, W) uint8: its brightest value; the shares of the image that all its targets, the
-    smallest and the largest one cover; how many regions are darker than a target. The last four are 0 without
-    any."""
-    areas = [area / mask.size for area, _ in regions(mask >= 128)]
-    dark = np.count_nonzero(brightest(mask) < 128)
-    return float(mask.max()), sum(areas), min(areas, default=0.0), max(areas, default=0.0), dark
+def _whiten_numbered(files, names, samples):
+    """Make all targets of these samples 255 if the masks of the whole set number them. Return a sentence
+    about it."""
+    dark = [index for index, sample in enumerate(samples) if (brightest(sample[-1]) < 128).any()]
+    if not dark or not _are_numbered(itertools.chain(*files.masks.values())):
+        return []
+    for index in dark:
+        _, mask = lists.find_pair(files, names[index])
+        samples[index][-1:] = read_mask(mask, are_numbered=True)
+    told = f"{len(dark)} of {len(samples)} masks number their targets"
+    return [f"{told}, as no mask of the set says otherwise: every value but 0 is one"]
 
 
 def _read_pair(files, name, levels):
-    """Return the planes of an image and its mask, (C + 1, H, W) uint8. Raises TpukitError with what is
-    wrong."""
+    """Return (the planes of an image and its mask, (C + 1, H, W) uint8; whether the image has transparent
+    pixels). Raises TpukitError with what is wrong."""
     image, mask = lists.find_pair(files, name)
-    read_grey = functools.partial(read_image, levels=levels)
-    planes = []
-    for kind, path, read in (("images", image, read_grey), ("masks", mask, read_mask)):
-        try:
-            planes.append(read(path))
-            if pictures.is_turned(path):
-                raise TpukitError("its EXIF orientation turns it: save image and mask upright, without EXIF")
-        except Exception as error:  # Pillow raises many types for a damaged file
-            if of_disk := as_unreadable(error, path):
-                raise of_disk from error
-            raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
-    sizes = [f"{width}x{height}" for _, height, width in (each.shape for each in planes)]
+    with _explained("images", image):
+        planes, is_transparent = _read_image(image, levels)
+    with _explained("masks", mask):
+        plane = read_mask(mask)
+    sizes = [f"{width}x{height}" for _, height, width in (planes.shape, plane.shape)]
     if sizes[0] != sizes[1]:
         raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
-    return np.concatenate(planes)
+    return np.concatenate([planes, plane]), is_transparent
+
+
+@contextlib.contextmanager
+def _explained(kind, path):
+    """Context manager: raise what is wrong with an image file as a TpukitError that names it."""
+    try:
+        yield
+        if pictures.is_turned(path):
+            raise TpukitError("its EXIF orientation turns it: save image and mask upright, without EXIF")
+    except Exception as error:  # Pillow raises many types for a damaged file
+        if of_disk := as_unreadable(error, path):
+            raise of_disk from error
+        raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
 
 
 def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
     """Return the planes of an image file: uint8, (1, H, W) for grey images and (3, H, W) for colour.
 
-    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and those of `pictures.upright_uint8`. If
-    colours differ by one level at most, it is a grey image that some software has converted and rounded (as
-    three of IRSTD-1k's). Raises what `pictures.opened` does."""
-    with pictures.opened(path) as image:
-        image = pictures.upright_uint8(image, levels)
-        image = image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
-        planes = np.stack([np.asarray(plane) for plane in image.split()])
-        return planes if np.ptp(planes, axis=0).max() > 1 else np.array(image.convert("L"))[None]
+    If colours differ by one level at most, it is a grey image that some software has converted and rounded
+    (as three of IRSTD-1k's). Raises what `pictures.read` does."""
+    return _read_image(path, levels)[0]
+
+
+def _read_image(path, levels):
+    """(what `read_image` returns, whether the image has transparent pixels)"""
+    image, is_transparent = pictures.read(path, levels)
+    planes = np.stack([np.asarray(plane) for plane in image.split()])
+    if np.ptp(planes, axis=0).max() <= 1:
+        planes = np.array(image.convert("L"))[None]
+    return planes, is_transparent
 
 
 def _require_one_colour(planes):
@@ -196,26 +218,60 @@ def _require_one_colour(planes):
         raise TpukitError(f"it has {len(colours)} colours: targets must be white, all else black")
 
 
-def read_mask(path: Path) -> np.ndarray:
+def read_mask(path: Path, *, are_numbered: bool = False) -> np.ndarray:
     """Return the plane of a mask file, uint8 (1, H, W): a pixel of 128 or more is a target. If black and one
-    other value are all that it has, the other becomes 255. Raises what `pictures.opened` does, and
-    TpukitError for several colours."""
-    with pictures.opened(path) as image:
-        is_lossy = image.format in ("JPEG", "MPO")
-        if image.mode.startswith(("I", "F")):
-            values = np.asarray(image).astype(np.float64)
-        else:
-            planes = np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
-            values = planes if planes.ndim == 2 else planes.max(2)  # red is as bright as white
-            if planes.ndim == 3 and not is_lossy:
-                _require_one_colour(planes)
+    other value are all that it has, the other becomes 255; where it is transparent, it is black.
+
+    Args:
+        path: an image file.
+        are_numbered: of the set, as `_are_numbered` finds out: every value but 0 becomes 255.
+
+    Raises:
+        TpukitError: as of `pictures.opened`, and for several colours."""
+    values, is_lossy = _read_values(path)
     found = np.unique(values)
-    if len(found) == 2 and found[0] == 0 and not is_lossy:  # the noise of a JPEG is not a label
-        values = np.where(values == found[1], 255, 0)
+    if not is_lossy and (are_numbered or len(found) == 2 and found[0] == 0):  # a JPEG's noise is no label
+        values = np.where(values > 0, 255, 0)
     elif found[-1] > 255:
-        values = values / 257
+        values = np.ceil(values / 257)
     elif values.dtype.kind == "f" and found[-1] <= 1:
         values = values * 255
     elif is_lossy and found[-1] >= 128:
         values = np.where(values < NOISE, 0, values)
-    return np.nan_to_num(values).clip(0, 255).astype(np.uint8)[None]
+    return values.clip(0, 255).astype(np.uint8)[None]
+
+
+def _read_values(path):
+    """(values (H, W) as a mask's file has them, whether its format is lossy)"""
+    with pictures.opened(path) as image:
+        is_lossy = image.format in ("JPEG", "MPO")
+        if (values := pictures.deep_values(image)) is not None:
+            return np.nan_to_num(values), is_lossy
+        planes = np.array(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
+        if (opacity := pictures.find_opacity(image)) is not None:
+            planes[opacity == 0] = 0
+    if planes.ndim == 2:
+        return planes, is_lossy
+    if not is_lossy:
+        _require_one_colour(planes)
+    return planes.max(2), is_lossy  # red is as bright as white
+
+
+def _are_numbered(paths):
+    """Return whether a set's masks number their targets: whole numbers of which none is above 127, or
+    n, 2n, 3n, ... with one number in each region, which soft edges have not."""
+    numbers, is_flat = set(), True
+    for path in paths:
+        try:
+            values, is_lossy = _read_values(path)
+        except Exception:  # whoever decodes it says what is wrong
+            continue
+        found = np.unique(values)
+        if is_lossy or (found != np.rint(found)).any():
+            return False
+        numbers |= {*found.tolist()} - {0}
+        is_flat = is_flat and has_flat_regions(values)
+        if max(numbers, default=0) >= 128 and not is_flat:
+            return False
+    steps = np.diff([0, *sorted(numbers)])
+    return max(numbers, default=128) < 128 or len(steps) > 2 and len({*steps.tolist()}) == 1

@@ -19,6 +19,12 @@ TINY = 3  # pixels at the network's size: fewer are lost when an image is scaled
 WHITE = 0.5  # share of a mask: more is not targets on black
 
 
+def require_no_borders(data: InfraredSet) -> None:
+    """Raise TpukitError for masks with a border of another value around their targets, as VOC's."""
+    if data.targets[:, 5].any():
+        raise TpukitError("; ".join(notices(data)))
+
+
 def require_targets(data: InfraredSet) -> None:
     """Raise TpukitError for a training set in which no mask labels a target on black."""
     share = data.targets[:, 1]
@@ -38,7 +44,7 @@ def notices(data: InfraredSet) -> list[str]:
 
 def find_problems(data: InfraredSet) -> dict[str, list[int]]:
     """Return what may be wrong with images and masks: the rest of a sentence -> their indices."""
-    brightest, share, smallest, largest, dark = data.targets.T
+    brightest, share, smallest, largest, dark, bordered = data.targets.T
     is_dim = (brightest > 0) & (brightest < 128)
     has_dark = (brightest >= 128) & (dark > 0)
     is_white = share > WHITE
@@ -49,6 +55,8 @@ def find_problems(data: InfraredSet) -> dict[str, list[int]]:
     first = dict(reversed(images_and_masks))  # an image -> the mask of the first one that equals it
     contradicts = np.array([first[image] != mask for image, mask in images_and_masks])
     rules = {
+        "masks have labels within a border of 128 or more, as VOC's 255 is one that is to be ignored: make"
+        " labels 255 and borders 0": bordered > 0,
         "masks hold no value of 128 or more and so label no target: make their targets 255": is_dim,
         "masks are mostly white: targets must be white on black": is_white,
         "masks are black: an image without a target teaches the network what is not one": brightest == 0,

@@ -2,16 +2,16 @@
 
 A folder without lists, such as a user's own, is split by the names of its images."""
 
-import collections
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.data import pictures
 from tpukit.data.splits import files_below, hold_out, some, split_of
 from tpukit.host.errors import TpukitError, reading
+from tpukit_tasks import pictures
+from tpukit_tasks.names import composed, folded
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
@@ -50,13 +50,13 @@ def read_list(folder: Path, split: str) -> tuple[Path, dict[int, str]]:
                 f"{found[0].parent} has {len(found)} {split} lists ({names}): keep one there, move the others"
             )
         return found[0], _read_lines(found[0])
-    images = find_folder(folder, "images")
-    if images.is_dir() and not any(lists.values()):
-        return images, _split_by_name(images, split)
+    places = _find_folders(folder, "images")
+    if places and not any(lists.values()):
+        return places.get("", folder), _split_by_name(places, split)
     here = ", ".join(sorted(path.name for path in folder.glob("*"))[:8]) or "nothing"
     raise TpukitError(
         f"no {split} list in {folder}, which should hold images/ and masks/, and both trainval.txt and"
-        " test.txt, or train/ and test/ in images/ and in masks/, or neither: looked for"
+        " test.txt, or train/ and test/, in images/ and in masks/ or above them, or neither: looked for"
         f" {LISTS[split].replace(' ', ', ')}; found {here}"
     )
 
@@ -71,14 +71,15 @@ def _read_lines(path):
     """Return {number: name} of the lines of a list. Raises TpukitError for one that is not in UTF-8."""
     with reading(path, f"{path} is not in UTF-8, so save it in that encoding", TpukitError):
         text = path.read_text("utf-8-sig")  # Windows' editors write a mark first
-    names = (line.strip().replace("\\", "/") for line in text.splitlines())  # as Windows writes paths
+    lines = (composed(line.strip()) for line in text.splitlines())
+    names = (line.replace("\\", "/").removeprefix("./") for line in lines)  # as Windows writes paths
     return {number: name for number, name in enumerate(names, 1) if name}
 
 
-def _split_by_name(images, split):
-    """Return {number: name} of a split's images: by the folders train/ and test/ in images/, or a fifth of
-    them all to test."""
-    files = _image_files(images)
+def _split_by_name(places, split):
+    """Return {number: name} of a split's images: by the folders train/ and test/ in images/ or above it, or a
+    fifth of them all to test."""
+    files = _image_files(places)
     if len(files) < 2:
         raise TpukitError(
             f"images/ holds {len(files)} images: it needs 2 or more, one to train on and one to test on"
@@ -94,36 +95,59 @@ def _split_by_name(images, split):
     return dict(enumerate(sorted(names), 1))
 
 
-def find_folder(folder: Path, kind: str) -> Path:
-    """Return the folder of a set's images or masks: that of the usual name, or the one whose last word is
-    such a name, as in IRSTD1k_Img. Raises TpukitError for several."""
-    if (folder / kind).is_dir():
-        return folder / kind
-    last_words = {path: re.split("[-_ ]", path.name.lower())[-1] for path in sorted(folder.glob("*/"))}
-    found = [path for path, word in last_words.items() if word in FOLDERS[kind]]
+def _find_folders(folder, kind):
+    """Return the folders of a set's images or masks: {"": its own}, or those of its splits, train/images/ or
+    train_images/, by the name of each; none if there are none. Raises TpukitError for several others."""
+    found = _named(folder, kind)
+    splits = {split_of(path.name): path for path in found}
+    if len(found) > 1 and len(splits) == len(found) and None not in splits:
+        return splits
+    if found:
+        return {"": _alone(folder, kind, found)}
+    of_splits = [path for path in sorted(folder.glob("*/")) if split_of(path.name)]
+    inner = {path: _named(path, kind) for path in of_splits}
+    return {path.name: _alone(path, kind, found) for path, found in inner.items() if found}
+
+
+def _alone(folder, kind, found):
+    """Return the only one of these folders. Raises TpukitError for several."""
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise TpukitError(f"{folder} has {len(found)} folders of {kind} ({names}): call one of them {kind}")
-    return found[0] if found else folder / kind
+    return found[0]
+
+
+def _named(folder, kind):
+    """Return the folder of the usual name for images or masks, or those whose last word is such a name, as in
+    IRSTD1k_Img."""
+    if (folder / kind).is_dir():
+        return [folder / kind]
+    last_words = {path: re.split("[-_ ]", path.name.lower())[-1] for path in sorted(folder.glob("*/"))}
+    return [path for path, word in last_words.items() if word in FOLDERS[kind]]
 
 
 def find_files(folder: Path) -> Files:
     """Return the files of a set's images and masks. Raises TpukitError for images without any mask."""
-    images, masks = (find_folder(folder, kind) for kind in FOLDERS)
+    images, masks = (_find_folders(folder, kind) for kind in FOLDERS)
     files = Files(_image_files(images), _image_files(masks))
     if files.images and not files.masks:
+        where = ", ".join(map(str, masks.values())) or folder / "masks"
+        boxes = "; ".join(pictures.find_boxes(files_below(folder))) or "boxes in text files are not read"
         raise TpukitError(
-            f"no masks in {masks}: there, each image needs one of its name and size, an image that is"
-            " white where the targets are and black elsewhere; boxes in text files are not read"
+            f"no masks in {where}: there, each image needs one of its name and size, an image that is"
+            f" white where the targets are and black elsewhere; {boxes}"
         )
     return files
 
 
-def _image_files(folder):
-    files = {}
-    for path in files_below(folder) if folder.is_dir() else []:
-        if path.suffix.lower() in pictures.ENDINGS:
-            files.setdefault(path.relative_to(folder).with_suffix("").as_posix(), []).append(path)
+def _image_files(places):
+    """Return the image files below some folders: stem, after the name of the split -> paths."""
+    files: dict[str, list[Path]] = {}
+    for split, folder in places.items():
+        for path in files_below(folder):
+            if path.suffix.lower() in pictures.ENDINGS:
+                stem = path.relative_to(folder).with_suffix("")
+                files.setdefault(composed((split / stem).as_posix()), []).append(path)
     return files
 
 
@@ -133,14 +157,22 @@ def _find(files, stems):
 
 
 def _stem(name):
-    ending = Path(name).suffix
+    name, ending = composed(name), Path(name).suffix
     return name.removesuffix(ending) if ending.lower() in pictures.ENDINGS else name
 
 
 def find_image(files: Files, name: str) -> list[Path]:
     """Return the paths of the image of a name in a list: if it has several formats, the one it names."""
     paths = _find(files.images, [_stem(name) + suffix for suffix in IMAGE_SUFFIXES])
-    return [path for path in paths if path.name == Path(name).name] or paths
+    return [path for path in paths if folded(path.name) == folded(Path(name).name)] or paths
+
+
+def without_repeats(files: Files, names: dict[int, str]) -> dict[int, str]:
+    """Return the names of a list but for those of an image that is named before."""
+    found: dict[tuple, int] = {}
+    for number, name in names.items():
+        found.setdefault(tuple(find_image(files, name)) or (name,), number)
+    return {number: names[number] for number in found.values()}
 
 
 def _find_mask(files, name):
@@ -170,22 +202,27 @@ def _one(paths, files, kind, name):
 def find_unused(folder: Path, files: Files) -> list[str]:
     """Return sentences about what is in a set's folders and in no split."""
     (train_list, train), (test_list, test) = (read_list(folder, split) for split in LISTS)
+    repeated = []
+    for names in (train, test):
+        once = without_repeats(files, names)
+        repeated += [name for number, name in names.items() if number not in once]
     listed = [*train.values(), *test.values()]
     used = {path for name in listed for path in find_image(files, name)}
     masks = {path for stem in files.images for path in _find_mask(files, stem)}
-    lists = [path for path in sorted(train_list.parent.glob("*.txt")) if split_of(path.stem)]
-    counts = collections.Counter(listed)
+    beside = train_list.parent if train_list.is_file() else folder
+    lists = [path for path in sorted(beside.glob("*.[tT][xX][tT]")) if split_of(path.stem)]
     found = {
         "images are in no list, and not used": _unused(files.images, used),
         "masks belong to no image, and are not used": _unused(files.masks, masks),
         "lists are not used": [path.name for path in lists if path not in (train_list, test_list)],
-        "names are in the lists more than once": [name for name, count in counts.items() if count > 1],
+        "names are in a list more than once, and count once": repeated,
     }
     if not train_list.is_file():
         in_both = _folders_of(train.values()) & _folders_of(test.values())
         found[IN_BOTH] = sorted(in_both - {"."})
     notices = [_counted(names, text) for text, names in found.items() if names]
-    return notices + pictures.left_out(files_below(find_folder(folder, "images")))
+    below = itertools.chain(*map(files_below, _find_folders(folder, "images").values()))
+    return notices + pictures.left_out(below)
 
 
 def _folders_of(names: Iterable[str]) -> set[str]:

@@ -139,6 +139,8 @@ REFUSED = {
     "words.txt": lambda path: path.write_text("no numbers"),
     "binary.csv": lambda path: path.write_bytes(b"\xff\xfe\x00" * 99),
     "other.npz": lambda path: np.savez(path, xs=VOLTS),
+    "dead.npy": lambda path: np.save(path, np.zeros(208)),
+    "stuck.csv": lambda path: np.savetxt(path, np.vstack([VOLTS, np.full((1, 208), 0.7)]), delimiter=","),
     "evil.npy": lambda path: np.save(path, np.array([Evil()] * 208, object), allow_pickle=True),
 }
 
@@ -165,9 +167,19 @@ def test_both_classical_images_of_ktc2023_are_in_the_unit_of_the_truth(tmp_path)
         assert np.allclose(batch[name][0], truth, rtol=1e-5)
 
 
-def scaled(name, factor):
+def silent(voltages, noise):
     def change(folder):
-        for path in (folder / "test").glob("*.npz"):
+        path = min((folder / "test").glob("*.npz"))
+        sample = dict(np.load(path))
+        sample["ys"][voltages] *= noise
+        np.savez(path, **sample)
+
+    return change
+
+
+def scaled(name, factor, count=None):
+    def change(folder):
+        for path in sorted((folder / "test").glob("*.npz"))[:count]:
             sample = dict(np.load(path))
             np.savez(path, **sample | {name: sample[name] * np.float32(factor)})
 
@@ -185,6 +197,11 @@ def scaled(name, factor):
             lambda folder: shutil.copy(folder / "train/000003.npz", folder / "test"),
             "1 of 5 test samples are training samples, too (000003)",
         ),
+        (
+            silent(slice(0, 13), 1e-9),
+            "test: 1 of 5 samples have drive patterns whose voltages are all equal, so nothing",
+        ),
+        (scaled("ys", 15, 1), "test: 1 of 5 samples have voltages over 10 times as large"),
         (lambda folder: (folder / "test/more.mat").touch(), "1 files are not npz, and are not read (more"),
     ],
 )
@@ -194,3 +211,19 @@ def test_another_unit_copies_and_other_files_are_told(change, told, tank, tmp_pa
     train, test = task_of(folder).datasets()
     notices = train.notices + test.notices
     assert len(notices) == (told is not None) and all(told in notice for notice in notices)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_sample_of_a_dead_device_is_refused_by_its_file(split, tank, tmp_path):
+    folder = shutil.copytree(tank, tmp_path / "set")
+    silent_sample = min((folder / split).glob("*.npz"))
+    sample = dict(np.load(silent_sample))
+    np.savez(silent_sample, **sample | dict(ys=np.zeros_like(sample["ys"])))
+    with refuses(silent_sample.name, "0 in all 208 voltages, which is no measurement"):
+        task_of(folder).datasets()
+
+
+def test_matlabs_voltages_are_answered_with_how_to_save_them_otherwise(tmp_path):
+    (tmp_path / "v.MAT").write_bytes(b"MATLAB 5.0 MAT-file\xb0")
+    with refuses("v.MAT", "numpy.save('v.npy', scipy.io.loadmat("):
+        read_voltages(tmp_path / "v.MAT")

@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import time
+import unicodedata
 from hashlib import sha256
 
 import numpy as np
@@ -197,8 +198,9 @@ def test_folders_of_images_and_of_what_belongs_to_them_are_told_from_classes(pla
 
 
 def test_classes_that_differ_only_in_case_are_told(tmp_path):
-    told = find_samples(make(tmp_path, "Cat", "cat", "dog", "Straße", "STRASSE")).notices
-    assert "different classes whose names differ only in case: Cat, cat; STRASSE, Straße" in told
+    told = find_samples(make(tmp_path, "Cat", "cat", "dog", "Straße", "STRASSE", "dog ")).notices
+    names = "Cat, cat; STRASSE, Straße; dog, dog "
+    assert f"different classes whose names differ only in case or blanks: {names}" in told
     assert "case" not in str(find_samples(make(tmp_path / "other", "cat", "cats")).notices)
 
 
@@ -263,3 +265,78 @@ def test_a_test_on_a_folder_without_splits_says_how_many_of_its_images_it_scores
     data = task(tmp_path / "whole").test_set()
     assert len(data) == 4 and any("4 of its 20 images" in notice for notice in data.notices)
     assert not any("held out" in notice for notice in task(tmp_path / "split").test_set().notices)
+
+
+@pytest.mark.parametrize("above", ["", "train/"])
+@pytest.mark.parametrize(
+    "outer, inner",
+    [
+        (("color", "grayscale", "segmented"), ("apple", "corn")),
+        (("COVID", "Normal"), ("images", "masks")),
+        (("cat", "dog"), ("test", "train")),
+        (("color", "gray"), ("train/apple", "train/corn")),
+    ],
+)
+def test_classes_that_hold_the_same_folders_are_refused_by_their_names(outer, inner, above, tmp_path):
+    make(tmp_path, *(f"{above}{one}/{two}" for one in outer for two in inner))
+    with refuses(f"{', '.join(outer)} hold the same folders ({', '.join(inner)})", "give one of them"):
+        find_samples(tmp_path)
+
+
+def test_classes_that_each_hold_their_images_in_a_folder_are_classes(tmp_path):
+    found = find_samples(make(tmp_path, "a/images", "b/images", "b/more"))
+    assert found.classes == ["a", "b"]
+    told = (
+        "1 classes hold their images in several folders, which are no classes of their own (b: images, more)"
+    )
+    assert told in found.notices
+
+
+def test_folders_in_two_unicode_forms_are_one_class_and_are_split_alike(tmp_path):
+    names = {form: unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")}
+    assert task(make(tmp_path / "both", *names.values(), "tea")).datasets()[0].classes == [
+        names["NFC"],
+        "tea",
+    ]
+    make(tmp_path / "splits", f"train/{names['NFC']}", "train/tea", f"val/{names['NFD']}", "val/tea")
+    assert not find_samples(tmp_path / "splits").notices
+    for form, name in names.items():
+        for number in range(10):
+            grey(tmp_path / form / name / f"{name}{number}.png", number)
+            grey(tmp_path / form / "tea" / f"{number}.png", 99 + number)
+    one, other = ({s.name for s in find_samples(tmp_path / form).samples["test"]} for form in names)
+    assert one == other
+
+
+def test_class_folders_below_a_set_are_named_where_its_list_cannot_be_used(tmp_path):
+    root = "ILSVRC/Data/CLS-LOC"
+    make(tmp_path, f"{root}/train/n01", f"{root}/train/n02", f"{root}/val")
+    (tmp_path / "ILSVRC/Annotations").mkdir()
+    (tmp_path / "LOC_val_solution.csv").write_text("ImageId,PredictionString\na,n01 1 2 3 4\n")
+    with refuses(f"{root} has train/ with 2 folders of images (n01, n02): give it as dataset_dir"):
+        find_samples(tmp_path)
+    (tmp_path / "LOC_train.csv").touch()
+    with refuses(f"{root} has train/ with 2 folders of images"):
+        find_samples(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        (
+            "annotations/instances.json",
+            '{"images": [], "annotations": [{"bbox": [1, 2]}]}',
+            "1 .json (instances",
+        ),
+        ("labels/a.txt", "0 0.5 0.5 0.25 0.1\n", "1 .txt (a.txt"),
+        ("annotations/a.xml", "<annotation><bndbox></bndbox></annotation>", "1 .xml (a.xml"),
+        ("train/metadata.csv", "file_name,label\n0.png,a\n", "1 CSV files (train/metadata.csv)"),
+    ],
+)
+def test_annotations_of_other_kinds_are_named_where_no_classes_are_found(name, content, told, tmp_path):
+    make(tmp_path, "images", "train")
+    shutil.move(tmp_path / "train", tmp_path / "images/train")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    with refuses("only of", told):
+        find_samples(tmp_path)

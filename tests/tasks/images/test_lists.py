@@ -1,5 +1,7 @@
 """Images and classes that a CSV file names."""
 
+import unicodedata
+
 import pytest
 from PIL import Image
 
@@ -72,6 +74,20 @@ REFUSED = [  # in Latin-1
     ),
     ("list.csv", "image,label,split\n0,a,train\n1,b,test\n2,b,\n", "row 4: its split is ''"),
     ("list.csv", "image,label,split\n0,a,0\n1,b,1\n", "row 2: its split is '0'"),
+    ("list.csv", "image,label\n0,a\n1,b\n0,b\n", "row 4: 0 is b here and a in row 2"),
+    ("list.csv", "image,label\na/0.png,a\n1,b\na\\0.png,b\n", "is b here and a in row 2"),
+    ("list.csv", "image,label,label\n0,a,b\n1,b,a\n", "several columns label: rename all but one"),
+    ("list.csv", "image,label\nhttps://x.org/0.png,a\n", "row 2: https://x.org/0.png is an address"),
+    (
+        "list.csv",
+        "image,target\n" + "".join(f"{n}.png,{n / 7:.3f}\n" for n in range(12)),
+        "target holds quantities",
+    ),
+    (
+        "list.csv",
+        "image,target\n" + "".join(f"{n}.png,{n + 20}\n" for n in range(12)),
+        "holds quantities (20",
+    ),
     ("list.tsv", "image\tlabel\n0.png\ta\n", "separate columns by commas"),
     ("metadata.jsonl", '{"file_name": "a.png", "label": "a"}\n', "the columns {"),
 ]
@@ -106,7 +122,7 @@ def test_which_of_several_columns_has_the_classes_is_told(tmp_path):
     (tmp_path / "list.csv").write_text("\n".join(["image,id,class, label", *rows]))
     found = find_samples(tmp_path)
     assert found.classes == ["0", "1"]
-    assert found.notices[0] == "list.csv: its column label has the classes, not class"
+    assert found.notices[0] == "list.csv: its column label has the classes, as is usual, not class"
 
 
 @pytest.mark.parametrize("told", ["1 images are not used, because", "1 .heic"])
@@ -121,3 +137,149 @@ def test_what_a_list_leaves_out_is_told(told, tmp_path):
         notices = find_samples(place).notices
         assert any(told in notice for notice in notices)
         assert not any("without an ending" in notice for notice in notices)
+
+
+@pytest.mark.parametrize(
+    "missing", ["nan", "NaN", "None", "null", "NULL", "<NA>", "NA", "N/A", "#N/A", "NaT"]
+)
+@pytest.mark.parametrize("column", ["path", "label"])
+def test_what_pandas_writes_for_a_missing_value_is_no_class_and_no_path(column, missing, tmp_path):
+    rows = ["0.png,a", f"1.png,{missing}" if column == "label" else f"{missing},b", "2.png,b"]
+    (tmp_path / "list.csv").write_text("\n".join(["path,label", *rows]))
+    with refuses(f"list.csv, row 3: its {column} is {missing}", "pandas"):
+        find_samples(tmp_path)
+
+
+NFC, NFD = (unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD"))
+
+
+def test_names_in_two_unicode_forms_are_one_in_a_list_and_lead_to_the_files(tmp_path):
+    for number in range(8):
+        grey(tmp_path / (NFD if number % 2 else NFC) / f"{NFD}{number}.png", number)
+    rows = [
+        f"{(NFC, NFD)[number % 2]}/{NFC}{number}.png,{(NFD, NFC, 'tea')[number % 3]}" for number in range(8)
+    ]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]))
+    train, test = task(tmp_path / "list.csv").datasets()
+    assert train.classes == [NFC, "tea"] and len(train) + len(test) == 8
+    assert any("8 paths are written otherwise than their files" in notice for notice in train.notices)
+
+
+@pytest.mark.parametrize(
+    "written, is_told",
+    [
+        ("photos/img_{}.JPG", True),
+        ("Photos/IMG_{}", False),
+        ("Photos/IMG_{}.jpg", False),
+        ("Photos\\IMG_{}.jpg", False),
+        ("./Photos/IMG_{}", False),
+        ("PHOTOS\\img_{}", True),
+    ],
+)
+def test_paths_of_windows_in_another_case_or_without_an_ending_lead_to_their_files(
+    written, is_told, tmp_path
+):
+    for number in range(4):
+        grey(tmp_path / f"Photos/IMG_{number}.jpg", 60 * number)
+    rows = [f"{written.format(number)},{'ab'[number % 2]}" for number in range(4)]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]))
+    train, test = task(tmp_path).datasets()
+    assert len(train) + len(test) == 4
+    assert any("4 paths are written otherwise" in notice for notice in train.notices) == is_told
+
+
+def test_of_two_files_that_differ_in_case_a_path_means_its_own_and_no_other(tmp_path):
+    for number, name in enumerate(("a.png", "A.png", "b.png")):
+        grey(tmp_path / name, number)
+    (tmp_path / "list.csv").write_text("image,label\na.png,x\nA.PNG,y\nb.png,x\nA.png,y\n")
+    with refuses("A.PNG", "--skip-bad"):
+        task(tmp_path).datasets()
+
+
+@pytest.mark.parametrize(
+    "header, told",
+    [
+        ("id,img_path,label", "its column img_path has the paths, as its files are there, not id"),
+        ("image,file_path,label", "its column file_path has the paths, as its files are there, not image"),
+        ("where,image,label", None),
+        ("Image-ID,nothing,label", None),
+        ("x,there,label", "its column there has the paths, as its files are there, not one of a usual name"),
+        (",filepaths,labels", None),
+    ],
+)
+def test_the_column_of_paths_is_the_one_whose_files_are_there_and_that_is_told(header, told, tmp_path):
+    for number in range(4):
+        grey(tmp_path / f"{number}.png", number)
+    names = [f"{number}.png" for number in range(4)]
+    others = [f"of{number}" for number in range(4)]
+    columns = (names, others) if header.startswith("Image-ID") else (others, names)
+    rows = [f"{one},{two},{'ab'[n % 2]}" for n, (one, two) in enumerate(zip(*columns))]
+    (tmp_path / "list.csv").write_text("\n".join([header, *rows]))
+    found = find_samples(tmp_path)
+    assert {sample.name for split in found.samples.values() for sample in split} == {*names}
+    assert [notice for notice in found.notices if "has the paths" in notice] == (
+        [f"list.csv: {told}"] if told else []
+    )
+
+
+def test_a_list_whose_images_are_elsewhere_is_told_its_column_and_two_images_that_are_there(tmp_path):
+    for number in range(4):
+        grey(tmp_path / f"train_images/{number}.png", number)
+    (tmp_path / "train.csv").write_text("id_code,diagnosis\n0,a\n1,b\n2,a\n3,b\n")
+    with refuses(
+        "its column id_code are not in", "has train_images/0.png, train_images/1.png", "--images-dir"
+    ):
+        find_samples(tmp_path)
+
+
+@pytest.mark.parametrize("again", ["0.png", "./0.png", "x\\..\\0.png", "0"])
+def test_a_file_that_is_listed_twice_counts_once_and_that_is_told(again, tmp_path):
+    for number in range(4):
+        grey(tmp_path / f"{number}.png", number)
+    (tmp_path / "list.csv").write_text(f"image,label\n0.png,a\n1.png,b\n2.png,a\n3.png,b\n{again},a\n")
+    found = find_samples(tmp_path)
+    assert sum(map(len, found.samples.values())) == 4
+    assert any(
+        "list.csv: 1 rows name a file again, which counts once (" in notice for notice in found.notices
+    )
+
+
+@pytest.mark.parametrize(
+    "labels, told",
+    [
+        (("cat|dog", "cat", "dog", "cat"), "1 labels look like several in one cell (cat|dog)"),
+        (("cat dog", "cat", "dog", "cat"), "1 labels look like several in one cell (cat dog)"),
+        (('"cat, dog"', "cat", "dog", "cat"), "1 labels look like several in one cell (cat, dog)"),
+        (("a;b", "b;c", "a;b", "c"), "2 labels look like several in one cell (a;b, b;c)"),
+        (("New York", "York", "Rome", "New York"), None),
+        (("0.5", "1.0", "0.5", "1.0"), "each of the 2 numbers of its column label (0.5 to 1)"),
+        (("1", "01", "2", "2"), "different classes whose names are the same number: 01, 1"),
+        (("1_2", "12", "1_2", "12"), None),
+        (("0", "1", "0", "1"), None),
+    ],
+)
+def test_labels_that_may_be_several_or_quantities_are_told(labels, told, tmp_path):
+    for number in range(20):
+        grey(tmp_path / f"{number}.png", number)
+    rows = [f"{number}.png,{labels[number % 4]}" for number in range(20)]
+    (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]))
+    notices = find_samples(tmp_path).notices
+    found = [notice for notice in notices if "held out" not in notice]
+    assert len(found) == bool(told) and (not told or told in found[0])
+
+
+def test_boxes_in_columns_are_told_not_to_be_read(tmp_path):
+    for number in range(4):
+        grey(tmp_path / f"{number}.png", number)
+    rows = [f"{number}.png,{'ab'[number % 2]},1,2,5,6" for number in (0, 1, 1, 2, 3)]
+    (tmp_path / "list.csv").write_text("\n".join(["filename,class,xmin,ymin,xmax,ymax", *rows]))
+    notices = find_samples(tmp_path).notices
+    assert "list.csv: boxes and outlines are not read (xmin): an image has a class" in notices
+    assert any("1 rows name a file again" in notice for notice in notices)
+
+
+def test_whole_numbers_with_gaps_are_told_to_be_learned_as_classes(tmp_path):
+    rows = [f"{number}.png,{number // 4 * 3}\n" for number in range(100)]
+    grey(tmp_path / "0.png", 0)
+    (tmp_path / "list.csv").write_text("image,label\n" + "".join(rows))
+    assert any("each of the 25 numbers" in notice for notice in find_samples(tmp_path).notices)

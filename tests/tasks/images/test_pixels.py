@@ -14,6 +14,7 @@ from tests.tasks.images.small import make, paint, task
 from tpukit.runs.weights import serialize
 from tpukit_tasks.images import data
 from tpukit_tasks.images.data import read_image
+from tpukit_tasks.mshnet.data import read_image as infrared_image
 
 
 def test_more_pixels_than_the_disk_holds_are_refused_before_decoding(tmp_path, monkeypatch):
@@ -35,7 +36,7 @@ def test_images_of_every_kind_become_rgb_of_the_wanted_size(tmp_path):
     grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
     Image.fromarray(grey).save(tmp_path / "grey.png")
     Image.fromarray(grey).convert("P").save(tmp_path / "palette.gif")
-    Image.fromarray(np.dstack([grey] * 3 + [grey // 2])).save(tmp_path / "alpha.png")
+    Image.fromarray(np.dstack([grey] * 3 + [np.full_like(grey, 255)])).save(tmp_path / "opaque.png")
     for path in tmp_path.iterdir():
         image = read_image(path, 16)
         assert image.dtype == np.uint8 and np.array_equal(image, np.dstack([grey] * 3)), path.name
@@ -88,10 +89,89 @@ def test_the_preview_that_a_phone_puts_into_a_jpeg_is_no_second_page(tmp_path):
 def test_images_of_one_colour_are_told(tmp_path):
     make(tmp_path, "a", "b")
     icon = np.zeros((8, 8, 4), np.uint8)
-    icon[2:5, 2:5, 3] = 255
+    icon[..., 3] = 255
     Image.fromarray(icon).save(tmp_path / "b/icon.png")
     notes = "\n".join(split.notes for split in task(tmp_path).datasets())
     assert "same colour" in notes and "b/icon.png" in notes
+
+
+WRITERS = {  # of a grey picture (H, W), which is transparent where `hidden` (H, W) bool says
+    "rgba.png": lambda grey, hidden: Image.fromarray(np.dstack([grey] * 3 + [~hidden * np.uint8(255)])),
+    "la.png": lambda grey, hidden: Image.fromarray(np.dstack([grey, ~hidden * np.uint8(255)])),
+    "palette.png": lambda grey, hidden: Image.fromarray(np.where(hidden, 9, grey)).convert("P"),
+    "palette.gif": lambda grey, hidden: WRITERS["palette.png"](grey, hidden),
+    "l.png": lambda grey, hidden: Image.fromarray(np.where(hidden, 9, grey)),
+    "rgb.png": lambda grey, hidden: Image.fromarray(np.where(hidden, 9, grey)).convert("RGB"),
+    "lossless.webp": lambda grey, hidden: WRITERS["rgba.png"](grey, hidden),
+    "rgba.tif": lambda grey, hidden: WRITERS["rgba.png"](grey, hidden),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_a_file_stores_below_transparency_is_neither_learned_from_nor_predicted_on(name, tmp_path):
+    rng = np.random.default_rng(0)
+    shown = rng.integers(10, 256, (8, 8), np.uint8)
+    hidden = np.tri(8, dtype=bool)
+    noise = rng.integers(10, 256, (8, 8), np.uint8)
+    image = WRITERS[name](np.where(hidden, noise, shown), hidden)
+    key = {"l.png": 9, "rgb.png": (9, 9, 9), "palette.png": 9, "palette.gif": 9}.get(name)
+    how = dict(lossless=True) if name.endswith("webp") else dict(transparency=key) if key else {}
+    make(tmp_path, "a", "b")
+    image.save(tmp_path / "a" / name, **how)
+    one = task(tmp_path)
+    expected = np.dstack([np.where(hidden, 128, shown)] * 3)
+    assert np.array_equal(read_image(tmp_path / "a" / name, 8), expected)
+    assert np.array_equal(infrared_image(tmp_path / "a" / name)[0], expected[..., 0])
+    batch, _ = one.read_files([tmp_path / "a" / name], None)
+    assert np.array_equal(batch["image"][0], expected.transpose(2, 0, 1))
+    notes = "\n".join(split.notes for split in one.datasets())
+    assert notes.count("images have transparent pixels") == 1 and f"(a/{name}): laid on grey 128" in notes
+    assert "transparent pixels on the value 128" in one.export_preprocessing
+
+
+@pytest.mark.parametrize(
+    "kind, channels, told",
+    [
+        ("float16", 1, "1 x 16-bit floating point"),
+        ("float64", 1, "1 x 64-bit floating point"),
+        ("float32", 3, "3 x 32-bit floating point"),
+        ("uint64", 1, "1 x 64-bit unsigned"),
+    ],
+)
+def test_a_tiff_of_numbers_that_are_not_read_is_refused_by_their_name(kind, channels, told, tmp_path):
+    write_tiff(tmp_path / "a.tif", np.zeros((8, 8, channels), kind))
+    with refuses(told, "convert it to one channel of 16-bit"):
+        read_image(tmp_path / "a.tif", 8, (0, 1))
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint16", "int16", "uint32", "int32", "float32"])
+def test_a_tiff_keeps_the_order_of_its_values_from_the_least_to_the_largest_of_its_numbers(kind, tmp_path):
+    limits = np.finfo(kind) if kind == "float32" else np.iinfo(kind)
+    low, high = (0, 1) if kind == "float32" else (limits.min, limits.max)
+    values = np.linspace(low, high, 64).astype(kind).reshape(8, 8)
+    for name in ("a/0.tif", "b/0.tif", "a/1.tif", "b/1.tif"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_tiff(tmp_path / name, values[..., None])
+    for image in task(tmp_path).datasets()[0].images:
+        assert (np.diff(image[0].ravel().astype(int)) > 0).all() and np.ptp(image) >= 250
+
+
+def write_tiff(path, pixels):
+    """A TIFF of one strip, whatever its numbers are; Pillow writes only what it reads. pixels: (H, W, C)."""
+    height, width, channels = pixels.shape
+    bits, number = 8 * pixels.itemsize, "uif".index(pixels.dtype.kind) + 1
+    end = 8 + 2 + 12 * 11 + 4  # of the header and of the tags; then the two lists
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: 1 if channels == 1 else 2}
+    tags |= {273: end + 4 * channels, 277: channels, 278: height, 279: pixels.nbytes, 284: 1, 339: number}
+    with open(path, "wb") as file:
+        file.write(b"II*\0" + struct.pack("<IH", 8, len(tags)))
+        for tag, value in tags.items():
+            is_list = channels > 1 and tag in (258, 339)
+            kind = 3 if tag in (258, 339) else 4
+            place = end + 2 * channels * (tag == 339) if is_list else value
+            file.write(struct.pack("<HHII", tag, kind, channels if is_list else 1, place))
+        file.write(struct.pack(f"<I{channels}H{channels}H", 0, *[bits] * channels, *[number] * channels))
+        file.write(pixels.tobytes())
 
 
 def deep_png(path, pixels):

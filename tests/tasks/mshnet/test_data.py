@@ -1,6 +1,7 @@
 """Infrared sets on disk: their lists, their images, what is wrong with them, and the synthetic one."""
 
 import shutil
+import unicodedata
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ from PIL import ExifTags, Image
 
 from tests.conftest import refuses
 from tpukit import MSHNet
-from tpukit.data import pictures
 from tpukit.runs import weights
+from tpukit_tasks import pictures
 from tpukit_tasks.mshnet import labels
 from tpukit_tasks.mshnet.data import InfraredSet, read_image, read_mask
 from tpukit_tasks.mshnet.lists import read_list
@@ -207,7 +208,7 @@ def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_
         said = MSHNet(weights=trained).export_preprocessing
         assert f"grey from {train.levels[0]:g} to {train.levels[1]:g}" in said
     said = MSHNet(base_size=128).export_preprocessing  # as `split` scales what a user predicts
-    assert "grey" not in said and "128 pixels or, if that is more, to 0.5 times its length" in said
+    assert "grey from" not in said and "128 pixels or, if that is more, to 0.5 times its length" in said
     with refuses("deeper than 8 bits"):
         read_image(tmp_path / "uint16/images/a.tif")  # by weights that learned from 8 bits
 
@@ -247,13 +248,44 @@ def test_folders_of_splits_in_images_are_the_splits(tmp_path):
         assert InfraredSet(tmp_path, split).names == [f"{split}/{number}.png" for number in range(6)]
 
 
+@pytest.mark.parametrize("layout", ["{split}/{kind}", "{split}_{kind}", "Set_{split}/IRSTD_{kind}"])
+def test_folders_of_splits_above_images_and_masks_are_the_splits(layout, tmp_path):
+    for split, start in (("train", 0), ("test", 6)):
+        write_set(tmp_path / split, [str(number) for number in range(start, start + 6)], lists=())
+        for kind in ("images", "masks"):
+            place = tmp_path / "set" / layout.format(split=split, kind=kind)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(tmp_path / split / kind, place)
+    for split, start in (("train", 0), ("test", 6)):
+        data = InfraredSet(tmp_path / "set", split)
+        assert [name.split("/")[-1] for name in data.names] == sorted(f"{start + n}.png" for n in range(6))
+        assert (data.targets[:, 0] == 255).all() and not data.notices
+
+
+def test_names_in_two_unicode_forms_are_one_in_lists_images_and_masks_and_are_split_alike(tmp_path):
+    nfc, nfd = ([unicodedata.normalize(form, f"caf\u00e9{n}") for n in range(8)] for form in ("NFC", "NFD"))
+    splits = {}
+    for form, images, masks in (("NFC", nfc, nfc), ("NFD", nfd, nfc)):
+        write_set(tmp_path / form, images, lists=())
+        shutil.rmtree(tmp_path / form / "masks")
+        write_set(tmp_path / "of_masks" / form, masks, lists=())
+        shutil.move(tmp_path / "of_masks" / form / "masks", tmp_path / form)
+        splits[form] = [InfraredSet(tmp_path / form, split).names for split in ("train", "test")]
+    assert splits["NFC"] == splits["NFD"] and len(sum(splits["NFD"], [])) == 8
+    (tmp_path / "NFD/trainval.txt").write_text("\n".join([*nfc, nfd[0]]))
+    (tmp_path / "NFD/test.txt").write_text("\n".join(nfd))
+    train, test = (InfraredSet(tmp_path / "NFD", split) for split in ("train", "test"))
+    assert train.names == test.names == nfc
+    assert train.notices == [f"1 names are in a list more than once, and count once ({nfc[0]})"]
+
+
 @pytest.mark.parametrize(
     "change, told",
     [
         (lambda folder: (folder / "val.txt").touch(), "1 lists are not used (val.txt)"),
         (
-            lambda folder: (folder / "trainval.txt").write_text("a\na\n"),
-            "1 names are in the lists more than once (a)",
+            lambda folder: (folder / "trainval.txt").write_text("a\n./a.PNG\n"),
+            "1 names are in a list more than once, and count once (a.PNG)",
         ),
         (
             lambda folder: (folder / "trainval.txt").write_text("b\n"),
@@ -330,5 +362,5 @@ def test_boxes_in_place_of_masks_are_refused_with_what_is_needed(tmp_path):
     shutil.rmtree(tmp_path / "masks")
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels/a.txt").write_text("0 0.5 0.5 0.1 0.1")
-    with refuses("no masks in", "labels", "white", "boxes"):
+    with refuses("no masks in", "labels", "white", "boxes", "1 .txt (a.txt)"):
         MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()

@@ -58,6 +58,7 @@ KINDS = {  # an image file of a mask (H, W) of bool
     "16 bits": lambda mask: Image.fromarray(mask.astype(np.uint16) * 3),
     "32 bits": lambda mask: Image.fromarray(mask.astype(np.int32) * 70000),
     "float": lambda mask: Image.fromarray(mask.astype(np.float32)),
+    "NaN": lambda mask: Image.fromarray(np.where(mask, 1, np.nan).astype(np.float32)),
     "red": lambda mask: Image.fromarray(np.dstack([mask * 128, mask * 0, mask * 0]).astype(np.uint8)),
     "palette": lambda mask: KINDS["red"](mask).convert("P", palette=Image.Palette.ADAPTIVE, colors=2),
     "1 bit": lambda mask: Image.fromarray(mask),
@@ -84,6 +85,85 @@ def test_grey_between_the_two_values_and_the_noise_of_a_jpeg_are_no_targets(tmp_
         Image.fromarray(noise).save(tmp_path / "noise.jpg", quality=100)
         found = read_mask(tmp_path / "noise.jpg")
         assert (found >= 128).sum() == labels and (not labels or not found[0, :8].any())
+
+
+def squares(*values):
+    """A mask (64, 64) with a square of four pixels of each value."""
+    mask = np.zeros((64, 64))
+    for number, value in enumerate(values):
+        mask[4 + 8 * number :][:2, 4:6] = value
+    return mask
+
+
+@pytest.mark.parametrize("step", [1, 60])
+def test_numbered_targets_are_all_targets_if_the_masks_of_the_whole_set_number_them(step, tmp_path):
+    task = write(tmp_path, {name: step * squares(*range(1, 1 + n)) for name, n in zip("abcd", (1, 2, 3, 4))})
+    (tmp_path / "trainval.txt").write_text("a\nb\n")
+    (tmp_path / "test.txt").write_text("c\nd\n")
+    data = task.datasets()
+    for split, counts in zip(data, ((4, 8), (12, 16))):
+        assert [(mask == 255).sum() for mask in split.masks] == [*counts]
+        assert not [notice for notice in split.notices if "masks hold" in notice or "darker" in notice]
+        assert "number their targets" in split.notes
+
+
+OTHERWISE = {  # the dark square of `a` is no target if there is such a mask, too
+    "white": squares(255),
+    "soft": np.where(squares(90) > 0, 90, np.roll(squares(200), 2, 1)),
+    "of two kinds": squares(100, 255),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_dark_regions_are_no_targets_but_told_if_a_mask_of_the_set_has_brighter_ones(kind, tmp_path):
+    task = write(tmp_path, dict(a=squares(1, 2), b=OTHERWISE[kind], c=squares(255)))
+    train, _ = task.datasets()
+    assert (train.masks[0] < 128).all() and "number their targets" not in train.notes
+    assert [
+        notice for notice in train.notices if "hold no value of 128 or more" in notice and "(a)" in notice
+    ]
+
+
+def bordered(label, border, shape):
+    mask = np.zeros((64, 64))
+    mask[20:27, 20:27] = border
+    mask[22:25, 22:25] = label
+    if shape == "round":
+        mask[20:27, 20:27] = np.where(np.hypot(*np.mgrid[-3:4, -3:4]) < 3.5, mask[20:27, 20:27], 0)
+    if shape == "of one pixel":
+        mask[:] = 0
+        mask[19:22, 20] = mask[20, 19:22] = border
+        mask[20, 20] = label
+    if shape == "at one side":
+        mask[20:27, 20:22] = 0
+    return mask
+
+
+@pytest.mark.parametrize("label, border", [(1, 255), (15, 255), (38, 220)])
+@pytest.mark.parametrize("shape", ["square", "round", "of one pixel", "at one side"])
+def test_a_border_that_is_to_be_ignored_is_not_taken_for_the_target_within_it(label, border, shape, tmp_path):
+    task = write(tmp_path, dict(a=squares(1), b=bordered(label, border, shape)))
+    with refuses("1 of 2 training masks have labels within a border", "VOC", "(b)"):
+        task.datasets()
+
+
+def test_a_border_in_the_test_masks_alone_is_refused_too_and_a_soft_edge_is_none(tmp_path):
+    soft = square(4)
+    soft[8, 8:12], soft[9, 12], soft[10, 8] = 64, 3, 100
+    task = write(tmp_path, dict(a=soft, b=bordered(1, 255, "square")))
+    (tmp_path / "trainval.txt").write_text("a\n")
+    (tmp_path / "test.txt").write_text("b\n")
+    with refuses("1 of 1 test masks have labels within a border", "(b)"):
+        task.datasets()
+
+
+@pytest.mark.parametrize("below", [0, 90, 255])
+def test_what_is_transparent_in_a_mask_is_no_target_whatever_is_below(below, tmp_path):
+    values, mask = np.full((64, 64), below, np.uint8), square(2) > 0
+    values[mask] = 255
+    for mode, planes in (("RGBA", [values] * 3), ("LA", [values])):
+        Image.fromarray(np.dstack([*planes, mask * np.uint8(255)]), mode).save(tmp_path / "mask.png")
+        assert np.array_equal(read_mask(tmp_path / "mask.png")[0] == 255, mask)
 
 
 @pytest.mark.parametrize("wrong", ["black", "white"])

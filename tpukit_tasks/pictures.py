@@ -1,17 +1,19 @@
-"""Image files of users: which formats are opened, how large one may be, grey deeper than 8 bits, and errors
-that name the file."""
+"""Image files of users: which formats are opened, how large one may be, what transparent pixels show, grey
+deeper than 8 bits, and errors that name the file."""
 
 import collections
 import concurrent.futures
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from tpukit.data import arrays
+from tpukit.data.splits import some
 from tpukit.host.errors import TpukitError, as_unreadable, first_line
 from tpukit.runs import weights
 
@@ -26,15 +28,24 @@ LEVELS = 256
 PERCENTILES = (0, 0.5, 99.5, 100)
 Levels = tuple[float, float]  # values of grey that become 0 and 255
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
+GREY = 128  # transparent pixels are laid on it: neither a black nor a white shape is lost there
+UNSIGNED, SIGNED = 1, 2  # in tag 339 of a TIFF
+NUMBERS = {UNSIGNED: "unsigned", SIGNED: "signed", 3: "floating point"}
 
 
 @contextlib.contextmanager
 def opened(path: Path | str) -> Iterator[Image.Image]:
     """Context manager: the Pillow image of a file, not decoded yet.
 
-    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS, for several pages or frames, and
-    for colours deeper than 8 bits, of which Pillow would keep the upper 8."""
-    with Image.open(path, formats=FORMATS) as image:
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS, for several pages or frames, for a
+    TIFF of numbers that Pillow cannot read, and for colours deeper than 8 bits, of which it would keep the
+    upper 8."""
+    try:
+        image = Image.open(path, formats=FORMATS)
+    except UnidentifiedImageError:
+        _require_known_numbers(path)
+        raise
+    with image:
         if image.width * image.height > MAX_PIXELS:
             raise TpukitError(
                 f"its header declares {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}"
@@ -44,6 +55,28 @@ def opened(path: Path | str) -> Iterator[Image.Image]:
         if _has_deep_colours(image):
             raise TpukitError("its channels have 16 bits: convert it to 8 bits, or to one channel of 16")
         yield image
+
+
+def _require_known_numbers(path):
+    """Raise TpukitError, which says what its numbers are, for a TIFF."""
+    kind = ""
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # SyntaxError, struct's: it is no TIFF
+        tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
+        file.seek(tags.next)
+        tags.load(file)
+        bits = tags[TiffImagePlugin.BITSPERSAMPLE]
+        number = NUMBERS.get(tags.get(TiffImagePlugin.SAMPLEFORMAT, (UNSIGNED,))[0], "other")
+        kind = f"{len(bits)} x {bits[0]}-bit {number}"
+    if kind:
+        raise TpukitError(
+            f"its pixels are {kind} numbers, which are not read: convert it to one channel of 16-bit unsigned"
+            " or 32-bit floating point ones"
+        )
+
+
+def _number_of(image):
+    """The tag of a TIFF that says what its numbers are; None of another format."""
+    return image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, (UNSIGNED,))[0] if image.format == "TIFF" else None
 
 
 def is_turned(path: Path) -> bool:
@@ -68,26 +101,103 @@ def left_out(paths: Iterable[Path | str]) -> list[str]:
     return [f"files that are not read, and so left out: {listed} (convert images to PNG)"] if counts else []
 
 
+# What files of these endings have at their start or end if they hold boxes or outlines
+MARKS = {
+    ".json": re.compile(rb'"(bbox|segmentation|shapes|regions|annotations)"\s*:'),
+    ".xml": re.compile(rb"<(bndbox|polygon)>"),
+    ".txt": re.compile(rb"^\d+(\s+[01]?\.\d+){4}", re.MULTILINE),  # YOLO's
+}
+PEEKED, LOOKED_AT = 65536, 1000  # bytes at both ends of a file; files
+
+
+def find_boxes(paths: Iterable[Path | str]) -> list[str]:
+    """Return a sentence that counts the files, by their endings, that hold boxes or outlines; none if there
+    are none."""
+    candidates = [path for path in map(Path, paths) if path.suffix.lower() in MARKS][:LOOKED_AT]
+    found = collections.defaultdict(list)
+    for path in candidates:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            ends = file.read(PEEKED)
+            file.seek(max(0, path.stat().st_size - PEEKED))
+            if MARKS[path.suffix.lower()].search(ends + file.read()):
+                found[path.suffix.lower()].append(path.name)
+    listed = ", ".join(f"{len(names)} {ending} ({some(names)})" for ending, names in found.items())
+    return [f"boxes or outlines, which are not read, in {listed}"] if listed else []
+
+
 # Colours and grey deeper than 8 bits
 
 
 def _has_deep_colours(image):
     """Whether Pillow is about to keep 8 bits of 16. It can keep all of them only for grey."""
-    if image.mode.startswith(("I", "F")) or not image.tile:
+    if _is_deep(image) or not image.tile:
         return False
     how = image.tile[0][3]  # as "RGB;16B" of a PNG, or ("RGB", the largest value) of a PPM
     return how[-1] >= LEVELS if image.format == "PPM" and isinstance(how, tuple) else ";16" in str(how)
 
 
-def upright_uint8(image: Image.Image, levels: Levels | None = None) -> Image.Image:
-    """Turn a Pillow image upright by its EXIF orientation, and make 8 bits of 16 or 32 bits of grey.
+def _is_deep(image):
+    """Whether grey is not in 0 to 255: I;16, I;16B, I, F, and signed numbers of 8 bits."""
+    return image.mode.startswith(("I", "F")) or image.mode == "L" and _number_of(image) == SIGNED
 
-    levels: of the training set. Raises TpukitError for deep grey without them, or so far from them that
-    nothing would be visible."""
-    image = ImageOps.exif_transpose(image)
-    if not image.mode.startswith(("I", "F")):  # I;16, I;16B, I, F
-        return image
-    values = np.asarray(image).astype(np.float64)
+
+def deep_values(image: Image.Image) -> np.ndarray | None:
+    """Return the values (H, W) of grey deeper than 8 bits, upright, in float64; None of another image."""
+    if not _is_deep(image):
+        return None
+    number, values = _number_of(image), np.asarray(ImageOps.exif_transpose(image))
+    if number == UNSIGNED and values.dtype == np.int32:  # Pillow has no uint32
+        values = values.view(np.uint32)
+    if number == SIGNED and values.dtype == np.uint8:  # nor int8
+        values = values.view(np.int8)
+    return values.astype(np.float64)
+
+
+def _on_colour(image, colour):
+    """Return (the image in mode L or RGB, its transparent pixels laid on a grey value; whether it has any).
+    What a file stores below them differs from one program to the next."""
+    is_grey = image.mode in ("1", "L", "LA")
+    opacity = find_opacity(image)
+    if is_transparent := opacity is not None and opacity.min() < LEVELS - 1:
+        below = Image.new("RGBA", image.size, (colour, colour, colour, LEVELS - 1))
+        image = Image.alpha_composite(below, image.convert("RGBA"))
+    return image.convert("L" if is_grey else "RGB"), bool(is_transparent)
+
+
+def find_opacity(image: Image.Image) -> np.ndarray | None:
+    """Return the opacity (H, W) uint8 of the pixels of an image; None if the file has none. A palette and one
+    of the colours may be transparent, too."""
+    return np.asarray(image.convert("RGBA").getchannel("A")) if image.has_transparency_data else None
+
+
+def read(
+    path: Path | str, levels: Levels | None = None, *, colour: int = GREY, draft: int = 0
+) -> tuple[Image.Image, bool]:
+    """Read the picture of a file as training and predictions see it: upright by its EXIF orientation, on one
+    colour, in 8 bits.
+
+    Args:
+        path: an image file.
+        levels: of the training set, for grey deeper than 8 bits.
+        colour: the grey value on which transparent pixels are laid.
+        draft: a large JPEG may be decoded at a fraction of its size, at least this many pixels.
+
+    Returns:
+        (the image, in mode L or RGB; whether it has transparent pixels)
+
+    Raises:
+        TpukitError: as `opened`; for deep grey without levels, or so far from them that nothing would be
+            visible."""
+    with opened(path) as image:
+        if draft:
+            image.draft("RGB", (draft, draft))
+        values = deep_values(image)
+        if values is None:
+            return _on_colour(ImageOps.exif_transpose(image), colour)
+    return _scaled(values, levels), False
+
+
+def _scaled(values, levels):
     least, most = np.nanmin(values), np.nanmax(values)
     if levels is None:
         raise TpukitError(
@@ -121,8 +231,8 @@ def find_levels(paths: Sequence[Path | str]) -> tuple[Levels | None, str]:
     low, high = max(least.min(), low - span), min(most.max(), high + span)
     high = high if high > low else low + 1
     note = (
-        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits: the training set's {low:g}"
-        f" to {high:g} become 0 to {LEVELS - 1}, in predictions, too"
+        f"{len(ranges)} of {len(paths)} images have grey deeper than 8 bits, or signed: the training set's"
+        f" {low:g} to {high:g} become 0 to {LEVELS - 1}, in predictions, too"
     )
     return (float(low), float(high)), note
 
@@ -134,15 +244,14 @@ def _measure(paths):
     def measure(path):
         try:
             with opened(path) as image:
-                if not image.mode.startswith(("I", "F")):
-                    return None
-                values = np.asarray(image).astype(np.float64)
+                values = deep_values(image)
         except Exception as error:  # Pillow raises many types for a damaged file
             if of_disk := as_unreadable(error, Path(path)):
                 raise of_disk from error
             return None
-        values = values[np.isfinite(values)]
-        return np.percentile(values, PERCENTILES) if values.size else None
+        if values is None or not (is_number := np.isfinite(values)).any():
+            return None
+        return np.percentile(values[is_number], PERCENTILES)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         found = [each for each in pool.map(measure, paths) if each is not None]
@@ -167,7 +276,15 @@ def format_levels(levels: Levels | None) -> dict[str, str]:
 def describe_opening(levels: Levels | None) -> str:
     """Return, for those who use an exported network, how an image file is opened as in training."""
     scaled = f" grey from {levels[0]:g} to {levels[1]:g} becomes 0 to 255, rounded;" if levels else ""
-    return f"turn it upright by its EXIF orientation;{scaled}"
+    return f"turn it upright by its EXIF orientation, lay transparent pixels on the value {GREY};{scaled}"
+
+
+def describe_transparent(names: Sequence[str], count: int, kind: str) -> list[str]:
+    """Return a sentence that counts the images with transparent pixels; none if there are none.
+
+    names: of these. count, kind: of all, such as 20 training images."""
+    told = f"{len(names)} of {count} {kind} have transparent pixels ({some(names)})"
+    return [f"{told}: laid on grey {GREY}, in predictions, too"] if names else []
 
 
 def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> list[np.ndarray]:
