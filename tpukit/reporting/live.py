@@ -13,6 +13,8 @@ from tpukit.reporting.presenting import as_image
 from tpukit.runs.run import Run
 
 MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training run
+MAX_WAIT_S = 10.0  # between two drawings, however long one takes
+FIRST_WAIT_S = 1.0  # until the next look for a first loss
 
 
 @contextlib.contextmanager
@@ -53,14 +55,15 @@ class LiveChart:
 
     def follow(self, done: threading.Event, every_s: float) -> None:
         """Redraw when the run changes, until the event `done` is set. Runs in a thread of its own."""
-        wait_s = every_s
+        wait_s = min(every_s, FIRST_WAIT_S)
         while not done.wait(wait_s):
             # Cores are forked before any of them writes. Until then this thread draws nothing, so that no
             # lock of matplotlib's is held in a fork.
-            if (written_at := self._written_at()) > self._seen:
-                self._seen, start = written_at, time.monotonic()
+            if (written_at := self._written_at()) > self._seen and self._has_curve():
+                self._seen, start_s = written_at, time.thread_time()
                 self.update()
-                wait_s = max(every_s, (time.monotonic() - start) / MAX_SHARE_OF_TIME)
+                drawing_s = time.thread_time() - start_s
+                wait_s = max(every_s, min(drawing_s / MAX_SHARE_OF_TIME, MAX_WAIT_S))
 
     def update(self) -> None:
         """Draw the run as it is now, the first time into a new output. An error is printed once."""
@@ -78,6 +81,13 @@ class LiveChart:
                 reason = first_line(error)
                 print(printable(f"the live chart could not be drawn ({reason}); training continues"))
             self._failed = True
+
+    def _has_curve(self):
+        """Return whether there is anything to draw. An error counts: the drawing says what it is."""
+        try:
+            return bool(findings.curves(self.run.records()))
+        except Exception:
+            return True
 
     def _written_at(self):
         """Return the time of the last record, in ns; 0 before the first."""

@@ -22,6 +22,10 @@ def run(tmp_path):
     return found
 
 
+def train(run, step):
+    run.log("train", step, epoch=0, loss=1.5, grad_norm=1.0, lr=0.1, speed=SPEED, memory=[])
+
+
 def test_where_no_page_is_open_nothing_is_shown_and_no_thread_started(run, monkeypatch, capsys):
     monkeypatch.setattr("IPython.display.display", pytest.fail)
     before = threading.active_count()
@@ -38,13 +42,32 @@ def test_the_chart_is_there_at_once_is_redrawn_when_something_was_written_and_a_
         time.sleep(0.2)
         assert not page.updates  # nothing was written
         records = run.path / "records.jsonl"
-        os.utime(records, ns=(records.stat().st_mtime_ns + 10**9,) * 2)  # as a training that writes
+        os.utime(records, ns=(records.stat().st_mtime_ns + 10**9,) * 2)
+        time.sleep(0.2)
+        assert not page.updates  # no loss was written
+        train(run, 1)
         wait_for(lambda: page.updates)
         assert page.threads[0] is not threading.main_thread()
         time.sleep(0.2)
         assert len(page.updates) == 1
         raise KeyboardInterrupt
     assert len(page.shown) == 1 and len(page.updates) == 2 and page.threads[1] is threading.main_thread()
+
+
+def test_drawings_that_take_long_are_ten_seconds_apart_at_most(run, page, monkeypatch):
+    """Their share of the thread's time alone would put them 26 s apart."""
+    done, waits = threading.Event(), []
+
+    def wait(seconds):
+        waits.append(seconds)
+        train(run, len(waits))
+        os.utime(run.path / "records.jsonl", ns=(time.time_ns() + len(waits) * 10**9,) * 2)
+        return len(waits) > 2
+
+    monkeypatch.setattr(done, "wait", wait)
+    monkeypatch.setattr(time, "thread_time", iter([0.0, 0.53, 1.0, 1.02]).__next__)
+    live.LiveChart(run).follow(done, every_s=0.5)
+    assert waits == [0.5, 10.0, pytest.approx(1.0)]
 
 
 @pytest.mark.parametrize("file", ["config.json", "records.jsonl"])
