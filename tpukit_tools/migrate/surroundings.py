@@ -22,6 +22,7 @@ MASK = re.compile(
 NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
 DRAWN = re.compile(r"torch\.(rand|normal|empty\(\d+\))")
 EVALUATES = re.compile(r"(?i)val|test|eval|dev|pred|infer|train=False")
+PARAMETERS = re.compile(r"parameters\(|state_dict\(|param_groups|\['params'\]")
 # Names of optimizers and loss scalers, and of the classes that make them.
 UPDATES = re.compile("opt|scaler", re.IGNORECASE)
 # Methods of models, optimizers and loaders: a function of the same name in the file is another one.
@@ -126,6 +127,14 @@ class Surroundings:
     def is_not_drawn(self, call: ast.Call) -> bool:
         """Return whether a value is no random number, which is drawn on the host: `torch.rand(1).item()`."""
         return DRAWN.search(ast.unparse(call)) is None
+
+    def is_for_each_parameter(self, call: ast.Call) -> bool:
+        """Return whether a call is made for each of a model's parameters, in a loop or a comprehension."""
+        loops = [outer for outer in self.source.ancestors(call) if isinstance(outer, ast.For)]
+        inner = [getattr(outer, "generators", []) for outer in self.source.ancestors(call)]
+        iters = [loop.iter for loop in [*loops, *itertools.chain(*inner)]]
+        values = [value for one in iters for value in self.source.assigned.get(last_name(one), [])]
+        return any(PARAMETERS.search(ast.unparse(one)) for one in [*iters, *values])
 
     def is_mask(self, index: ast.AST) -> bool:
         """Return whether an index is named as a mask, or compares values that are no counter and no text."""

@@ -119,6 +119,34 @@ def test_a_file_that_runs_a_model_on_no_xla_device_is_never_told_that_nothing_wa
     assert Checker(f"import torch_xla\n{code}").findings == []
 
 
+# A line as a page shows it, without the imports above it: what a guide's reader pastes.
+PIECES = {
+    "xmp.spawn(main, nprocs=8)": ("gone", "xmp.spawn(main, nprocs=None)"),
+    "device = xm.xla_device()": ("deprecated", "device = torch_xla.device()"),
+    "xm.mark_step()": ("deprecated", "torch_xla.sync()"),
+    "print(xm.xrt_world_size())": ("gone", "print(torch_xla.runtime.world_size())"),
+    "model = dp.DataParallel(Net, device_ids=devices)": ("deprecated", ""),
+    "model = DDP(nn.Linear(2, 2))": ("data-parallel", ""),
+    "loader = DataLoader(data, batch_size=8, shuffle=True)": ("ragged-batch", ""),
+    "print(xr.world_size())\nxmp.spawn(main)": ("launch", ""),
+    "loader = pl.MpDeviceLoader(data, device)\nxmp.spawn(main)": ("no-shard", ""),
+    "trainer = pl.Trainer(accelerator='gpu')": ("cuda", ""),
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_pasted_piece_of_code_means_by_xm_and_xmp_what_pages_mean(piece):
+    rule, fixed = PIECES[piece]
+    checker = Checker(f"{piece}\n")
+    assert rule in {rule for _, _, rule, *_ in checker.findings}
+    assert not fixed or checker.fixed.splitlines()[-1] == fixed
+
+
+def test_a_name_that_the_code_binds_is_its_own():
+    for own in ("import mine as xm", "xm = Mine()", "def f(xm): pass", "for xm in things: pass"):
+        assert Checker(f"import torch_xla\n{own}\nxm.mark_step()\nxm.xrt_world_size()\n").findings == []
+
+
 def test_a_file_that_runs_no_model_needs_no_device():
     module = "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x.to(x)\n"
     assert Checker(module).findings == []
