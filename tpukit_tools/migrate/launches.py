@@ -24,8 +24,7 @@ class Launches:
         self.functions, self.methods = {}, {}
         self.inside, self.seen, self.memory = set(), set(), {}
         self.returned: list[Opened] = []
-        found: set[Located] = set()
-        self.found = found
+        self.found: set[Located] = set()
         for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 is_method = isinstance(source.parents[node], ast.ClassDef)
@@ -34,11 +33,13 @@ class Launches:
                 made = [one for one in node.body if getattr(one, "name", "") == "__init__"]
                 self.functions.setdefault(node.name, []).extend(made)
         if any(self._launches(call) for call in source.calls):
-            opened = self._run(source.tree.body, NOTHING) or NOTHING
+            self._run(source.tree.body, NOTHING)
+            imported = [one for one in source.tree.body if "'__main__'" not in _test_of(one)]
+            opened = self._run(imported, NOTHING) or NOTHING
             for node in source.nodes:  # a function that this file calls nowhere, such as click's commands
                 if isinstance(node, Function) and node not in self.seen:
                     self._enter(node, opened)
-        self.too_early = sorted(found, key=lambda node: (node.lineno, node.col_offset))
+        self.too_early = sorted(self.found, key=lambda node: (node.lineno, node.col_offset))
 
     def _launches(self, call):
         """Return whether a call starts several processes."""
@@ -60,8 +61,8 @@ class Launches:
         return puts is not None and any(map(self._is_xla, values))
 
     def _is_xla(self, value):
-        values = [value, *self.source.assigned.get(last_name(value), [])]
-        return any(re.fullmatch(TABLES["xla_device"], ast.unparse(one)) for one in values)
+        values = self.source.assigned.get(last_name(value)) or [value]
+        return all(re.fullmatch(TABLES["xla_device"], ast.unparse(one)) for one in values)
 
     def _run(self, node, opened: Opened) -> Opened | None:
         """Return what is open after a node, or list of nodes; None if nothing runs after it."""
@@ -137,6 +138,11 @@ class Launches:
             self.memory[key] = opened | (_either(self.returned.pop(), after) or NOTHING)
             self.inside.remove(function)
         return self.memory.get(key, opened)
+
+
+def _test_of(statement):
+    """Return the condition of an `if` at the top of a module; "" of anything else."""
+    return ast.unparse(statement.test) if isinstance(statement, ast.If) else ""
 
 
 def _either(*ends: Opened | None) -> Opened | None:
