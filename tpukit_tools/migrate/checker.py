@@ -177,16 +177,20 @@ class Checker:
 
     def _check_device(self):
         """Check that a file which runs a model chooses an XLA device somewhere, or has been told to."""
+        tree = self.source.tree
         told = {rule for _, _, rule, *_ in self.findings} & {"cuda", "library"}
         knows_xla = re.search(TABLES["knows_xla"], self.text)
         if told or knows_xla or not re.search("torch|[tT]rain|[lL]earner", self.text):
             return
         is_script = "'__main__'" in self.text
+        runs = is_script or any(
+            isinstance(one, ast.For | ast.While | ast.With) or _calls(one) for one in tree.body
+        )
         for call in self.source.calls:
             name = self.source.name(call.func)
             is_outside = is_script or self.source.function_of(call) is self.source.tree
             if re.fullmatch(TABLES["trains"], name) or is_outside and re.fullmatch(TABLES["predicts"], name):
-                self._add(call, dict(rule="no-device"))
+                self._add(call, dict(rule="no-device" if runs or is_outside else "device-elsewhere"))
                 return
 
     # Findings and fixes
@@ -271,6 +275,11 @@ def _has(call, texts, when):
 def _argument(name, texts):
     """Return the keyword argument that takes an argument over into new code; "" if it is not given."""
     return f", {name}={texts[name]}" if name in texts else ""
+
+
+def _calls(statement):
+    """Return whether a statement is a call alone, `train()`."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
 
 
 def _short(node):
