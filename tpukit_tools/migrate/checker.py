@@ -231,6 +231,8 @@ class Checker:
 
     def _take_back(self):
         """Leave out the fixes that are right only if the others fix all of something."""
+        if not self.unsure:
+            return
         fixed = ast.unparse(parse(self._apply([one for one in self.edits if one not in self.unsure])))
         for edit, (finding, pattern) in self.unsure.items():
             others = [one for one in self.findings if one[2] == finding[2] and one[5]]
