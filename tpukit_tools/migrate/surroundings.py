@@ -169,7 +169,21 @@ class Surroundings:
             and self.source.function_of(move) is self.source.function_of(call)
             and not (MOVED_ELSEWHERE.search(ast.unparse(move)) or self.cuda_condition(move))
         ]
-        return bool(moves) and moves[0].lineno > call.lineno
+        return bool(moves) and moves[0].lineno > call.lineno or "self" in parts and self._is_moved_later(call)
+
+    def _is_moved_later(self, call):
+        """Return whether an optimizer of `self.parameters()` is made in an __init__, and an instance of its
+        class is moved: `Layer(2, 2).to(device)`."""
+        owner = next((one for one in self.source.ancestors(call) if isinstance(one, ast.ClassDef)), None)
+        moves = [one for one in self.source.calls if method_of(one) in ("to", "cuda")]
+        made = [
+            value
+            for move in moves
+            if not (MOVED_ELSEWHERE.search(ast.unparse(move)) or self.cuda_condition(move))
+            for value in [move.func.value, *self.source.assigned.get(last_name(move.func.value), [])]
+        ]
+        names = {last_name(value.func) for value in made if isinstance(value, ast.Call)}
+        return self._is_in_init(call) and owner is not None and owner.name in names
 
     def has_training_steps(self, call: ast.Call) -> bool:
         return bool(self.bodies)
