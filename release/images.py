@@ -13,13 +13,16 @@ from pathlib import Path
 
 KNOWN = tomllib.loads(Path(__file__).with_name("images.toml").read_text())
 ADDRESS = "https://raw.githubusercontent.com/"
+COLAB = "colab-image"
 MOST_BYTES = 1 << 20  # of a list; the longest has 15,000
 NAME, VERSION = r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}", r"[0-9][A-Za-z0-9.!_]{0,40}"
 PIN = re.compile(rf"(?<![\w.-])(?P<name>{NAME})(?:\[[\w, -]*\])?==(?P<version>{VERSION})")
 WHEEL = re.compile(rf"/(?P<name>{NAME}?)-(?P<version>{VERSION}?)(?:%2B\w+)?-(?:cp|py)\d+-[^/]*\.whl")
 BARE = re.compile(rf"({NAME})(?:\[[\w, -]*\])?\s*(?:[<>~!;#].*)?")
 VARIABLE = re.compile(r"([A-Z_]{1,40})=([\w.:-]{1,60})")
-PYTHON = re.compile(r"(?:Python |BASE_IMAGE=python:)(3\.\d{1,2})\b")
+PYTHON = re.compile(r"(?:Python |BASE_IMAGE=python:|ARG PACKAGE_PATH=/usr/local/lib/python)(3\.\d{1,2})\b")
+# Kaggle's images without a TPU are built upon one of Colab's, of this day.
+BASE = re.compile(r"FROM \S{1,90}:release-colab-external-images_(?P<version>\d{8})-")
 
 
 def main():
@@ -60,7 +63,9 @@ def read(text: str) -> tuple[str, dict[str, str]]:
             packages.setdefault(normal(found[1]), "")
         for found in (*PIN.finditer(line), *WHEEL.finditer(line)):
             packages[normal(found["name"])] = found["version"]
-    if not pythons or "torch" not in packages:
+        if found := BASE.match(line):
+            packages[COLAB] = found["version"]
+    if not pythons or not packages.keys() & {"torch", COLAB}:
         raise ValueError("no Python or no torch is named there, so their form has changed")
     return pythons[0], packages
 
@@ -74,7 +79,7 @@ def differences(known: dict, python: str, packages: dict[str, str]) -> Iterator[
     if python != known["python"]:
         yield "Python", known["python"], python
     unlisted = known.get("unlisted", [])
-    for package in known["packages"]:
+    for package in [*known["packages"], *known.get("built_upon", [])]:
         name, _, version = package.partition("==")
         now = packages.get(normal(name))
         if now is None and name not in unlisted:

@@ -89,6 +89,30 @@ def figures(path):
     return found
 
 
+PAIR_OF_OLD_WORDS = re.compile(r"(?P<word>.+?)(?: = (?P<chinese>.+))?")
+
+
+def old_words():
+    """[(word, as the Chinese pages put it)] of old_words.txt."""
+    lines = (ROOT / "tests/old_words.txt").read_text().splitlines()
+    found = [PAIR_OF_OLD_WORDS.fullmatch(line) for line in lines if not line.startswith("#")]
+    return [(one["word"], one["chinese"] or one["word"]) for one in found if one]
+
+
+OLD_WORDS = old_words()
+
+
+@pytest.mark.parametrize("word, chinese", OLD_WORDS, ids=[word for word, _ in OLD_WORDS])
+def test_a_word_of_the_old_guides_finds_its_line_in_both_languages(word, chinese):
+    for pages, wanted in (ENGLISH, word), (CHINESE, chinese):
+        for_users = [page for page in pages if page.name not in FOR_DEVELOPERS]
+        assert any(wanted in line for page in for_users for line in page.read_text().splitlines()), wanted
+
+
+def test_the_words_of_the_old_guides_are_all_there():
+    assert len(OLD_WORDS) == len(dict(OLD_WORDS)) == 141
+
+
 @pytest.mark.parametrize("english, chinese", PAIRS, ids=[name(english) for english, _ in PAIRS])
 def test_both_languages_state_the_same_figures(english, chinese):
     ours, theirs = figures(english), figures(chinese)

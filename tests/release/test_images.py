@@ -49,6 +49,24 @@ def test_one_change_of_a_list_is_one_difference(old, new, row):
     assert differences(KAGGLE.replace(old, new)) == ([row] if row else [])
 
 
+# Lines of its Dockerfile.tmpl and kaggle_requirements.txt (August 2026), shortened: the base brings torch.
+UPON_COLAB = """\
+FROM us-docker.pkg.dev/colab-images/public/runtime:release-colab-external-images_20260514-060047_RC00
+ARG PACKAGE_PATH=/usr/local/lib/python3.12/dist-packages
+ipywidgets==8.1.5
+"""
+
+
+def test_an_image_upon_another_differs_once_the_other_is_of_another_day():
+    known = dict(
+        python="3.12", lists=["a/list"], built_upon=["colab-image==20260514"], unlisted=["torch"], lacks=[],
+        packages=["torch==2.10.0", "ipywidgets==8.1.5"],
+    )  # fmt: skip
+    assert not list(images.differences(known, *images.read(UPON_COLAB)))
+    newer = images.read(UPON_COLAB.replace("20260514", "20261101"))
+    assert list(images.differences(known, *newer)) == [("colab-image", "20260514", "20261101")]
+
+
 @pytest.mark.parametrize(
     "text, code", [(KAGGLE, 0), (KAGGLE.replace("timm\n", ""), 1), ("<html>", 2), ("", 2)]
 )

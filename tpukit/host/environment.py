@@ -38,7 +38,7 @@ TPU_MENU = {
     "local": "there is no TPU to switch on here: open the notebook on Colab or Kaggle, or rent a TPU VM",
 }
 GPU_MENU = {
-    "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > T4 GPU (or L4, A100)",
+    "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > T4 GPU (L4, G4, A100, H100)",
     "kaggle": "Kaggle: Settings (or Session options) > Accelerator > GPU T4 x2",
     "tpu-vm": "a TPU VM has no GPU",
     "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",

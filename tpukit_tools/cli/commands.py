@@ -95,6 +95,7 @@ OLD = {
     "main.py": "use `tpukit train mshnet` or `tpukit train cdeit`; see docs/OLD_GUIDES.md",
     "main-tpu.py": "use `tpukit train mshnet` or `tpukit train cdeit`; see docs/OLD_GUIDES.md",
     "--use-tpu": "leave it out; tpukit uses the accelerator it finds",
+    "--data": "leave it out, the simulated set is the default; --dataset-dir DIR names another",
     "--mode": "use two commands: `tpukit train TASK` and `tpukit test RUN`",
 }
 

@@ -5,7 +5,8 @@ import ast
 import re
 
 from tpukit_tools.migrate.findings import TABLES
-from tpukit_tools.migrate.source import Located, Source
+from tpukit_tools.migrate.launches import Launches
+from tpukit_tools.migrate.source import Located, Source, parse
 from tpukit_tools.migrate.surroundings import Surroundings
 
 # Rules that code which runs only on CUDA cannot break.
@@ -23,14 +24,18 @@ class Checker:
         self.around = Surroundings(self.source)
         self.findings = []
         self.edits = []  # (start, end, new text), in bytes of the code
+        self.unsure = {}  # an edit -> (its finding, a pattern that no fixed code may have; see rules.toml)
         self.covered = set()  # (node, a rule that is not reported again in it, or "" for all of them)
         names = {self.source.name(node) for node in self.source.nodes}
         self.text = "\n".join([ast.unparse(self.source.tree), *names])
+        for call in Launches(self.source).too_early:
+            self._add(call, dict(rule="launch"))
         for node in self.source.nodes:  # an outer one before what is in it
             self._check(node)
         for call in self.source.calls:  # last: what asks for CUDA may be a part of a device's name
             self._check_condition(call)
         self._check_device()
+        self._take_back()
         self.fixed = self._apply([*self.edits, *self._imports()])
 
     def _check(self, node):
@@ -172,16 +177,20 @@ class Checker:
 
     def _check_device(self):
         """Check that a file which runs a model chooses an XLA device somewhere, or has been told to."""
+        tree = self.source.tree
         told = {rule for _, _, rule, *_ in self.findings} & {"cuda", "library"}
         knows_xla = re.search(TABLES["knows_xla"], self.text)
         if told or knows_xla or not re.search("torch|[tT]rain|[lL]earner", self.text):
             return
         is_script = "'__main__'" in self.text
+        runs = is_script or any(
+            isinstance(one, ast.For | ast.While | ast.With) or _calls(one) for one in tree.body
+        )
         for call in self.source.calls:
             name = self.source.name(call.func)
             is_outside = is_script or self.source.function_of(call) is self.source.tree
             if re.fullmatch(TABLES["trains"], name) or is_outside and re.fullmatch(TABLES["predicts"], name):
-                self._add(call, dict(rule="no-device"))
+                self._add(call, dict(rule="no-device" if runs or is_outside else "device-elsewhere"))
                 return
 
     # Findings and fixes
@@ -214,8 +223,23 @@ class Checker:
         if any(isinstance(outer, ast.JoinedStr) for outer in outers):
             # Older Pythons know no place in it, and a fix does not know its quotes.
             node, use = next(outer for outer in outers if isinstance(outer, ast.JoinedStr)), ""
-        self.findings.append((node.lineno, node.col_offset + 1, rule, found, advice, bool(use)))
+        finding = (node.lineno, node.col_offset + 1, rule, found, advice, bool(use))
+        self.findings.append(finding)
         self.edits += [(start, end, use)] if use else []
+        if use and "unless_left" in entry:
+            self.unsure[start, end, use] = finding, entry["unless_left"]
+
+    def _take_back(self):
+        """Leave out the fixes that are right only if the others fix all of something."""
+        if not self.unsure:
+            return
+        fixed = ast.unparse(parse(self._apply([one for one in self.edits if one not in self.unsure])))
+        for edit, (finding, pattern) in self.unsure.items():
+            others = [one for one in self.findings if one[2] == finding[2] and one[5]]
+            sure = len(others) > sum(one[0][2] == finding[2] for one in self.unsure.values())
+            if not sure or re.search(pattern, fixed):
+                self.edits.remove(edit)
+                self.findings[self.findings.index(finding)] = (*finding[:5], False)
 
     def _apply(self, edits):
         parts, end = [], 0
@@ -253,6 +277,11 @@ def _has(call, texts, when):
 def _argument(name, texts):
     """Return the keyword argument that takes an argument over into new code; "" if it is not given."""
     return f", {name}={texts[name]}" if name in texts else ""
+
+
+def _calls(statement):
+    """Return whether a statement is a call alone, `train()`."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
 
 
 def _short(node):

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from tpukit_tools.migrate.findings import TABLES
+
 Located = Any  # a node with a position, of a tree that was parsed
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -44,10 +46,16 @@ class Source:
                     self.assigned.setdefault(name, []).append(node.value)
             elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):
                 self.assigned.setdefault(node.target.id, []).append(node.iter)
+        self.bound = set(self.imported)
+        for node in every:
+            if not isinstance(node, ast.keyword) and not isinstance(getattr(node, "ctx", None), ast.Load):
+                kept = (getattr(node, field, None) for field in ("id", "arg", "name"))
+                self.bound |= {name for name in kept if isinstance(name, str)}
 
     def name(self, node: ast.AST) -> str:
         """Return the full name of a name or an attribute, such as torch.nn.DataParallel or builtins.print.
-        Of an attribute of something else, only what follows it: .item of `f(x).item`."""
+        Of an attribute of something else, only what follows it: .item of `f(x).item`. A name that the code
+        uses and nowhere binds, as in a pasted piece of it, is what rules.toml says."""
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -55,6 +63,10 @@ class Source:
         root = ""
         if isinstance(node, ast.Name):
             root = self.imported.get(node.id, node.id)
+            if node.id not in self.bound:
+                used = ".".join([node.id, *reversed(parts)])
+                meant = (full for name, full in TABLES["unbound"].items() if re.match(rf"{name}(\.|$)", used))
+                root = next(meant, root)
             if node.id not in self.imported | self.assigned and hasattr(builtins, node.id):
                 root = f"builtins.{node.id}"
         return ".".join([root, *reversed(parts)])

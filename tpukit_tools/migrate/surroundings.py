@@ -22,6 +22,7 @@ MASK = re.compile(
 NO_MASK = re.compile(rf"{SCHEDULE.pattern}|['\"]|\.(shape|size)\b")
 DRAWN = re.compile(r"torch\.(rand|normal|empty\(\d+\))")
 EVALUATES = re.compile(r"(?i)val|test|eval|dev|pred|infer|train=False")
+PARAMETERS = re.compile(r"parameters\(|state_dict\(|param_groups|\['params'\]")
 # Names of optimizers and loss scalers, and of the classes that make them.
 UPDATES = re.compile("opt|scaler", re.IGNORECASE)
 # Methods of models, optimizers and loaders: a function of the same name in the file is another one.
@@ -127,6 +128,14 @@ class Surroundings:
         """Return whether a value is no random number, which is drawn on the host: `torch.rand(1).item()`."""
         return DRAWN.search(ast.unparse(call)) is None
 
+    def is_for_each_parameter(self, call: ast.Call) -> bool:
+        """Return whether a call is made for each of a model's parameters, in a loop or a comprehension."""
+        loops = [outer for outer in self.source.ancestors(call) if isinstance(outer, ast.For)]
+        inner = [getattr(outer, "generators", []) for outer in self.source.ancestors(call)]
+        iters = [loop.iter for loop in [*loops, *itertools.chain(*inner)]]
+        values = [value for one in iters for value in self.source.assigned.get(last_name(one), [])]
+        return any(PARAMETERS.search(ast.unparse(one)) for one in [*iters, *values])
+
     def is_mask(self, index: ast.AST) -> bool:
         """Return whether an index is named as a mask, or compares values that are no counter and no text."""
         values = self.source.assigned.get(last_name(index), [])
@@ -160,7 +169,21 @@ class Surroundings:
             and self.source.function_of(move) is self.source.function_of(call)
             and not (MOVED_ELSEWHERE.search(ast.unparse(move)) or self.cuda_condition(move))
         ]
-        return bool(moves) and moves[0].lineno > call.lineno
+        return bool(moves) and moves[0].lineno > call.lineno or "self" in parts and self._is_moved_later(call)
+
+    def _is_moved_later(self, call):
+        """Return whether an optimizer of `self.parameters()` is made in an __init__, and an instance of its
+        class is moved: `Layer(2, 2).to(device)`."""
+        owner = next((one for one in self.source.ancestors(call) if isinstance(one, ast.ClassDef)), None)
+        moves = [one for one in self.source.calls if method_of(one) in ("to", "cuda")]
+        made = [
+            value
+            for move in moves
+            if not (MOVED_ELSEWHERE.search(ast.unparse(move)) or self.cuda_condition(move))
+            for value in [move.func.value, *self.source.assigned.get(last_name(move.func.value), [])]
+        ]
+        names = {last_name(value.func) for value in made if isinstance(value, ast.Call)}
+        return self._is_in_init(call) and owner is not None and owner.name in names
 
     def has_training_steps(self, call: ast.Call) -> bool:
         return bool(self.bodies)

@@ -237,6 +237,7 @@ def test_options_of_published_scripts_are_taken_as_todays():
     [
         "train mshnet --batch-size 32 --mode train --use-tpu",
         "train cdeit --mode=test",
+        "test outputs/cdeit --data simulated",
         "train mshnet --use_tpu",
         "main_tpu.py --dataset-dir ./datasets/IRSTD-1k",
     ],

@@ -81,7 +81,7 @@ def test_code_that_only_looks_like_trouble_is_left_alone(code, tmp_path):
 def test_every_rule_has_an_example_and_every_entry_a_rule_and_a_condition_that_exist():
     seen = set().union(*(rules for rules, _ in CASES))
     # test_notebook.py has installs; every case here imports torch_xla
-    assert seen | {"install", "no-device"} == set(migrate.RULES)
+    assert seen | {"install", "no-device", "device-elsewhere"} == set(migrate.RULES)
     entries = [
         *TABLES["names"].values(),
         *(entry for table in TABLES["patterns"].values() for entry in table),
@@ -117,6 +117,43 @@ def test_a_file_that_runs_a_model_on_no_xla_device_is_never_told_that_nothing_wa
     code = f"import torch\n{SILENT[name]}"
     assert [rule for _, _, rule, *_ in Checker(code).findings] == ["no-device"]
     assert Checker(f"import torch_xla\n{code}").findings == []
+
+
+# A line as a page shows it, without the imports above it: what a guide's reader pastes.
+PIECES = {
+    "xmp.spawn(main, nprocs=8)": ("gone", "xmp.spawn(main, nprocs=None)"),
+    "device = xm.xla_device()": ("deprecated", "device = torch_xla.device()"),
+    "xm.mark_step()": ("deprecated", "torch_xla.sync()"),
+    "print(xm.xrt_world_size())": ("gone", "print(torch_xla.runtime.world_size())"),
+    "model = dp.DataParallel(Net, device_ids=devices)": ("deprecated", ""),
+    "model = DDP(nn.Linear(2, 2))": ("data-parallel", ""),
+    "loader = DataLoader(data, batch_size=8, shuffle=True)": ("ragged-batch", ""),
+    "print(xr.world_size())\nxmp.spawn(main)": ("launch", ""),
+    "loader = pl.MpDeviceLoader(data, device)\nxmp.spawn(main)": ("no-shard", ""),
+    "trainer = pl.Trainer(accelerator='gpu')": ("cuda", ""),
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_pasted_piece_of_code_means_by_xm_and_xmp_what_pages_mean(piece):
+    rule, fixed = PIECES[piece]
+    checker = Checker(f"{piece}\n")
+    assert rule in {rule for _, _, rule, *_ in checker.findings}
+    assert not fixed or checker.fixed.splitlines()[-1] == fixed
+
+
+def test_a_name_that_the_code_binds_is_its_own():
+    for own in ("import mine as xm", "xm = Mine()", "def f(xm): pass", "for xm in things: pass"):
+        assert Checker(f"import torch_xla\n{own}\nxm.mark_step()\nxm.xrt_world_size()\n").findings == []
+
+
+def test_a_model_that_other_files_train_is_no_error_until_its_file_runs_it():
+    model = (
+        "import torch\nclass Net:\n    def optimizer(self):\n        return torch.optim.SGD(self.p, 0.1)\n"
+    )
+    levels = [migrate.RULES[rule][0] for _, _, rule, *_ in Checker(model).findings]
+    levels += [migrate.RULES[rule][0] for _, _, rule, *_ in Checker(f"{model}Net().optimizer()\n").findings]
+    assert levels == ["warning", "error"]
 
 
 def test_a_file_that_runs_no_model_needs_no_device():

@@ -90,6 +90,29 @@ def test_a_fix_calls_what_there_is_with_arguments_that_it_takes(line, fixed):
     assert checker.findings and checker.fixed.splitlines()[-1] == fixed
 
 
+# Files of which a GPU still trains a part in fp16 once all is fixed, and files of which none does.
+KEPT = [
+    "with torch.autocast('cuda', dtype=kind): pass\nscaler = GradScaler() if kind == torch.float16 else None",
+    "with autocast(): pass\nscaler = GradScaler(enabled=(args.dtype == 'float16'))",
+    "kind = {'bf16': torch.bfloat16, 'fp16': torch.float16}\nwith autocast(): pass\nscaler = GradScaler()",
+    "with torch.autocast(device.type): pass\nx = torch.zeros(2, dtype=torch.float16)\nscaler = GradScaler()",
+    "with torch.autocast(device_type=device.type, dtype=amp_dtype): pass\nscaler = GradScaler()",
+    "scaler = GradScaler()",  # who knows what the file that it is for does
+]
+OFF = [
+    "with autocast(): pass\nscaler = GradScaler()",
+    "with torch.autocast('cuda', dtype=torch.float16): pass\nscaler = GradScaler(enabled=args.amp)",
+    "with torch.autocast(device.type, dtype=torch.half): pass\nscaler = torch.amp.GradScaler('cuda')",
+]
+
+
+@pytest.mark.parametrize("code", [*KEPT, *OFF])
+def test_a_loss_scaler_is_switched_off_only_if_nothing_trains_in_fp16_any_more(code):
+    checker = Checker(f"import torch\nfrom torch.cuda.amp import GradScaler, autocast\n{code}\n")
+    [fixable] = [one[5] for one in checker.findings if "GradScaler" in one[3]]
+    assert fixable == ("GradScaler(enabled=False)" in checker.fixed) == (code in OFF)
+
+
 LAUNCHED = """import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.xla_multiprocessing as xmp

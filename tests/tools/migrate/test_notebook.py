@@ -81,6 +81,24 @@ def test_installing_another_torch_is_found_wherever_a_cell_does_it(cell, line, t
     assert source == cell if cell.startswith("%%") else source.endswith(cell)
 
 
+@pytest.mark.parametrize(
+    "command, rule",
+    [
+        ("!accelerate launch --use_tpu programs/CDEIT_TPU/main.py --mode train", "gone"),
+        ("%%bash\ncd x\naccelerate launch --mixed_precision fp16 train.py", "cuda"),
+        ("!python main_tpu.py \\\n    --epochs 2 --use-tpu", "gone"),
+        ("!ctpu up --name=me", "gone"),
+        ("!gcloud compute tpus create me --zone=us-central1-b", "gone"),
+        ("!gcloud compute tpus tpu-vm create me --zone=us-central1-b", None),
+        ("!python main.py --epochs 2", None),
+        ("!accelerate launch --tpu main.py", None),
+    ],
+)
+def test_a_command_that_no_machine_has_any_more_is_found(command, rule, tmp_path):
+    examined = examine(written(tmp_path, notebook(command), "old.ipynb"))
+    assert [f.rule for f in examined.findings] == [rule] * (rule is not None)
+
+
 def test_a_notebook_saved_as_a_script_is_read_as_one(tmp_path):
     code = "!pip install torch_xla\n%cd repository\nimport torch\nmodel = model.cuda()\n"
     examined = examine(written(tmp_path, code))
