@@ -1,5 +1,6 @@
 """A core's part of a dataset, its means, and the loop of the pages that uses them."""
 
+import re
 import textwrap
 
 import pytest
@@ -63,11 +64,20 @@ def test_what_cores_cannot_share_is_one_sentence():
         share_of(0, 2, dataset=Stream())
 
 
-def loop_of(page):
-    """The first code of a page that calls core.share, with a network and data for it."""
+def side_of(diff, sign):
+    """The program before (-) or after (+) a diff."""
+    return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (sign, " ", ""))
+
+
+def loop_of(page, sign="+"):
+    """The code of a page that calls core.share, or in a diff what it takes the place of, with a network and
+    data for it."""
     text = (ROOT / page).read_text()
-    [block] = [block for block in text.split("```py\n")[1:] if "core.share" in block]
-    code = block.partition("```")[0].replace("tpukit.detect()", "# ")
+    [(kind, code)] = [
+        block for block in re.findall(r"```(py|diff)\n(.*?)```", text, re.S) if "core.share" in block[1]
+    ]
+    code = side_of(code, sign) if kind == "diff" else code
+    code = code.replace("tpukit.detect()", "# ")
     return (
         textwrap.dedent("""
         import torch
@@ -83,7 +93,7 @@ def loop_of(page):
         torch.manual_seed(1)
         dataset = torch.utils.data.TensorDataset(torch.randn(256, 2), torch.randn(256, 1))
     """)
-        + code.partition("tpukit.launch(")[0]
+        + re.split(r"^(?:tpukit.launch|train)\(", code, flags=re.M)[0]
     )
 
 
@@ -107,6 +117,22 @@ def test_the_readmes_loop_on_two_cores_stopped_and_resumed_equals_one_core(kind,
         found[cores] = printed(python(program, cores, env=environ, timeout=200))
     assert found[2] == [pytest.approx(values, abs=1e-6) for values in found[1]]
     assert found[1] != [values.tolist() for values in torch.nn.Linear(2, 1).state_dict().values()]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_readmes_diff_is_of_a_plain_loop_that_learns_and_of_which_tpukit_keeps_the_rest(page):
+    parts = {"DataLoader": torch.utils.data.DataLoader}
+    exec(loop_of(page, "-").replace("cuda", "cpu"), parts)
+    nets, make = [], parts["Net"]
+    parts["Net"] = lambda: nets.append(make()) or nets[-1]
+    for epochs in (0, 3):
+        parts["train"](epochs)
+    x, y = parts["dataset"].tensors
+    before, after = (parts["loss_of"](net, x, y).item() for net in nets)
+    assert after < before
+    plain, ours = (loop_of(page, sign).splitlines() for sign in "-+")
+    for kept in ("backward()", "clip_grad_norm_", "optimizer.step()", "optimizer.zero_grad()"):
+        assert any(kept in line for line in plain) and any(kept in line for line in ours)
 
 
 @pytest.mark.slow
