@@ -208,7 +208,12 @@ def test_the_pages_say_what_the_hardware_reports_say_and_no_more():
         outcomes = [check["outcome"] for check in report["checks"] if check["name"] in CHECKS]
         passed, ran = outcomes.count("PASS"), outcomes.count("PASS") + outcomes.count("FAIL")
         torch = report["versions"]["torch"]
-        for fact in (report["chip"], f"torch {torch}", f"code of {report['date']}", f"{passed} of {ran} checks passed"):
+        for fact in (
+            report["chip"],
+            f"torch {torch}",
+            f"code of {report['date']}",
+            f"{passed} of {ran} checks passed",
+        ):
             assert fact in status
     saw_tpu = any(report["accelerator"] == "tpu" for report in reports)
     assert ("nobody has run tpukit on a TPU chip yet" in status) != saw_tpu

@@ -143,7 +143,7 @@ def test_a_download_that_fails_leaves_nothing_and_a_synthetic_set_takes_its_plac
 ):
     spoil(server.folder / "t10k-labels-idx1-ubyte.gz", monkeypatch)
     assert find_dataset("mnist", size=12, env=here).name == "mnist-synthetic-12"
-    _, _, said = capsys.readouterr().out.partition("no download: ")
+    _, _, said = capsys.readouterr().out.partition("not downloaded: ")
     assert reason in said
     assert [path.name for path in (here.outputs / "datasets").iterdir()] == ["mnist-synthetic-12"]
     assert bool(server.asked) == ("torchvision" not in reason and "OFFLINE" not in reason)

@@ -54,7 +54,7 @@ class Findable(Protocol):
 
         Raises:
             TpukitError: if that fails, or the dataset cannot be downloaded."""
-        raise TpukitError("tpukit knows none")
+        raise TpukitError("tpukit knows no download")
 
 
 def is_demo(place: object) -> bool:
@@ -95,7 +95,7 @@ def find_dataset(
             it."""
     env = env or environment.detect()
     if is_demo(path):
-        return _synthetic(env, name, size, "as the path `demo` says")
+        return _synthetic(env, name, size, "was asked for as `demo`")
     places = _places(env, name, fallback)
     if path:
         given = Path(str(path)).expanduser()
@@ -118,13 +118,12 @@ def find_dataset(
     try:
         folder = _made(env.outputs / "datasets" / f"{name}-downloaded", part_of(task, Findable, "download"))
     except TpukitError as error:
-        unseen = "; Drive is not mounted" if env.drive and not env.has_drive else ""
-        searched = f"on Drive, in Kaggle inputs or in ./datasets{unseen}"
-        why = f"because no real ones were found {searched}; no download: {error}"
+        unseen = ", Drive is not mounted" if env.drive and not env.has_drive else ""
+        why = f"not found on Drive, in Kaggle inputs or in ./datasets{unseen}, and not downloaded: {error}"
         if not demo:
             raise TpukitError(
-                f"no dataset {name}, {why}: name its folder (--dataset-dir FOLDER), or try it with a set that"
-                f" tpukit makes (--dataset-dir {DEMO})"
+                f"dataset {name} {why}. Name its folder by --dataset-dir FOLDER, or try it with a set that"
+                f" tpukit makes by --dataset-dir {DEMO}"
             ) from error
         return _synthetic(env, name, size, why)
     say(f"dataset {name}: {folder} (downloaded, checksums verified)")
@@ -213,7 +212,7 @@ def _synthetic(env, name, size, why):
         size = part_of(task, Findable, "synthetic_size_accelerator")
     size = size or task.synthetic_size
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
-    say(f"dataset {name}: {folder} ({size} synthetic samples; not real data, {why})")
+    say(f"dataset {name} {why}; using {size:,} synthetic samples, not real data: {folder}")
     return folder
 
 

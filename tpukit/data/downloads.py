@@ -28,7 +28,8 @@ def check_reachable(url: str) -> None:
             with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=2 * ANSWER_S):
                 answers.append("")
         except Exception as error:  # urllib, http and ssl raise many types
-            answers.append(first_line(error))
+            cause = getattr(error, "reason", error)
+            answers.append(getattr(cause, "strerror", None) or first_line(cause))
 
     # In a thread, because a look-up of a name and a server of many addresses take longer than urlopen's
     # timeout.
@@ -37,7 +38,7 @@ def check_reachable(url: str) -> None:
     thread.join(ANSWER_S)
     reason = answers[0] if answers else f"no answer within {ANSWER_S:g} s"
     if reason:
-        raise TpukitError(f"{url}: {reason}")
+        raise TpukitError(f"{url} does not answer ({reason})")
 
 
 @contextlib.contextmanager
@@ -65,8 +66,9 @@ def from_hub(name: str, *patterns: str) -> Path:
     except Exception as error:  # the hub's, its HTTP library's, or a timeout
         with contextlib.suppress(OSError, ValueError):
             return Path(download(local_files_only=True))
+        advice = "check its name and the internet"
+        if "gated" in f"{type(error)} {error}".lower():
+            advice = "accept its terms on its page, and give your token by `hf auth login` or as HF_TOKEN"
         raise TpukitError(
-            f"{name} is not on this machine and cannot be downloaded ({first_line(error)}): check its name"
-            " and the internet; if it is gated, accept its terms on its page on the Hugging Face hub and give"
-            " your token (`hf auth login`, or HF_TOKEN among the secrets)"
+            f"{name} is not on this machine and cannot be downloaded: {first_line(error)}; {advice}"
         ) from error

@@ -17,6 +17,8 @@ class tqdm(shell_bar):  # pyright: ignore[reportMissingTypeArgument] (only its s
         self._output: Any = None  # IPython's handle of what is displayed
         if self._in_notebook:
             options |= dict(ncols=90, gui=True)  # gui: tqdm itself prints nothing
+        elif not options.get("disable"):
+            options["disable"] = None  # a log in a file, or of a pipe, gets no line for each step
         super().__init__(*args, **options)  # pyright: ignore[reportUnknownMemberType] (a stub without types)
         if self._in_notebook and not self.disable:
             self.display()

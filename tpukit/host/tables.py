@@ -3,6 +3,7 @@
 import html
 import io
 import re
+import shutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,7 +46,8 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(value) for value in row))
         out = io.StringIO()
-        Console(file=out, width=118, force_jupyter=False).print(table)  # in Jupyter it would display
+        width = min(118, max(40, shutil.get_terminal_size((118, 0)).columns))
+        Console(file=out, width=width, force_jupyter=False).print(table)  # in Jupyter it would display
         return "\n".join([self.title, *(line.rstrip() for line in out.getvalue().splitlines())]).rstrip()
 
     def as_html(self) -> str:

@@ -1,4 +1,4 @@
-"""Text that is safe to print and fits a notebook's page; durations."""
+"""Text that is safe to print and fits a notebook's page; durations and sizes."""
 
 import re
 import sys
@@ -36,6 +36,14 @@ def fit_page(text: str) -> str:
 def say(text: object) -> None:
     """Print a text with its control characters escaped."""
     print(fit_page(printable(text)))
+
+
+def format_bytes(size: float) -> str:
+    """Format a number of bytes: 12 bytes, 3.4 kB, 5.6 MB, 7.8 GB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size:.0f} bytes"
 
 
 def format_duration(seconds: float) -> str:

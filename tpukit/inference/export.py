@@ -11,6 +11,7 @@ import numpy as np
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained
 from tpukit.host.folders import atomic_folder
+from tpukit.host.text import format_bytes, say
 from tpukit.leaves import part_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 LARGEST_DIFFERENCE = 1e-4  # between outputs, relative to the largest absolute one, or to 1 if that is smaller
 FOLDERS = ("peft", "transformers")  # by a task's own `export_folder`
+PACKAGES = ("tpukit", "tpukit_tasks", "tpukit_tools")
 COMPARED = 16  # samples, which the graph is traced with, too; any number works later
 
 
@@ -78,7 +80,7 @@ class Exported:
         verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
         difference = f"largest difference to the trained model on random inputs: {self.difference:.2g}"
         upload = f"\nto share it: hf upload USER/MODEL {self.path}" if self.path.is_dir() else ""
-        return f"{self.path}: {size / 1e6:.1f} MB\n{difference}{verdict}{upload}"
+        return f"{self.path}: {format_bytes(size)}\n{difference}{verdict}{upload}"
 
 
 def export(
@@ -94,7 +96,8 @@ def export(
         run: a `Run`, the folder of one, or a weights file.
         to: onnx, one file that takes a batch of any size; of a language model a folder, peft, its adapter
             alone, or transformers, the whole.
-        out: a new file or folder. By default it is next to the weights, where an older best.onnx is replaced.
+        out: a new file or folder. By default it is next to the weights, where an older best.onnx is replaced;
+            of what comes with tpukit, in the current folder.
         task: a task of your own, or the name of a task for a file that does not name its own.
 
     Returns:
@@ -110,16 +113,26 @@ def export(
     choices = FOLDERS if export_folder else ("onnx",)
     if to not in choices:
         raise TpukitError(f"to={to!r} is not for the task {task.name}: choose one of {', '.join(choices)}")
-    path = Path(out) if out else best.with_name("best.onnx" if to == "onnx" else to)
+    name = "best.onnx" if to == "onnx" else to
+    path = Path(out) if out else Path(name) if is_inside_package(best) else best.with_name(name)
+    if is_inside_package(path):
+        raise TpukitError(f"{path} is in tpukit's own folder: choose another place")
     if files.exists(path) and (out or to in FOLDERS):
         raise TpukitError(f"{path} exists: choose another name")
     model = task.model().eval()
     weights.load(model, best)
+    say(f"exporting {best}, which can take minutes")
     if export_folder is None:
         return _export_onnx(task, model, path, weights.metadata(best))
     with atomic_folder(path) as work:
         difference = export_folder(model, to, work)
     return Exported(path, difference)
+
+
+def is_inside_package(path: Path) -> bool:
+    """Return whether a path is in a folder of the library itself, which an export does not change."""
+    home, place = Path(__file__).resolve().parents[2], path.resolve()
+    return any(place.is_relative_to(home / name) for name in PACKAGES)
 
 
 def _export_onnx(task, model, path, metadata):

@@ -16,7 +16,7 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.spreadsheets import as_csv
-from tpukit.host.text import printable
+from tpukit.host.text import format_bytes, printable
 from tpukit.inference.own_files import OwnFiles, Sample, list_files, predict_files, stem_of
 from tpukit.inference.trained import find_trained, task_of
 from tpukit.leaves import part_of
@@ -191,7 +191,7 @@ def save_zip(run: Run) -> Path:
     Raises:
         TpukitError: if the run has no results yet."""
     path, count = _pack(run)
-    print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {count} files"))
+    print(printable(f"{path}: {format_bytes(path.stat().st_size)}, {count} files"))
     if environment.is_interactive_notebook():
         offer_download(path)
     return path

@@ -36,7 +36,8 @@ def predict(
             voltages. demo: four infrared images that come with tpukit.
         task: a task of your own, or one with other settings, or the name of a task for a file that does not
             name its own.
-        out: a new or empty folder for the results, with a picture of each sample.
+        out: a new or empty folder for the results, with a picture of each sample; in a shell it is
+            predictions, or a new one beside it.
         batch_size: samples, or windows of large images, that are predicted at once.
         device: cpu, or auto, what this machine has. After auto on a TPU, this process can launch no cores.
         progress: show a progress bar.

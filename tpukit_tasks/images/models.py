@@ -145,10 +145,9 @@ def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
     except TpukitError as error:
         if wanted == "yes":
             raise TpukitError(
-                f"no pretrained weights of {network.name} ({error}): switch the internet on, or give a file"
-                " as pretrained=PATH"
+                f"no pretrained weights of {network.name}: {error}, or give a file as pretrained=PATH"
             ) from error
-        return None, f"{network.name}: random weights, because no pretrained ones were found ({error})"
+        return None, f"{network.name}: random weights, because {error}"
     note = f"{network.name}: pretrained weights from {path}; the last layer is replaced if its classes differ"
     return path, note
 

@@ -72,6 +72,8 @@ def _run(argv: list[str]) -> int | None:
         from tpukit_tools.cli.doctor import doctor
 
         return doctor()
+    if os.environ.get("NO_COLOR"):
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")
     with importing():
         from tpukit_tools.cli.commands import run
 

@@ -4,11 +4,13 @@ a task if it has one."""
 import difflib
 import functools
 import inspect
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, Union, get_type_hints
 
 import tyro
 from tyro import conf
@@ -20,7 +22,7 @@ from tpukit.host.text import printable
 from tpukit_tools.cli import functions
 from tpukit_tools.cli.doctor import doctor
 from tpukit_tools.cli.functions import to_stderr
-from tpukit_tools.cli.help import annotate_help
+from tpukit_tools.cli.help import ALIASES, annotate_help, other_names
 
 # Parameters of the library's functions, as a shell gives them
 FILES = Annotated[functions.Files, conf.arg(help="files, folders or patterns such as 'night/*.png'")]
@@ -72,7 +74,7 @@ COMMANDS: dict[str, Callable[..., Any]] = dict(
     migrate=functions.migrate,
 )
 if is_offered("predict"):
-    COMMANDS["predict"] = of_library(tpukit.predict, out=Path("predictions"), device="auto")
+    COMMANDS["predict"] = of_library(functions.telling(tpukit.predict), device="auto")
 if is_offered("export"):
     COMMANDS["export"] = of_library(tpukit.export, lambda exported: exported.is_equal())
 if is_offered("plan"):
@@ -81,16 +83,14 @@ if is_offered("simulate"):
     from tpukit_tasks.cdeit import simulate
 
     COMMANDS["simulate"] = of_library(simulate, out=Path("data"), samples=10_000, test_samples=500)
+for one in COMMANDS.values():
+    for name, kind in one.__annotations__.items():
+        if others := other_names(name):
+            one.__annotations__[name] = Annotated[kind, conf.arg(aliases=others)]
 WITH_TASK = ("train", "plan", "compare")
 CONFIG = (conf.OmitArgPrefixes, conf.DisallowNone, conf.PositionalRequiredArgs, conf.SuppressFixed)
 HELP = ("-h", "--help", "help")
-# As published training scripts and the old guides call options.
-ALIASES = {
-    "--data-path": "--dataset-dir",
-    "--global-batch-size": "--batch-size",
-    "--model": "--model-name",
-    "--num-cores": "--cores",
-}
+COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 OLD = {
     "main.py": "use `tpukit train mshnet` or `tpukit train cdeit`; see docs/OLD_GUIDES.md",
     "main-tpu.py": "use `tpukit train mshnet` or `tpukit train cdeit`; see docs/OLD_GUIDES.md",
@@ -106,6 +106,8 @@ def run(argv: list[str]) -> int | None:
     for word in [*argv[:1], *(word for word in argv[1:] if word.startswith("--"))]:
         if (name := word.partition("=")[0].replace("_tpu", "-tpu")) in OLD:
             raise TpukitError(f"`{word}` comes from the old guides: {OLD[name]}")
+    if argv[:1] and argv[0].partition("=")[0] in COMPLETION:
+        return tyro.cli(everything(), args=argv, prog="tpukit", config=(*CONFIG, conf.OmitSubcommandPrefixes))
     there = {name: one.__doc__ for name, one in COMMANDS.items() if is_offered(name)}
     command, words = choose(argv, there, "command", "tpukit"), argv[1:]
     function, names = COMMANDS[command], []
@@ -123,7 +125,42 @@ def run(argv: list[str]) -> int | None:
         command, words, names = f"{command} {task}", words[1:], [field.name for field in fields(cls)]
     words = [todays(word) for word in words]
     check_options(words, [*names, *function.__annotations__], command)
-    return tyro.cli(function, args=words, prog=f"tpukit {command}", config=CONFIG)
+    about, _, _ = (inspect.getdoc(function) or "").partition("\n\nArgs:")
+    # Indented, because tyro joins lines that begin with a letter.
+    about = "\n\n".join(fit_terminal(" ".join(paragraph.split()), 2) for paragraph in about.split("\n\n"))
+    return tyro.cli(function, args=words, prog=f"tpukit {command}", config=CONFIG, description=about)
+
+
+def fit_terminal(text: str, indent: int = 0) -> str:
+    """Wrap a line at words to the terminal's width, and indent those that follow."""
+    columns = max(40, shutil.get_terminal_size((120, 0)).columns)
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent)
+
+
+def everything() -> Any:
+    """Return all commands with all tasks as one type, whose words a shell completes."""
+
+    def of_task(function, task):
+        def command(**settings):
+            pass
+
+        command.__annotations__ = function.__annotations__ | dict(task=leaves.find(task))
+        vars(command)["__signature__"] = inspect.signature(function)
+        return command
+
+    def choice(functions_by_name):
+        named = functions_by_name.items()
+        kinds = [Annotated[Any, conf.subcommand(name, constructor=one)] for name, one in named]
+        return Union[tuple(kinds)]
+
+    for task in leaves.tasks():
+        annotate_help(leaves.find(task))
+    with_task = {
+        name: choice({task: of_task(COMMANDS[name], task) for task in leaves.tasks()})
+        for name in WITH_TASK
+        if name in COMMANDS
+    }
+    return choice(COMMANDS | with_task)
 
 
 def check_options(words: list[str], names: list[str], command: str) -> None:
@@ -147,8 +184,12 @@ def choose(words: list[str], known: dict[str, Any], kind: str, prog: str) -> str
     """Return the first word. If it is not known, exit with a list of what is, or with the nearest."""
     if not words or words[0] in HELP:
         summaries = {name: text.partition("\n")[0].partition(". ")[0] for name, text in known.items()}
-        lines = [f"  {name:10} {summary.removesuffix('.')}" for name, summary in summaries.items()]
+        rows = [f"  {name:10} {summary.removesuffix('.')}" for name, summary in summaries.items()]
+        lines = [fit_terminal(row, 13) for row in rows]
         usage = f"usage: {prog} {kind.upper()} [OPTIONS]; {prog} {kind.upper()} --help lists them"
+        usage = fit_terminal(usage)
+        if kind == "command":
+            lines.append("\nCompletion: source <(tpukit --tyro-print-completion bash)")
         print("\n".join([usage, f"\ntpukit {__version__}: PyTorch training on TPU, GPU and CPU\n", *lines]))
         raise SystemExit(0 if words else 2)
     if words[0] not in known:

@@ -1,9 +1,13 @@
 """The functions that are commands and not functions of the library."""
 
 import dataclasses
+import functools
+import itertools
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro import conf
 
@@ -184,6 +188,47 @@ def migrate(files: Files, fix: bool = False) -> int:
         findings += examined.findings
     print(as_text(findings))
     return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+SHOWN = 10  # samples whose results are printed
+
+
+def telling(predict: Callable[..., list[dict]]) -> Callable[..., list[dict]]:
+    """Return `tpukit.predict` as a shell needs it: it chooses a folder, and tells what it found."""
+
+    @functools.wraps(predict)
+    def predict_and_tell(*files: Any, out: Path | None = None, **settings: Any) -> list[dict]:
+        folder = out or unused_folder(Path("predictions"))
+        results = predict(*files, out=folder, **settings)
+        good = [result for result in results if "error" not in result]
+        for result in good[:SHOWN]:
+            print(printable(f"{result['name']}: {as_words(result)}"))
+        if len(good) > SHOWN:
+            print(f"and {len(good) - SHOWN} more")
+        print(printable(f"pictures: {folder / 'pictures'}"))
+        return results
+
+    return predict_and_tell
+
+
+def unused_folder(path: Path) -> Path:
+    """Return the folder, or the first of PATH-2, PATH-3, ... that holds nothing."""
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    )
+    return next(one for one in names if not files.exists(one) or files.is_folder(one) and not os.listdir(one))
+
+
+def as_words(result: dict) -> str:
+    """Return what was predicted for a sample in words: 2 targets; class cat, probability 0.98."""
+    words = []
+    for key, value in result.items():
+        if isinstance(value, bool | int) and key.endswith("s"):
+            words.append(f"{value} {key if value != 1 else key[:-1]}")
+        elif isinstance(value, str | int | float) and key not in ("name", "height", "width"):
+            text = f"{value:.3g}" if isinstance(value, float) else " ".join(str(value).split())
+            words.append(f"{key} {text if len(text) <= 60 else text[:59] + '…'}")
+    return ", ".join(words) or ", ".join(key for key in result if key != "name")
 
 
 def to_stderr(text: str) -> None:

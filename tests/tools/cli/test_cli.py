@@ -322,3 +322,91 @@ def test_a_command_ends_before_cudnn_does_where_that_crashes_and_after_all_else(
     ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == code, ran.stderr
     assert code == 99 or "saved" in ran.stdout
+
+
+def in_a_shell(code, *args, **environ):
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environ,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+HELP_IN_A_TERMINAL = """
+import sys
+sys.stdout.isatty = lambda: True
+from tpukit_tools import cli
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("words", [["train", "text", "--help"], ["test", "--help"], ["--help"]], ids=" ".join)
+def test_help_fits_60_columns_and_has_colours_unless_no_color_is_set(words):
+    look = dict(COLUMNS="60", TERM="xterm")
+    plain = in_a_shell(HELP_IN_A_TERMINAL, *words, **look, NO_COLOR="1")
+    assert "\x1b" not in plain and max(map(len, plain.splitlines())) <= 60
+    if words != ["--help"]:
+        assert "\x1b" in in_a_shell(HELP_IN_A_TERMINAL, *words, **look, NO_COLOR="")
+
+
+def test_the_help_names_every_option_that_a_page_uses(helps):
+    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md") if path.name != "OLD_GUIDES.md"]
+    lines = [line for page in pages for line in page.replace("\\\n", " ").splitlines()]
+    used = [line.split("#")[0].split() for line in lines if line.startswith(("tpukit ", "    tpukit "))]
+    looked = 0
+    for _, command, *words in used:
+        key = " ".join([command, *words[:1]]) if command in (*WITH_TASK, "simulate") else command
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if key in helps:
+                assert f" {option.replace('--no-', '--')}" in helps[key][1].replace("--no-", "--"), option
+                looked += 1
+    assert looked > 50
+    for command in ("train text", "test"):
+        assert all(f" {name} " in helps[command][1] for name in ("--model", "--data-path", "--batch-size"))
+
+
+COMPLETE = """
+source <(cat)
+name=$(complete -p tpukit | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+$name
+echo "${COMPREPLY[*]}"
+"""
+
+
+@pytest.mark.slow
+def test_a_shell_completes_commands_tasks_and_options(capsys):
+    assert cli.main(["--tyro-print-completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for line, wanted in (
+        ("tpukit tr", "train"),
+        ("tpukit train ms", "mshnet"),
+        ("tpukit train mshnet --ru", "--run"),
+        ("tpukit train mshnet --base", "--base-size"),
+        ("tpukit predict --batch", "--batch-size"),
+    ):
+        command = ["bash", "-c", COMPLETE, "bash", *line.split()]
+        ran = subprocess.run(command, input=script, capture_output=True, text=True)
+        assert ran.stdout.split() == [wanted], line + ran.stderr
+
+
+def test_a_log_gets_no_line_for_each_step(digits, tmp_path):
+    words = f"train mnist --dataset-dir {digits} --run {tmp_path / 'run'} --epochs 1 --batch-size 16".split()
+    with open(tmp_path / "log", "w") as log:
+        ran = subprocess.run([sys.executable, "-m", "tpukit", *words], cwd=ROOT, stdout=log, stderr=log)
+    text = (tmp_path / "log").read_text()
+    assert ran.returncode == 0 and "\r" not in text and "it/s" not in text
+    assert "Scores" in text
+
+
+def test_a_table_fits_the_terminal(monkeypatch):
+    from tpukit.host.tables import Table
+
+    for columns, widest in (("60", 60), ("300", 118)):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = str(Table("A title", ["a", "b"], [["many words " * 20, "more of them " * 20]])).splitlines()
+        assert widest - 5 < max(map(len, lines)) <= widest

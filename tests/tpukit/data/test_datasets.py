@@ -1,7 +1,10 @@
 """Datasets by their names: found in order, unpacked, or synthetic."""
 
 import dataclasses
+import re
+import socket
 import tarfile
+import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from tests.conftest import refuses
 from tests.tpukit.data.test_archives import make_archive
 from tpukit import TpukitError, find_dataset, leaves
+from tpukit.data import downloads
 from tpukit.data.datasets import Findable, make_synthetic
 from tpukit.data.splits import SPLITS
 from tpukit.leaves import part_of
@@ -115,4 +119,39 @@ def test_an_accelerator_gets_a_larger_synthetic_set_and_the_number_is_printed(
     found = find_dataset("IRSTD-1k", env=dataclasses.replace(here, accelerator=accelerator))
     assert found.name == f"IRSTD-1k-synthetic-{size}" and len(list((found / "images").iterdir())) == size
     printed = capsys.readouterr().out
-    assert f"{size} synthetic samples; not real data" in printed and "RuiZhang97/ISNet" in printed
+    assert f"{size} synthetic samples, not real data" in printed and "RuiZhang97/ISNet" in printed
+
+
+@pytest.mark.parametrize("name", ["mnist", "IRSTD-1k", "my-images", "eit"])
+def test_why_data_are_synthetic_is_one_sentence_without_brackets_in_brackets(name, here, monkeypatch, capsys):
+    monkeypatch.setattr(leaves.find("mnist"), "synthesize", staticmethod(lambda *_: None))
+    monkeypatch.setattr("tpukit.data.downloads.urllib.request.urlopen", unreachable)
+    monkeypatch.delenv("TPUKIT_OFFLINE", raising=False)
+    find_dataset(name, size=2, env=here)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not found" in said and "2 synthetic samples, not real data" in said
+    assert not re.search(r"\([^)]*\(|\[Errno|<urlopen", said)
+    with pytest.raises(TpukitError) as error:
+        find_dataset(name, demo=False, env=here)
+    assert not re.search(r"\([^)]*\(|\[Errno|<urlopen", str(error.value))
+    assert "--dataset-dir demo" in str(error.value)
+
+
+def unreachable(*_, **__):
+    raise urllib.error.URLError(socket.gaierror(-2, "Name or service not known"))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_missing_weights_are_one_sentence_that_speaks_of_tokens_only_where_one_helps(gated, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def refused(*_, local_files_only=False, **__):
+        raise OSError("Access to model x/y is gated") if gated else OSError("nothing there (at all)")
+
+    monkeypatch.setattr(hub, "snapshot_download", refused)
+    monkeypatch.setattr(downloads, "check_reachable", lambda url: None)
+    with pytest.raises(TpukitError) as error:
+        downloads.from_hub("x/y", "*.json")
+    text = str(error.value)
+    assert ("HF_TOKEN" in text) == gated and ("check its name" in text) != gated
+    assert not re.search(r"\([^)]*\(", text) and "\n" not in text

@@ -13,6 +13,7 @@ from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, ImageClassifier, export, predict
 from tpukit.inference import export as export_module
+from tpukit.inference.trained import DEMO_FOLDER
 from tpukit.runs import weights
 from tpukit_tools import cli
 
@@ -64,6 +65,27 @@ def test_mshnet_takes_any_batch_and_any_multiple_of_16_and_grey_levels_as_they_a
             expected = task.predict(model_of(task, run), dict(image=torch.as_tensor(image))).sigmoid().numpy()
         assert expected.std() > 1e-4
         np.testing.assert_allclose(session.run(None, dict(image=image))[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["demo", "its file"])
+def test_what_comes_with_tpukit_is_exported_into_the_current_folder_and_never_into_the_package(
+    kind, tmp_path, monkeypatch, capsys
+):
+    def write(task, model, path, metadata):
+        path.write_text("a file")
+        return export_module.Exported(path, 0.0)
+
+    monkeypatch.setattr(export_module, "_export_onnx", write)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(DEMO_FOLDER.iterdir())
+    source = "demo" if kind == "demo" else str(DEMO_FOLDER / "weights.safetensors")
+    assert cli.main(["export", source]) == 0
+    assert (tmp_path / "best.onnx").exists() and "best.onnx: 6 bytes" in capsys.readouterr().out
+    (tmp_path / "link").symlink_to(DEMO_FOLDER)
+    for place in (DEMO_FOLDER / "new.onnx", tmp_path / "link/new.onnx"):
+        with refuses("tpukit's own folder"):
+            export(source, out=place)
+    assert sorted(DEMO_FOLDER.iterdir()) == before
 
 
 def test_a_file_that_differs_from_the_trained_model_is_reported_and_ends_with_1(trained, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from tpukit.runs.settings import model_settings
 from tpukit.training import prediction
 from tpukit_tasks.mshnet import windows
 from tpukit_tools import cli
+from tpukit_tools.cli.functions import as_words
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (100, 300), (1, 1), (32, 32), (70, 16)], ids=str)
@@ -119,6 +120,37 @@ def test_the_command_predicts_digits_names_a_broken_file_and_ends_with_1(trained
     assert len(good) == 2 and len(listed) == 3
     predicted = {row["name"]: row["digit"] for row in rows_of(out) if not row["error"]}
     assert predicted == {entry["name"]: str(entry["digit"]) for entry in good}
+
+
+def test_the_command_says_what_it_found_and_where_the_pictures_are_each_time_in_a_folder_of_its_own(
+    trained, tmp_path, monkeypatch, capsys
+):
+    _, run = trained
+    for number in range(12):
+        Image.new("L", (28, 28), 20 * number).save(tmp_path / f"{number:02}.png")
+    monkeypatch.chdir(tmp_path)
+    for folder in ("predictions", "predictions-2", "predictions-3"):
+        assert cli.main(words(run.path, tmp_path / "*.png")) == 0
+        said = capsys.readouterr().out.splitlines()
+        rows = rows_of(tmp_path / folder)
+        told = [f"{row['name']}: digit {row['digit']}" for row in rows]
+        assert len(told) == 12 and [line for line in said if ": digit" in line] == told[:10]
+        assert "and 2 more" in said and f"pictures: {folder}/pictures" in said
+        assert len(list((tmp_path / folder / "pictures").iterdir())) == 12
+
+
+@pytest.mark.parametrize(
+    "result, told",
+    [
+        (dict(name="a", height=3, width=4, targets=1, mask=np.zeros(2), boxes=[{}]), "1 target"),
+        ({"name": "a", "class": "cat", "probability": 0.98765}, "class cat, probability 0.988"),
+        (dict(name="a", digit=7), "digit 7"),
+        (dict(name="a", prompt="x", written="two\nlines " + "y" * 99), "prompt x, written two lines yyy"),
+        (dict(name="a", image=np.zeros((2, 2))), "image"),
+    ],
+)
+def test_a_result_of_each_kind_in_words(result, told):
+    assert as_words(result).startswith(told) and len(as_words(result)) < 90
 
 
 def test_a_file_for_which_the_network_gives_no_numbers_has_an_error_and_not_no_target(
