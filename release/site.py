@@ -1,6 +1,7 @@
 """Hooks of MkDocs, which makes a site of the pages (mkdocs.yml): README becomes its first page, docstrings
 of the public names become a page, and links to other files of the repository lead to GitHub."""
 
+import copy
 import posixpath
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 HOME = "https://github.com/TPUKIT_SOURCE/blob/main"
 FIRST = {"README.md": "index.md", "README.zh-CN.md": "index.zh-CN.md"}
+CHINESE = "中文"  # the part of the bar, in mkdocs.yml
 LINK = r"(\]\(|src=\")(?!\w+:|#)([^)\s#\"]+)"
 
 
@@ -34,6 +36,15 @@ def on_page_markdown(markdown, page, **_):
     """Return the page's text with links as the site has them."""
     folder = "" if page.file.src_uri in FIRST.values() else "docs"
     return re.sub(LINK, lambda link: link[1] + address(posixpath.join(folder, link[2])), markdown)
+
+
+def on_page_context(context, page, nav, **_):
+    """Return the context of a page with its own language alone in the bar; its first line leads to the
+    other."""
+    shown = copy.copy(nav)
+    is_chinese = page.file.src_uri.endswith(".zh-CN.md")
+    shown.items = [item for item in nav.items if (item.title == CHINESE) == is_chinese]
+    return dict(context, nav=shown)
 
 
 def address(path):

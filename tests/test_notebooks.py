@@ -149,7 +149,7 @@ def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_pa
     notebook = run_notebook("gpu_to_tpu_migration.ipynb", tmp_path, SCRIPT=str(own))
     output = text(notebook)
     _, script, found, _, own_table = outputs(notebook, "text/html")
-    assert "GradScaler" in script and "7 that will not work on a TPU, 3 that will be slow" in found
+    assert "GradScaler" in script and "errors: 7, warnings: 3; --fix can repair" in found
     for words in (
         "+    model = Net().to(torch_xla.device())",
         "epoch 4: loss",

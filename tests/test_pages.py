@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from markdown_it import MarkdownIt
@@ -237,6 +238,25 @@ def test_make_run_and_make_test_stand_early_and_each_installs_what_it_needs(page
 def test_the_site_has_every_page():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "release/mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(listed) == sorted(["api.md", *(path.name.replace("README", "index") for path in PAGES)])
+
+
+@pytest.mark.parametrize("page, shown", [("TPU_GUIDE.md", "Start"), ("TPU_GUIDE.zh-CN.md", "中文")])
+def test_the_bar_of_the_site_has_the_language_of_the_page(page, shown):
+    titles = re.findall(
+        r"^  - (.+?):", (ROOT / "release/mkdocs.yml").read_text().partition("\nnav:")[2], re.M
+    )
+    nav = SimpleNamespace(items=[SimpleNamespace(title=title) for title in titles], homepage="first")
+    one = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    context = site.on_page_context(dict(nav=nav, other=1), page=one, config={}, nav=nav)
+    listed = [item.title for item in context["nav"].items]
+    assert shown in listed and len({"Start", "中文"} & set(listed)) == 1 == context["other"]
+    assert [item.title for item in nav.items] == titles and context["nav"].homepage == "first"
+
+
+def test_a_name_with_underscores_is_one_word_of_the_sites_search():
+    [separator] = re.findall(r"separator: '(.+)'", (ROOT / "release/mkdocs.yml").read_text())
+    for name in ("COLAB_TPU_ADDR", "metrics_report"):
+        assert re.split(separator, f"set ({name}), or run") == ["set", name, "or", "run"]
 
 
 def test_the_site_has_the_docstring_of_every_public_name():

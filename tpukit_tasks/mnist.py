@@ -43,7 +43,7 @@ class MNIST(Task):
     lr: float = 0.05
     """Learning rate of SGD with momentum 0.9."""
     num_workers: int = setting(0, free=True)
-    """Threads that make the batches; 0 makes them between steps, where one takes 0.2 ms on a CPU."""
+    """Threads that make the batches; 0 prepares batches between steps (0.2 ms each on a CPU)."""
     channels: int = 32
     """Channels of the first convolution; the second has twice as many."""
 

@@ -127,7 +127,7 @@ def show_own(run: Run | str | Path, task: Task | None = None, paths: str | Path 
     if paths:
         present_figure(_predict_and_save(run, task, paths))
         return
-    print("no file named: showing test images; what you upload stays on this machine")
+    print("No file given, so these are test images. Files you upload stay on this machine.")
 
     def draw(upload):
         if not upload:

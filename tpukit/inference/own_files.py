@@ -191,10 +191,9 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
             told = f"{path}: {len(folders)} folders in it are not searched ({', '.join(folders[:3])})"
             print(printable(told))
         if not files:
-            raise TpukitError(
-                f"{path}: no file is there, or a device or a named pipe: name a file, a folder of files, or a"
-                " pattern"
-            )
+            other = "a device or a named pipe" if path.exists() else "no such file"
+            what = "no file in it" if path.is_dir() else other
+            raise TpukitError(f"{path}: {what}. Give a file, a folder of files or a pattern.")
         found += files
     if not found:
         raise TpukitError("no files: name a file, or a folder of files")

@@ -131,8 +131,8 @@ def show(shown: Run | Task | Shown | str | Path) -> None:
 
     Args:
         shown: a `Run` or its path: scores and curves, whose pictures are saved in its folder. A folder of run
-            folders: their curves in one chart. A task: its settings. What `plan` or `compare` returned: its
-            table and what the columns mean.
+            folders: their curves, a chart for each task. A task: its settings. What `plan` or `compare`
+            returned: its table and what the columns mean.
 
     Raises:
         TpukitError: if the folder holds no runs, or for anything else."""
@@ -159,8 +159,9 @@ def _show_run(run: Run) -> None:
     """Show the scores and curves of a run, and save the pictures in its folder."""
     records = run.records()
     pictures = run.path / "pictures"
-    scores = findings.last_and_kept_table(records)
-    curves = figures.curves_figure(records, findings.labels_of(run.config))
+    labels = findings.labels_of(run.config)
+    scores = findings.last_and_kept_table(records, labels.names)
+    curves = figures.curves_figure(records, labels)
     if scores is None and curves is None:
         present(Sentences(["No interval of training was recorded yet."]))
         return

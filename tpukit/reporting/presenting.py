@@ -68,7 +68,8 @@ def chinese_fonts() -> list[str]:
     """Return the family of an installed font with Chinese signs, which matplotlib then knows; or nothing."""
     from matplotlib import font_manager
 
-    for path in sorted(font_manager.findSystemFonts()):
+    # Of a family that has several weights, the regular one
+    for path in sorted(font_manager.findSystemFonts(), key=lambda path: ("Regular" not in path, path)):
         if Path(path).name.startswith(CHINESE_FONTS):
             font_manager.fontManager.addfont(path)
             return [font_manager.FontProperties(fname=path).get_name()]

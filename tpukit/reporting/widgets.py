@@ -3,8 +3,10 @@
 Where a page cannot move (papermill, an exported notebook, no ipywidgets), a picture takes the place of the
 controls."""
 
+import contextlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,30 +26,43 @@ NO_CONTROL = "<style>.jp-OutputArea-output.jupyter-widgets:not(:has(*)) {display
 
 
 def show_runs(folder: str | Path) -> None:
-    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score.
+    """Show the curves of the runs in a folder, those of each task in a chart of their own, with a list to
+    choose from: which runs, and which score.
 
-    folder: of run folders, such as `env.outputs`; without an open page the picture is saved in it. Raises
+    folder: of run folders, such as `env.outputs`; without an open page the pictures are saved in it. Raises
     TpukitError if no run has a curve."""
-    curves = {}
+    tasks: dict[str, dict[str, dict]] = {}
     for config in sorted(Path(folder).glob("*/config.json")):
-        if series := findings.curves(Run(config.parent).records()):
-            name = printable(config.parent.name)
-            curves[name] = {printable(score): points for score, points in series.items()}
-    if not curves:
+        run = Run(config.parent)
+        if series := findings.curves(run.records()):
+            task, names = "an unknown task", {}
+            with contextlib.suppress(TpukitError):  # config.json is damaged
+                task, names = printable(run.config["task"]), findings.labels_of(run.config).names
+            named = {printable(names.get(score, score)): points for score, points in series.items()}
+            tasks.setdefault(task, {})[printable(run.path.name)] = named
+    if not tasks:
         advice = "train first, or name the folder that holds the run folders"
         raise TpukitError(f"no run below {folder} has a curve yet: {advice}")
-    if len(curves) == 1:
-        [name] = curves
-        print(f"Only one run so far ({name}). Train again with another name to compare both here.")
-        return
+    for task, curves in tasks.items():
+        if len(curves) == 1:
+            [name] = curves
+            print(f"Only one run of {task} so far ({name}). Train again with another name to compare both.")
+        else:
+            picture = re.sub(r"\W+", "-", f"runs-{task}") if len(tasks) > 1 else "runs"
+            _show_curves(curves, task, Path(folder) / f"{picture}.png")
+
+
+def _show_curves(curves, task, path):
+    """Show the curves of the runs of a task, run -> score -> points."""
     names = sorted({score for series in curves.values() for score in series})
 
     def draw(runs, score):
-        return figures.runs_figure({run: curves[run][score] for run in runs if score in curves[run]}, score)
+        chosen = {run: curves[run][score] for run in runs if score in curves[run]}
+        return figures.runs_figure(chosen, score, task)
 
     show_with_controls(
         draw,
-        Path(folder) / "runs.png",
+        path,
         runs=("SelectMultiple", dict(options=tuple(curves), value=tuple(curves)[-4:])),
         score=("Dropdown", dict(options=names, value="loss" if "loss" in names else names[0])),
     )

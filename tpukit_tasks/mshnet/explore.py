@@ -53,6 +53,7 @@ def threshold_figure(
     the panels show. scores: dict threshold -> dict of scores. score_names: of the task."""
     columns = max(len(panels), len(score_names))
     figure, axes = figures.subplots(2, columns, 5.6, height_ratios=(3.4, 2.2))
+    figures.write_above(figure, "Test images, recomputed on the CPU")
     figures.draw_panels(axes[0], panels)
     figures.hide(axes[1, len(score_names) :])
     for axis, (name, title) in zip(axes[1], score_names.items()):

@@ -45,7 +45,7 @@ def row(image: np.ndarray, targets: np.ndarray, predicted: np.ndarray | None = N
         union = np.count_nonzero(targets | found)
         iou = np.count_nonzero(targets & found) / union if union else 1.0
         title = f"IoU {iou:.2f}: {len(hits)} of {len(wanted)} hit, {len(false)} false"
-        legend = "blue hit, yellow missed, red false"
+        legend = "blue hit, yellow missed, orange false"
     return [(title, marked), ("the dotted window", plain), (legend, pixels[window])]
 
 

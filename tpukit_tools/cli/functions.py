@@ -46,14 +46,14 @@ def train(
         run: folder of the run; by default TASK in this machine's output folder.
         backup: folder (on Drive or in a mounted bucket, say) that gets a copy of the run at every checkpoint.
     """
-    from tpukit.reporting.findings import last_and_kept_table
+    from tpukit.reporting.findings import labels_of, last_and_kept_table
 
     env = tpukit.detect()
     task = with_dataset(task, env)
     opened = tpukit.Run.open(run or env.outputs / task.name, task, backup=backup)
     scores = tpukit.launch(tpukit.train, task, opened, cores=cores)
     if scores:
-        if table := last_and_kept_table(opened.records()):
+        if table := last_and_kept_table(opened.records(), labels_of(opened.config).names):
             print(f"\n{table}")
         print(f"\nrun: {opened.path}  (tpukit show {opened.path})")
 
@@ -98,7 +98,8 @@ def test(
     scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
     if scores:
         kind = f" · {findings.SYNTHETIC}" if is_synthetic(trained.dataset_dir or "") else ""
-        print(f"\n{findings.scores_table(scores, f'Scores{kind}')}")
+        names = getattr(trained, "score_names", None)
+        print(f"\n{findings.scores_table(scores, f'Scores{kind}', names=names)}")
         if display.load_predictions(trained, scored.path / "predictions"):
             tpukit.show_predictions(scored, trained, count=8)
             print(f"predictions: {scored.path / 'predictions'}")

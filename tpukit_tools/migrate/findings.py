@@ -1,6 +1,7 @@
 """A finding, the rules of rules.toml, and findings as text."""
 
 import dataclasses
+import os
 import tomllib
 from pathlib import Path
 
@@ -55,20 +56,28 @@ def as_text(findings: list[Finding]) -> str:
 
 
 def as_table(findings: list[Finding]) -> Table:
-    """Return the same as a table, for a notebook; a file is named in the row of its first finding."""
+    """Return the same as a table, for a notebook. One file is named in the title; of several each in the row
+    of its first finding, by its path in the folder that holds all of them."""
+    paths = sorted({finding.path for finding in findings})
     rows, file = [], ""
     for finding in findings:
         line = finding.place.removeprefix(finding.path).lstrip(": ")
         code, fix = finding.found.replace("`", ""), "--fix" if finding.fixable else ""
-        shown = "" if finding.path == file else finding.path
-        rows.append((shown, line, finding.level, code, finding.what_to_do, fix))
+        row = (line, finding.level, code, finding.what_to_do, fix)
+        if len(paths) > 1:
+            shown = os.path.relpath(
+                finding.path, os.path.commonpath(list(map(os.path.dirname, paths))) or "."
+            )
+            row = ("" if finding.path == file else shown, *row)
+        rows.append(row)
         file = finding.path
-    return Table(_summary(findings), ("file", "line", "level", "code", "what to do", "fix"), rows)
+    columns = ("file", "line", "level", "code", "what to do", "fix")
+    title = f"{Path(paths[0]).name}: {_summary(findings)}" if len(paths) == 1 else _summary(findings)
+    return Table(title, columns if len(paths) > 1 else columns[1:], rows)
 
 
 def _summary(findings):
     if not findings:
         return "nothing found that will not work on a TPU"
     errors, fixable = sum(f.level == "error" for f in findings), sum(f.fixable for f in findings)
-    slow = f"{len(findings) - errors} that will be slow or not what was meant"
-    return f"{errors} that will not work on a TPU, {slow}; --fix fixes {fixable} of them"
+    return f"errors: {errors}, warnings: {len(findings) - errors}; --fix can repair {fixable}"

@@ -58,3 +58,11 @@ def test_a_slider_that_is_moved_redraws_the_picture_in_place(drawn, page, tmp_pa
     image.value = 2
     assert calls[-1][2] == 0.3 and calls[-1][3][0][0] == "IoU 0.50: 1 of 1 hit, 0 false"
     assert len(page.shown) == 3 and len(page.updates) == 2 and image.max == 2
+
+
+def test_the_picture_says_that_its_scores_are_computed_again(drawn, monkeypatch, tmp_path):
+    task, _, _ = drawn
+    figures = []
+    monkeypatch.setattr(explore, "show_with_controls", lambda draw, **_: figures.append(draw(0.5, 1)))
+    explore.explore(Run(tmp_path), task)
+    assert "recomputed on the CPU" in figures[0].get_suptitle()

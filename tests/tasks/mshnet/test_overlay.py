@@ -22,7 +22,7 @@ def test_every_pixel_of_the_window_has_the_colour_of_what_it_is():
     np.testing.assert_array_equal(is_colour(pixels, MISSED), (label & ~predicted)[window])
     np.testing.assert_array_equal(is_colour(pixels, FALSE), (predicted & ~label)[window])
     assert is_colour(pixels, (100, 100, 100)).sum() == WINDOW**2 - 12 and (plain == 100).all()
-    assert legend == "blue hit, yellow missed, red false"
+    assert legend == "blue hit, yellow missed, orange false"
 
 
 def test_the_numbers_of_the_title_are_those_of_the_scores():

@@ -150,3 +150,20 @@ def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
     cli.main(["migrate", str(path), "--fix"])
     shown = "".join(capsys.readouterr())
     assert "cuda" not in path.read_text() and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+
+
+def test_the_table_of_one_file_names_it_in_its_title_and_that_of_several_in_a_short_column(tmp_path):
+    place = tmp_path / "a/long/folder/of/outputs"
+    (place / "more").mkdir(parents=True)
+    for name in ("train.py", "more/test.py"):
+        (place / name).write_text("model.cuda()\nx.cuda()\n")
+    one = migrate.as_table(migrate.examine(place / "train.py").findings)
+    assert one.columns == ("line", "level", "code", "what to do", "fix")
+    assert one.title.startswith("train.py: ") and str(tmp_path) not in one.as_html()
+    found = [
+        finding for path in migrate.files_in((str(place),)) for finding in migrate.examine(path).findings
+    ]
+    several = migrate.as_table(found)
+    assert several.columns[0] == "file" and str(tmp_path) not in several.as_html()
+    assert {row[0] for row in several.rows} == {"train.py", "", "more/test.py"}
+    assert migrate.as_table([]).rows == []

@@ -270,6 +270,23 @@ def test_words_of_a_chinese_page_are_chinese_and_those_of_a_chart_if_a_font_has_
     assert language.translate("loss") == "loss"
 
 
+def test_of_the_weights_of_a_chinese_font_the_regular_one_is_taken(monkeypatch):
+    from matplotlib import font_manager
+
+    taken = []
+    folder = "/usr/share/fonts/opentype/noto"
+    found = [f"{folder}/NotoSansCJK-{weight}.ttc" for weight in ("Bold", "Light", "Regular", "Black")]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [*found, "/usr/share/fonts/A-Regular.ttf"])
+    monkeypatch.setattr(font_manager.fontManager, "addfont", taken.append)
+    monkeypatch.setattr(font_manager.FontProperties, "get_name", lambda self: "Noto Sans CJK JP")
+    presenting.chinese_fonts.cache_clear()
+    try:
+        assert presenting.chinese_fonts() == ["Noto Sans CJK JP"]
+        assert taken == [f"{folder}/NotoSansCJK-Regular.ttc"]
+    finally:
+        presenting.chinese_fonts.cache_clear()
+
+
 def axes_titles(figure):
     return {axis.get_title("left") for axis in figure.axes}
 

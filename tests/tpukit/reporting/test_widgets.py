@@ -1,6 +1,7 @@
 """What moves in a notebook: the live chart, and the controls to look at a finished run."""
 
 import functools
+import json
 import os
 import sys
 import threading
@@ -156,7 +157,6 @@ def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypat
     curved(tmp_path, "b", dict(kind="train", step=4, loss=1.0, grad_norm=1.0, speed=SPEED), iou=0.25)
     broken = curved(tmp_path, "c", iou=0.75)
     (broken / "records.jsonl").write_bytes((broken / "records.jsonl").read_bytes()[:-30])
-    (broken / "config.json").write_text("{")
     Run.open(tmp_path / "empty", MNIST())
     calls, draw = [], figures.runs_figure
     monkeypatch.setattr(figures, "runs_figure", lambda *given: calls.append(given) or draw(*given))
@@ -165,11 +165,37 @@ def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypat
     box = page.shown[-2]
     runs, scores = ["a", "b", "c"], ["accuracy", "gradient norm", "iou", "loss"]
     assert options(box) == (runs, runs, scores, "loss")
-    assert calls[-1] == ({"b": ([2.0], [1.0])}, "loss")
+    assert calls[-1] == ({"b": ([2.0], [1.0])}, "loss", "mnist")
     box.children[1].value = "iou"
-    assert calls[-1] == ({"b": ([1.0, 2.0], [0.25, 0.25]), "c": ([1.0], [0.75])}, "iou")
+    assert calls[-1] == ({"b": ([1.0, 2.0], [0.25, 0.25]), "c": ([1.0], [0.75])}, "iou", "mnist")
     box.children[0].value = ("a",)
-    assert calls[-1] == ({}, "iou")  # "no run has this score"
+    assert calls[-1] == ({}, "iou", "mnist")  # "no run has this score"
+
+
+def of_task(folder, name, task, score, **scores):
+    path = curved(folder, name, **scores)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | dict(task=task, score_names=score)))
+
+
+def test_runs_of_different_tasks_have_a_chart_for_each_task_and_the_names_of_its_scores(
+    tmp_path, monkeypatch, capsys
+):
+    for name in "ab":
+        of_task(tmp_path, f"mshnet-{name}", "mshnet", dict(iou="IoU"), iou=0.5)
+        of_task(tmp_path, f"own-{name}", "../../my task", {}, loss=5.4)
+    of_task(tmp_path, "mnist", "mnist", {}, accuracy=0.9)
+    (curved(tmp_path, "damaged", iou=0.75) / "config.json").write_text("{")
+    calls, draw = [], figures.runs_figure
+    monkeypatch.setattr(figures, "runs_figure", lambda *given: calls.append(given) or draw(*given))
+    widgets.show_runs(tmp_path)
+    assert [(sorted(series), *names) for series, *names in calls] == [
+        (["mshnet-a", "mshnet-b"], "IoU", "mshnet"),
+        (["own-a", "own-b"], "loss", "../../my task"),
+    ]
+    said = capsys.readouterr().out
+    assert "Only one run of mnist so far (mnist)" in said and "an unknown task so far (damaged)" in said
+    assert {path.name for path in tmp_path.glob("*.png")} == {"runs-mshnet.png", "runs-my-task.png"}
 
 
 def test_a_shell_is_told_where_the_chart_of_several_runs_is(tmp_path, capsys):
