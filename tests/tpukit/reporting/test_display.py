@@ -133,7 +133,7 @@ def test_a_run_shows_its_roc_and_one_without_an_interval_says_so(tmp_path, shown
     scores = dict(pixel_recall=0.9, roc=roc)
     run.log("evaluation", 2, epoch=0, scores=scores, kept=True, speed=dict(seconds=1.0))
     display.show(run)
-    assert shown[0].rows == [("pixel_recall", "0.9000")] and shown[1].data.startswith(b"\x89PNG")
+    assert shown[0].rows == [("pixel recall", "0.9000")] and shown[1].data.startswith(b"\x89PNG")
     assert [path.name for path in (run.path / "pictures").iterdir()] == ["roc.png"]
 
 
