@@ -17,5 +17,5 @@ def test_the_notebook_measures_here_and_compares_files(tmp_path, infrared):
     notebook = run_notebook("hardware_comparison.ipynb", tmp_path, **small)
     assert "batch 4: " in text(notebook)
     shown = "".join(outputs(notebook, "text/html"))
-    for words in ("Tesla T4 x 2, fp16, kaggle", "mshnet, image 1x32x32", "1x256x256", "200 epochs"):
+    for words in ("Tesla T4 x 2, fp16, kaggle", "mshnet, image 1x32x32", "1x256x256", "400 epochs"):
         assert words in shown, words
