@@ -194,10 +194,9 @@ def run_ahead(env: Environment) -> Found:
     lost = sum(peak for peak, _ in runtime.memory()) - sum(before)
     size = sum(value.nbytes for value in taken.model.parameters())
     is_finite = bool(runtime.to_cpu(taken.sums).isfinite().all())
-    text = (
-        f"{size / 4e6:.0f} M parameters; {AHEAD} steps were given out in {given_s:.2f} s and took {took_s:.2f} s;"
-        f" being ahead took {lost / 2**20:.1f} MiB more" + ("" if is_finite else "; the loss is not finite")
-    )
+    text = f"{size / 4e6:.0f} M parameters; {AHEAD} steps were given out in {given_s:.2f} s and took"
+    text += f" {took_s:.2f} s; being ahead took {lost / 2**20:.1f} MiB more"
+    text += "" if is_finite else "; the loss is not finite"
     return is_finite and lost <= size, text
 
 
