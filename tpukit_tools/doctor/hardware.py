@@ -249,6 +249,7 @@ def out_of_memory(env: Environment) -> Found:
 # The most telling first
 _IN_ORDER = (opens, step, training, all_reduce, all_cores, attention_kernels, mshnet, replays, run_ahead)
 CHECKS = {check.__name__: check for check in (*_IN_ORDER, precision, overflow, out_of_memory)}
+ON_ALL_CORES = ("all_reduce", "all_cores")
 
 
 # What they share
@@ -390,7 +391,7 @@ def describe(env: Environment) -> dict[str, Any]:
 
 def run_check(name: str, env: Environment) -> tuple[str, str]:
     """Run a check in a process of its own. Returns PASS, FAIL or SKIP, and what was found."""
-    if name in ("all_reduce", "all_cores") and env.accelerator in HARDWARE and env.cores == 1:
+    if name in ON_ALL_CORES and env.accelerator in HARDWARE and env.cores == 1:
         return SKIP, "one chip is here"
     if name == "attention_kernels" and env.backend != "torch_xla":
         return SKIP, "the kernels are for a TPU that is reached by torch_xla"
@@ -409,7 +410,8 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
 
 def answer(name: str) -> Found:
     """In a check's process: return whether what it assumes holds, and what was found."""
-    faulthandler.dump_traceback_later(LIMIT_S - 5)  # for `run_check`, which stops it
+    if name not in ON_ALL_CORES:  # a forked process would wait for the thread of this timer
+        faulthandler.dump_traceback_later(LIMIT_S - 5)  # for `run_check`, which stops the check
     Job.start_timeout_s = CORES_LIMIT_S
     try:
         return CHECKS[name](detect())
