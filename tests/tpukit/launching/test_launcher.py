@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import signal
 
 import numpy as np
