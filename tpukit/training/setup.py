@@ -65,7 +65,7 @@ class Trainer:
         self.saver = Saver(self.run, task.save_every_s)
         self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data, self.saver)
         self.throughput = metrics.Throughput(runtime)
-        self.trial = "" if task.compile == "no" else trial.try_out(runtime)
+        self.trial = "" if task.compile == "no" else trial.try_out(runtime, self.run.print)
         runtime.seed(task.seed)  # after the trial, which draws random numbers
         self.origin = checkpoint.Origin(
             checkpoint.data_signature(task, self.data),
