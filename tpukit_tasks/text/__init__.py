@@ -234,10 +234,10 @@ class LanguageModel(Task):
         assert batch_size is not None
         train, test = data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
         steps = self.epochs * (len(train) // batch_size)
-        seen = round(steps * batch_size * train.sizes)
+        size, learned = train.sizes.mean(), train.targets.sum() / train.sizes.sum()
         train.notes += (
-            f"\n{steps} optimizer steps, of {batch_size} rows of {self.length}, will see {seen} tokens,"
-            f" {train.targets / train.sizes:.0%} of them learned"
+            f"\n{steps} optimizer steps, of {batch_size} rows of {self.length} of which {size / self.length:.0%}"
+            f" are used, will see {round(steps * batch_size * size)} tokens, {learned:.0%} of them learned"
         )
         if steps < data.FEWEST_STEPS:
             train.notes += (
@@ -257,8 +257,8 @@ class LanguageModel(Task):
     # Loss and predictions
 
     def loss(self, model: Network, batch: dict[str, Tensor], epoch: Any) -> Tensor:
-        """Return the cross entropy of a batch's tokens over as many as a batch predicts on average, so that
-        micro-batches and cores add up to the same, however these are spread."""
+        """Return the sum of the cross entropies of these rows' labels, as their part of a step whose loss is
+        the mean over all its labels: those of other cores and micro-batches, too."""
         from tpukit_tasks.text.loss import cross_entropy
 
         hidden = model(batch["tokens"], batch["documents"])

@@ -36,15 +36,15 @@ class TextSet:
 
     `batch(indices, numbers)` -> dict of (B, T) each: tokens; labels, the next ones, or -1 if nothing is to be
     learned there; documents, numbers that tell them apart, 0 at the end of a row that is not full; and share
-    (B,), one over the labels of a row on average. `notes`: sentences for the log."""
+    (B,), see `shares`, of a step of these rows alone. `notes`: sentences for the log."""
 
     num_uniforms = 0
 
     def __init__(self, packed: Arrays, is_here: np.ndarray, signature: str, notes: str) -> None:
         self.rows, self.signature, self.notes = packed["rows"], signature, notes
         self.kept = np.flatnonzero(is_here & (packed["targets"] > 0))
-        self.targets = packed["targets"][self.kept].sum() / max(1, len(self.kept))
-        self.sizes = packed["sizes"][self.kept].sum() / max(1, len(self.kept))  # tokens of a row on average
+        self.targets = packed["targets"][self.kept]  # labels of each row
+        self.sizes = packed["sizes"][self.kept]  # tokens of each row
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -52,7 +52,11 @@ class TextSet:
     def batch(self, indices: Any, numbers: Any = None) -> Arrays:
         rows = self.rows[self.kept[indices]]
         found = {name: rows[name].astype(np.int32) for name in TOKEN.names or ()}
-        return dict(found, share=np.full(len(rows), 1 / self.targets, np.float32))
+        return dict(found, share=self.shares(indices))
+
+    def shares(self, indices: Any) -> np.ndarray:
+        """Return (B,) for the rows of a step: B over the labels of all, since the loss is their mean."""
+        return np.full(len(indices), len(indices) / self.targets[indices].sum(), np.float32)
 
 
 def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tuple[TextSet, TextSet]:

@@ -25,12 +25,15 @@ from tests.tasks.text.small import (
 from tests.tpukit.training.conftest import train_in
 from tpukit import LanguageModel, Run, detect, export, predict, train
 from tpukit import test as score_run
+from tpukit.devices.distributed import World
+from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.inference.trained import task_of as task_of_run
 from tpukit.reporting import display
 from tpukit.runs import weights
+from tpukit.training.data import BatchLoader, training_index_batches
 from tpukit.training.prediction import predict_test_images
-from tpukit.training.step import TrainingStep
+from tpukit.training.step import TrainingStep, add_gradients
 from tpukit_tasks.text import conversations, data, hub, reading
 from tpukit_tools import cli
 
@@ -56,8 +59,6 @@ LORA = dict(pretrained="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 @pytest.fixture(scope="module")
 def finished(chats, model, tmp_path_factory):
     """(task, run) of two epochs of LoRA."""
-    from tpukit.devices.runtime import Runtime
-
     task = task_of(model, chats, **LORA, epochs=2)
     return task, train_in(tmp_path_factory.mktemp("finished") / "run", task, Runtime("cpu"))
 
@@ -103,6 +104,37 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(chats, tmp_path, cp
         found.append({name: p.grad for name, p in step.model.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cores, parts", [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
+def test_the_loss_of_a_step_is_the_mean_over_its_own_labels_on_all_cores_and_in_all_micro_batches(
+    cores, parts, tmp_path
+):
+    lengths = [*range(32, 63, 2)]  # of which no two fit into a row
+    rows = [dict(prompt="a" * (length - 1 - n), completion="b" * (n + 1)) for n, length in enumerate(lengths)]
+    write_lines(tmp_path / "train.jsonl", *rows)
+    write_lines(tmp_path / "test.jsonl", rows[0])
+    options: Any = dict(sequence_length=63, batch_size=8, micro_batches=parts)
+    task = task_of(write_config(tmp_path / "m"), tmp_path, gradient_checkpointing=False, **options)
+    rows, _ = task.datasets()
+    torch.manual_seed(0)
+    model = task.model()
+    for spec in training_index_batches(len(rows), 8, seed=0, epoch=0):
+        whole = {name: torch.as_tensor(values) for name, values in rows.batch(spec.indices).items()}
+        logits = model(whole["tokens"], whole["documents"]) @ model.head.t()
+        mean = cross_entropy(logits.flatten(0, 1), whole["labels"].flatten().long(), ignore_index=-1)
+        expected = torch.autograd.grad(mean, model.parameters())
+        losses, gradients = [], []
+        for rank in range(cores):
+            runtime = Runtime("cpu", world=World(rank, cores))
+            batch = next(BatchLoader(rows, runtime, workers=0).batches([spec]))
+            optimizer = task.optimizer(model)
+            optimizer.zero_grad()
+            losses.append(add_gradients(task, task.loss, model, optimizer, runtime, batch, 0))
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        torch.testing.assert_close(torch.stack(losses).mean(), mean.detach(), rtol=1e-5, atol=0)
+        for ours, wanted in zip(zip(*gradients), expected, strict=True):
+            torch.testing.assert_close(torch.stack(ours).mean(0), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_is_not_resumed_on_other_texts_or_tokens(chats, tmp_path, cpu):
