@@ -18,6 +18,7 @@ import numpy as np
 from tpukit.data.splits import SPLITS
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
 from tpukit_tasks.text import conversations, data, hub, reading
@@ -76,8 +77,8 @@ class LanguageModel(Task):
     lora_rank: int = 16
     """Rank of the matrices of LoRA, whose alpha is twice that."""
     sequence_length: int | None = None
-    """Tokens in a row; texts are packed into rows. None: 1024, or the model's limit if that is less; for
-    a small training set a power of two that still holds its longest conversation."""
+    """Tokens in a row; texts are packed into rows, conversations stay whole. None: 1024, or the model's limit
+    if that is less; for a small training set fewer, which hold its longest conversation."""
     test_share: float = 0.1
     """Share to hold out for testing if the data has no test split: of the documents, evenly spaced, or of the
     rows if there are text files."""
@@ -86,7 +87,7 @@ class LanguageModel(Task):
     samples: int = setting(4, free=True)
     """Texts to generate at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)
-    """Tokens of each generated text, at most half of `sequence_length`."""
+    """Tokens of each generated text, at most half of what the model takes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,15 +109,17 @@ class LanguageModel(Task):
             shares = env.cores * self.micro_batches
             chosen["batch_size"] = shares * math.ceil(rows / shares)
         if self.sequence_length is None:
-            # Of the config alone: a run opens without the tokenizer and the weights.
-            config = hub.read_config(hub.find_folder(self.model_name, "config"))
-            chosen["sequence_length"] = min(self._fitting_sizes[1], config.max_position_embeddings)
+            chosen["sequence_length"] = self._fitting_sizes[1]
         return dataclasses.replace(self, **chosen) if chosen else self
 
     @functools.cached_property
     def _fitting_sizes(self) -> tuple[int, int]:
         """(rows of a batch, tokens of a row) that suit the data."""
-        return data.fitting_sizes(self.dataset_dir, 1 if self.model_name == hub.TINY else 4)
+        config = hub.read_config(hub.find_folder(self.model_name, "config"))  # a run opens without weights
+        tokenizer = None if self.dataset_dir is None else self._tokenizer
+        bytes_per_token = 1 if self.model_name == hub.TINY else 4
+        sizes = config.max_position_embeddings, bytes_per_token, self.sequence_length
+        return data.fitting_sizes(self.dataset_dir, tokenizer, *sizes)
 
     # Model and tokenizer
 
@@ -176,12 +179,12 @@ class LanguageModel(Task):
         length, most = self.sequence_length, self.config.max_position_embeddings
         if length and length > most:
             raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
-        return length or min(self._fitting_sizes[1], most)
+        return length or self._fitting_sizes[1]
 
     @property
     def _new(self) -> int:
-        """Tokens that are written, at most half a row."""
-        return min(self.new_tokens, max(1, self.length // 2))
+        """Tokens that are written, at most half of what the model takes."""
+        return min(self.new_tokens, max(1, self.config.max_position_embeddings // 2))
 
     def model(self, dtype: torch.dtype | None = None) -> Network:
         """Make the network.
@@ -235,9 +238,10 @@ class LanguageModel(Task):
         train, test = data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
         steps = self.epochs * (len(train) // batch_size)
         size, learned = train.sizes.mean(), train.targets.sum() / train.sizes.sum()
+        used = size / self.length
         train.notes += (
-            f"\n{steps} optimizer steps, of {batch_size} rows of {self.length} of which {size / self.length:.0%}"
-            f" are used, will see {round(steps * batch_size * size)} tokens, {learned:.0%} of them learned"
+            f"\n{steps} optimizer steps, of {batch_size} rows of {self.length} ({used:.0%} used), will"
+            f" see {round(steps * batch_size * size)} tokens, {learned:.0%} of them learned"
         )
         if steps < data.FEWEST_STEPS:
             train.notes += (
@@ -248,6 +252,9 @@ class LanguageModel(Task):
 
     def data_signature(self, data: data.TextSet) -> dict[str, str]:
         return {"texts, tokenizer or their packing": data.signature}
+
+    def metadata(self, data: data.TextSet) -> dict[str, str]:
+        return dict(learned="conversations" if data.is_chat else "texts")
 
     def example(self, count: int) -> dict[str, np.ndarray]:
         shape, share = (count, self.length), np.full(count, 1 / self.length, np.float32)
@@ -332,8 +339,11 @@ class LanguageModel(Task):
         return [[("a prompt, and what was written", f"{one['prompt']}\n\n{one['written']}")] for one in texts]
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Read prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
-        prompts = [prompt for path in paths for prompt in conversations.read_prompts(path, self._tokenizer)]
+        """Read prompts: each text file is one; of a .jsonl file each line, with prompt or messages. After a
+        training on texts alone, a text file or a `prompt` is a text, too, and no chat."""
+        is_chat = weights.metadata(best).get("learned") != "texts"
+        read = functools.partial(conversations.read_prompts, tokenizer=self._tokenizer, is_chat=is_chat)
+        prompts = [prompt for path in paths for prompt in read(path)]
         size = max(self.length, min(data.LENGTH, self.config.max_position_embeddings))
         most = size - self._new
         rows, lengths = np.zeros((len(prompts), size), np.int32), np.zeros(len(prompts), np.int32)

@@ -1,9 +1,12 @@
 """Small models and texts for the tests: two layers, a width of 32, 300 tokens or bytes."""
 
 import collections
+import copy
+import itertools
 import json
 import pydoc_data.topics
 import shutil
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,22 +34,121 @@ CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 TURNS = [("user", "Hello!"), ("assistant", "Good morning."), ("user", "And you?"), ("assistant", "Fine.")]
 START, END, HEAD = "<|im_start|>", "<|im_end|>", "<|head|>"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if THINK %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CALLING = (
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}\n<tool_call>{{ c.function | tojson }}</tool_call>"
+    "{% endfor %}{% endif %}"
 )
+TOOLING = "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if THINK %}<think>\n{{ m.reasoning_content }}\n"
+    "</think>\n\n{% endif %}{{ m.content }}" + CALLING + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\nPROMPT{% endif %}"
+)
+# As Qwen3's: the thoughts after the last question, and one in the last answer even if it has none.
+LAST = (
+    "{% set ns = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+)
+THINK = "m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or m.reasoning_content)"
 TEMPLATES = {
     "gpt2": None,
-    "llama": "<|head|>{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}",
-    "qwen2": "<|im_start|>system\nBe kind.<|im_end|>\n" + CHATML.replace("THINK", "false"),
-    "qwen3": CHATML.replace("THINK", "loop.last and m.role == 'assistant'"),
-    "gemma3_text": "<|head|>{% for m in messages %}"
-    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "llama": "<|head|>{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}"
+    + CALLING
+    + "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}",
+    "qwen2": TOOLING
+    + "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + CHATML.replace("THINK", "false").replace("PROMPT", ""),
+    "qwen3": TOOLING + LAST + CHATML.replace("THINK", THINK).replace("PROMPT", ""),
+    # As Qwen3.5's: the prompt begins the thought.
+    "thinking": TOOLING
+    + LAST
+    + CHATML.replace("THINK", THINK.replace("loop.last or m.reasoning_content", "true")).replace(
+        "PROMPT", "<think>\n"
+    ),
+    # As Gemma's: the roles alternate, and what the system says begins the first question.
+    "gemma3_text": "<|head|>{% if messages[0].role == 'system' %}{% set first = messages[0].content ~ ' ' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first, rest = '', messages %}{% endif %}"
+    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ first if loop.first }}"
+    "{{ m.content | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}",
+    # As Phi 3's: the text ends after the last answer.
+    "phi3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}",
     "sentencepiece": "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}",
 }
+
+_CALL = dict(type="function", function=dict(name="weather", arguments=dict(city="Rome")))
+_TOOL = dict(name="weather", description="of a city", parameters=dict(type="object", properties={}))
+KINDS: dict[str, Any] = {
+    "single": dict(messages=TURNS[:2]),
+    "system": dict(messages=[("system", "Be brief."), *TURNS[:2]]),
+    "multi-turn": dict(messages=[*TURNS, ("user", "Bye"), ("assistant", "See you.")]),
+    "tools": dict(
+        messages=[
+            ("user", "Warm?"),
+            ("assistant", "", dict(tool_calls=[_CALL])),
+            ("tool", "22"),
+            ("assistant", "Yes."),
+        ]
+        + [("user", "Thanks"), ("assistant", "Bye.")],
+        tools=[dict(type="function", function=_TOOL)],
+    ),
+    "reasoning": dict(
+        messages=[("user", "1+1"), ("assistant", "2.", dict(reasoning_content="Add them."))]
+        + [("user", "2+2"), ("assistant", "4.", dict(reasoning_content="Add again."))]
+    ),
+    "the same text twice": dict(messages=[("user", "Yes"), ("assistant", "Yes")] * 2),
+}
+for _kind in KINDS.values():
+    _kind["messages"] = [
+        dict(role=role, content=content, **(more[0] if more else {}))
+        for role, content, *more in _kind["messages"]
+    ]
+
+
+def check_answers(row, tokenizer):
+    """Check that each answer of a conversation is learned once, in a document that begins as the model is
+    prompted with the messages before it, and up to the first special token after it. A template has no place
+    for some answers: these are counted, all others are learned."""
+    row, counts = copy.deepcopy(row), collections.Counter()
+    messages, tools = reading.read_row(row, counts)
+    documents = conversations.documents_of(messages, tools, tokenizer, counts)
+    options = dict(
+        chat_template=tokenizer.chat_template or conversations.TEMPLATE, tools=tools, tokenize=False
+    )
+    learned = []  # (what comes before, what is learned)
+    for parts in documents:
+        at = ""
+        for text, is_learned in parts:
+            learned += [(at, text)] * is_learned
+            at += text
+    answers = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    told = sum(count for what, count in counts.items() if what.startswith("answers are not learned"))
+    assert len(learned) + told == len(answers)
+    left = list(learned)
+    for number in answers:
+        prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, **options)
+        whole = tokenizer.apply_chat_template(messages[: number + 1], **options)
+        found = [text for before, text in left if before == prompt]
+        if not found:
+            assert told, f"{prompt!r} is nowhere"
+            continue
+        assert len(found) == 1
+        left.remove((prompt, found[0]))
+        assert whole.startswith(prompt + found[0]), "as the template writes it"
+        shown = [
+            messages[number]["content"],
+            *(call["function"]["name"] for call in messages[number].get("tool_calls", ())),
+        ]
+        if conversations.UNSEEN.format("assistant") not in counts:
+            shown.append(messages[number].get("reasoning_content", ""))
+        assert all(text in found[0] for text in shown)
+        ids = tokenizer(found[0], add_special_tokens=False)["input_ids"]
+        assert ids[-1] in tokenizer.all_special_ids, "it ends with what ends a turn"
+    assert not left
 
 
 def write_config(folder, family="gpt2", **changes):
@@ -104,11 +206,12 @@ def write_sentencepiece(folder, template):
 def write_family(folder, family):
     """A small model with the family's chat template. Return its tokenizer."""
     long = dict(n_positions=256) if family == "gpt2" else dict(max_position_embeddings=256)
+    kind = "qwen3" if family == "thinking" else family
     if family == "sentencepiece":
         write_model(folder, "llama", vocab_size=500, **long)
         write_sentencepiece(folder, TEMPLATES[family])
         return hub.load_tokenizer(str(folder))
-    write_model(folder, family, chat=TEMPLATES[family], **long)
+    write_model(folder, kind, chat=TEMPLATES[family], **long)
     tokenizer = hub.load_tokenizer(str(folder))
     tokenizer.add_special_tokens(dict(additional_special_tokens=[START, END, HEAD]))
     tokenizer.bos_token = tokenizer.eos_token
@@ -140,11 +243,11 @@ def turns(*texts, first="user"):
 
 
 def parts_and_counts(row, tokenizer):
-    """The parts of a conversation, and what was counted."""
+    """The parts of a conversation's documents, and what was counted."""
     counts = collections.Counter()
     messages, tools = reading.read_row(row, counts)
-    parts = conversations.parts_of(messages, tools, tokenizer, counts)
-    return parts, +counts
+    documents = conversations.documents_of(messages, tools, tokenizer, counts)
+    return list(itertools.chain(*documents)), +counts
 
 
 def tokens_of(row, tokenizer):

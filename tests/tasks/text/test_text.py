@@ -16,6 +16,7 @@ from tests.tasks.text.small import (
     HEAD,
     START,
     everything,
+    opened,
     task_of,
     write_config,
     write_family,
@@ -266,6 +267,20 @@ def test_the_template_of_a_base_model_is_exported_with_it(tmp_path):
     assert tokenizer.chat_template == conversations.TEMPLATE
 
 
+@pytest.mark.parametrize("count, tokens", [(20, 70), (20, 90), (200, 150), (200, 290), (60, 520), (400, 600)])
+def test_little_of_the_rows_of_a_small_set_is_empty_and_each_holds_its_longest_conversation(
+    count, tokens, tmp_path, tokenizer
+):
+    rows = [dict(prompt="p" * (tokens - 10 - n % 9), completion="c" * 9) for n in range(count)]
+    path = write_lines(tmp_path / "chats.jsonl", *rows)
+    batch, length = data.fitting_sizes(path, tokenizer, 2048, 1)
+    train_set, test_set = opened(path, tokenizer, length, test_share=0.1)
+    assert "longer than a row" not in train_set.notes
+    assert train_set.sizes.mean() / length > 0.7 and len(train_set) + len(test_set) >= min(count, 50)
+    assert len(train_set) // batch >= min(count * 0.9, 45)
+    assert data.fitting_sizes(path, tokenizer, 2048, 1, length=1024) == (8 if count == 400 else 1, 1024)
+
+
 SENTENCE = "The capital of France is Paris. It is a city of two million people with the Louvre. "
 
 
@@ -279,15 +294,14 @@ def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path, m
         path = write_lines(tmp_path / f"{count}.jsonl", *rows)
         task = LanguageModel(dataset_dir=path, **options).choose_settings(detect())
         sizes[count] = task.batch_size, task.sequence_length
-    assert sizes[20] == (1, 256) and sizes[1000][0] >= 2 and sizes[20_000] == (16, 1024)
+    assert sizes[20][0] == 1 and sizes[1000][0] >= 8 and sizes[20_000] == (16, 1024)
     task = LanguageModel(dataset_dir=tmp_path / "20.jsonl", **options)
     train_set, test_set = task.datasets()
-    assert (len(train_set), len(test_set)) == (9, 1), "two conversations in a row"
-    assert "27 optimizer steps, of 1 rows of 256" in train_set.notes and "WARNING" in train_set.notes
-    assert "WARNING" not in dataclasses.replace(task, epochs=9).datasets()[0].notes
+    assert (len(train_set), len(test_set)) == (18, 2), "a conversation in a row"
+    assert "54 optimizer steps, of 1 rows of " in train_set.notes and "% used)" in train_set.notes
+    assert "WARNING" not in train_set.notes
+    assert "WARNING" in dataclasses.replace(task, epochs=2).datasets()[0].notes
     assert "% of them learned" in train_set.notes
-    chinese = write_lines(tmp_path / "chinese.jsonl", dict(prompt="问", completion="答" * 900))
-    assert data.fitting_sizes(chinese, 4)[1] == 1024, "about 600 tokens of a model that knows Chinese"
     given = dataclasses.replace(task, batch_size=16, sequence_length=512)
     assert given.choose_settings(detect()) is given and given.length == 512
     without_data = LanguageModel(**options).choose_settings(detect())
