@@ -267,18 +267,23 @@ def test_the_template_of_a_base_model_is_exported_with_it(tmp_path):
     assert tokenizer.chat_template == conversations.TEMPLATE
 
 
-@pytest.mark.parametrize("count, tokens", [(20, 70), (20, 90), (200, 150), (200, 290), (60, 520), (400, 600)])
+@pytest.mark.parametrize(
+    "count, tokens, more",
+    [(20, 70, 0), (20, 90, 0), (200, 290, 0), (60, 520, 0), (400, 600, 0), (200, 110, 70), (400, 150, 150)],
+)
 def test_little_of_the_rows_of_a_small_set_is_empty_and_each_holds_its_longest_conversation(
-    count, tokens, tmp_path, tokenizer
+    count, tokens, more, tmp_path, tokenizer
 ):
-    rows = [dict(prompt="p" * (tokens - 10 - n % 9), completion="c" * 9) for n in range(count)]
+    """more: tokens that every tenth conversation has more than the others."""
+    sizes = [tokens - 10 - n % 9 + more * (n % 10 == 0) for n in range(count)]
+    rows = [dict(prompt="p" * size, completion="c" * 9) for size in sizes]
     path = write_lines(tmp_path / "chats.jsonl", *rows)
     batch, length = data.fitting_sizes(path, tokenizer, 2048, 1)
     train_set, test_set = opened(path, tokenizer, length, test_share=0.1)
     assert "longer than a row" not in train_set.notes
     assert train_set.sizes.mean() / length > 0.7 and len(train_set) + len(test_set) >= min(count, 50)
     assert len(train_set) // batch >= min(count * 0.9, 45)
-    assert data.fitting_sizes(path, tokenizer, 2048, 1, length=1024) == (8 if count == 400 else 1, 1024)
+    assert data.fitting_sizes(path, tokenizer, 2048, 1, length=1024)[1] == 1024
 
 
 SENTENCE = "The capital of France is Paris. It is a city of two million people with the Louvre. "
@@ -370,6 +375,15 @@ def test_a_tokenizer_with_more_tokens_than_the_model_takes_is_refused(model, cha
     (tmp_path / "small/tokenizer.json").unlink()
     with refuses("tokenizer.json"):
         task_of(small, chats, **LORA).datasets()
+
+
+def test_a_prompt_file_is_a_chat_only_if_the_run_learned_chats(chats, model, tmp_path, cpu):
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 9)
+    (tmp_path / "prompt.txt").write_text("Once")
+    options: Any = LORA | dict(epochs=1, samples=0, batch_size=1, test_share=0.5)
+    for place, wanted in ((tmp_path / "text.txt", "Once"), (chats, "<user>Once</s><assistant>")):
+        run = train_in(tmp_path / place.stem, task_of(model, place, **options), cpu)
+        assert predict(run, [tmp_path / "prompt.txt"], progress=False)[0]["prompt"] == wanted
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(finished, tmp_path):
