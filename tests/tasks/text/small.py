@@ -26,6 +26,13 @@ CONFIGS = {
     "gemma3_text": LLAMA
     | dict(num_key_value_heads=1, query_pre_attn_scalar=8, sliding_window=5, pad_token_id=0)
     | dict(layer_types=["sliding_attention", "full_attention"]),
+    "mistral": LLAMA | dict(sliding_window=5),
+    "ministral": LLAMA | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+    "smollm3": LLAMA | dict(no_rope_layers=[1, 0], tie_word_embeddings=True, pad_token_id=0),
+    "phi3": LLAMA | dict(pad_token_id=0, sliding_window=5),
+    "olmo2": LLAMA | dict(tie_word_embeddings=False),
+    "granite": LLAMA
+    | dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2, logits_scaling=1.0),
 }
 TINY = dict(pretrained="no", batch_size=4, log_every=2, num_workers=0, new_tokens=6)
 TINY |= dict(sequence_length=24, samples=2)

@@ -18,7 +18,7 @@ TOKENS = torch.randint(300, (3, 20), generator=torch.Generator().manual_seed(0))
 ONE = torch.ones_like(TOKENS)
 OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = dict.fromkeys(CONFIGS, OF_LLAMA) | dict(
-    gpt2=("c_attn", "c_proj", "c_fc")
+    gpt2=("c_attn", "c_proj", "c_fc"), phi3=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 )  # all matrices of the layers
 
 
@@ -178,7 +178,15 @@ def test_the_shapes_that_travel_with_tpukit_have_the_published_numbers_of_parame
 @pytest.mark.parametrize(
     "changes, told",
     [
-        (dict(model_type="mamba"), ("mamba", "qwen3")),
+        (dict(model_type="mamba"), ("mamba", "qwen3", "not one that is tested")),
+        (dict(model_type="gemma2"), ("gemma2", "soft caps")),
+        (dict(model_type="gemma3"), ("gemma3", "images")),
+        (dict(model_type="qwen3_moe"), ("qwen3_moe", "experts")),
+        (dict(model_type="granite", logits_scaling=8.0), ("granite", "logits_scaling")),
+        (
+            dict(model_type="llama", rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+            ("llama", "dynamic"),
+        ),
         (dict(model_type="own", auto_map=dict(AutoConfig="own.Config")), ("custom code",)),
         (dict(quantization_config=dict(bits=4)), ("quantized",)),
         (dict(n_head=5), ("cannot be made",)),
