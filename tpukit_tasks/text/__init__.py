@@ -118,7 +118,7 @@ class LanguageModel(Task):
         config = hub.read_config(hub.find_folder(self.model_name, "config"))  # a run opens without weights
         tokenizer = None if self.dataset_dir is None else self._tokenizer
         bytes_per_token = 1 if self.model_name == hub.TINY else 4
-        sizes = config.max_position_embeddings, bytes_per_token, self.sequence_length
+        sizes = hub.most_positions(config), bytes_per_token, self.sequence_length
         return data.fitting_sizes(self.dataset_dir, tokenizer, *sizes)
 
     # Model and tokenizer
@@ -176,7 +176,7 @@ class LanguageModel(Task):
     @property
     def length(self) -> int:
         """T, the tokens of a row."""
-        length, most = self.sequence_length, self.config.max_position_embeddings
+        length, most = self.sequence_length, hub.most_positions(self.config)
         if length and length > most:
             raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
         return length or self._fitting_sizes[1]
@@ -184,7 +184,7 @@ class LanguageModel(Task):
     @property
     def _new(self) -> int:
         """Tokens that are written, at most half of what the model takes."""
-        return min(self.new_tokens, max(1, self.config.max_position_embeddings // 2))
+        return min(self.new_tokens, max(1, hub.most_positions(self.config) // 2))
 
     def model(self, dtype: torch.dtype | None = None) -> Network:
         """Make the network.
@@ -281,7 +281,7 @@ class LanguageModel(Task):
 
         _, losses = cross_entropy(model(batch["tokens"], batch["documents"]), model.head, batch["labels"])
         is_learned, rows = batch["labels"] >= 0, batch["tokens"]
-        room = min(self._new, self.config.max_position_embeddings - self.length)
+        room = min(self._new, hub.most_positions(self.config) - self.length)
         rows = torch.cat([rows, torch.zeros_like(rows[:, :room])], 1)  # for an answer at a row's end
         before = is_learned.int().argmax(1)  # 0 in a text
         prompt = (before + 1).where(before > 0, FEW).clamp(max=rows.shape[1] - 1)
@@ -344,7 +344,7 @@ class LanguageModel(Task):
         is_chat = weights.metadata(best).get("learned") != "texts"
         read = functools.partial(conversations.read_prompts, tokenizer=self._tokenizer, is_chat=is_chat)
         prompts = [prompt for path in paths for prompt in read(path)]
-        size = max(self.length, min(data.LENGTH, self.config.max_position_embeddings))
+        size = max(self.length, min(data.LENGTH, hub.most_positions(self.config)))
         most = size - self._new
         rows, lengths = np.zeros((len(prompts), size), np.int32), np.zeros(len(prompts), np.int32)
         for number, (name, ids) in enumerate(prompts):

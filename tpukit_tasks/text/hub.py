@@ -81,6 +81,14 @@ def _why_refused(config):
     return ""
 
 
+def most_positions(config: Any) -> int:
+    """Return how many tokens the model of a config takes: of one whose positions have two scales (longrope),
+    as many as the first is for, since the second would be another graph."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    has_two = rope.get("rope_type") == "longrope"
+    return rope["original_max_position_embeddings"] if has_two else config.max_position_embeddings
+
+
 def load_tokenizer(name: str) -> Any:
     """Load the tokenizer of a model, by its folder or its name. Raises TpukitError if that has none."""
     kind, folder = imported("transformers").PreTrainedTokenizerFast, find_folder(name, "tokenizer")

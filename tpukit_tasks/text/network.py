@@ -49,6 +49,9 @@ def build(
             model, found = kind.from_pretrained(folder, config=config, **options, **safely)
             for wrong in (*found["missing_keys"], *found["mismatched_keys"]):
                 raise TpukitError(f"{folder}: the weights do not fit its config.json, {wrong} first")
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.rope_type = "short"  # chosen once, rather than by the positions, see `hub.most_positions`
     if lora:
         peft = hub.imported("peft")
         settings: Any = dict(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")

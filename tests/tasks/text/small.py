@@ -18,6 +18,8 @@ LLAMA = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
 LLAMA |= dict(max_position_embeddings=64, vocab_size=300, head_dim=8)
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=64)
+LONGROPE |= dict(short_factor=[1.0, 1.2, 1.5, 2.0], long_factor=[3.0, 4.0, 5.0, 6.0])
 CONFIGS = {
     "gpt2": dict(n_layer=2, n_head=4, n_embd=32, n_positions=64, vocab_size=300),
     "llama": LLAMA | dict(tie_word_embeddings=True),  # as SmolLM2
@@ -30,6 +32,11 @@ CONFIGS = {
     "ministral": LLAMA | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
     "smollm3": LLAMA | dict(no_rope_layers=[1, 0], tie_word_embeddings=True, pad_token_id=0),
     "phi3": LLAMA | dict(pad_token_id=0, sliding_window=5),
+    "phi3 longrope": LLAMA
+    | dict(
+        model_type="phi3", pad_token_id=0, max_position_embeddings=128, original_max_position_embeddings=64
+    )
+    | dict(rope_parameters=LONGROPE),
     "olmo2": LLAMA | dict(tie_word_embeddings=False),
     "granite": LLAMA
     | dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.2, logits_scaling=1.0),
@@ -163,7 +170,7 @@ def write_config(folder, family="gpt2", **changes):
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(hub.SHAPES / "tiny" / name, folder)
-    settings = dict(CONFIGS[family], model_type=family) | changes
+    settings = dict(model_type=family) | CONFIGS[family] | changes
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
 

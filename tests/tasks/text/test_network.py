@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import refuses
-from tests.tasks.text.small import CONFIGS, plain_model, write_config, write_model
+from tests.tasks.text.small import CONFIGS, plain_model, task_of, write_config, write_model
 from tpukit_tasks.text import hub, network
 from tpukit_tasks.text.loss import cross_entropy as in_parts
 
@@ -17,8 +17,9 @@ peft = pytest.importorskip("peft")
 TOKENS = torch.randint(300, (3, 20), generator=torch.Generator().manual_seed(0))
 ONE = torch.ones_like(TOKENS)
 OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_PHI = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 TARGETS = dict.fromkeys(CONFIGS, OF_LLAMA) | dict(
-    gpt2=("c_attn", "c_proj", "c_fc"), phi3=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    gpt2=("c_attn", "c_proj", "c_fc"), phi3=OF_PHI, **{"phi3 longrope": OF_PHI}
 )  # all matrices of the layers
 
 
@@ -198,6 +199,13 @@ def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
     with refuses(*told):
         config = hub.read_config(write_config(tmp_path, **changes))
         network.build(config, None, lora=None)
+
+
+def test_of_two_scales_of_positions_rows_stay_within_the_first(tmp_path):
+    config = hub.read_config(write_config(tmp_path, "phi3 longrope"))
+    assert hub.most_positions(config) == 64 and config.max_position_embeddings == 128
+    with refuses("at most 64"):
+        _ = task_of(tmp_path, sequence_length=65).length
 
 
 def test_a_folder_with_an_adapter_is_no_model(tmp_path):

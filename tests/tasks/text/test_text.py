@@ -67,9 +67,11 @@ def finished(chats, model, tmp_path_factory):
 # Training
 
 
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("phi3 longrope", marks=pytest.mark.nightly)])
 def test_xla_trains_an_adapter_as_the_cpu_does_by_one_compiled_graph_of_each_kind_whatever_the_lengths(
-    chats, model, tmp_path, cpu, xla
+    family, chats, tmp_path, cpu, xla
 ):
+    model = write_model(tmp_path / "model", family, chat=CHAT)
     task = task_of(model, chats, epochs=2, log_every=1, **LORA)
     ours, other = (train_in(tmp_path / str(device), task, device) for device in (cpu, xla))
     losses = [[record["loss"] for record in run.records("train")] for run in (ours, other)]
