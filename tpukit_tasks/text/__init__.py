@@ -293,7 +293,8 @@ class LanguageModel(Task):
         from tpukit_tasks.text import network
 
         score, left = super().predictor(model, runtime, epoch), self.samples
-        write = functools.partial(network.write, model, runtime, new=self._new)
+        ends = sorted({*self._ends, *self._tokenizer.all_special_ids})
+        write = functools.partial(network.write, model, runtime, new=self._new, ends=ends)
 
         def predict(batch):
             nonlocal left
