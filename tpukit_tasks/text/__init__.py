@@ -75,7 +75,14 @@ class LanguageModel(Task):
     """lora: train small matrices next to those of the layers; all else is frozen, in bf16. none: train all
     weights. auto: lora for pretrained weights."""
     lora_rank: int = 16
-    """Rank of the matrices of LoRA, whose alpha is twice that."""
+    """Rank of the matrices of LoRA."""
+    lora_alpha: float | None = None
+    """What the matrices are scaled by, times `lora_rank`. None: twice that."""
+    lora_targets: tuple[str, ...] = ()
+    """Layers that get matrices of LoRA, by the ends of their names, such as q_proj and v_proj. None named: all
+    linear layers but the head."""
+    learn_questions: bool = False
+    """Learn all of a conversation, rather than the assistant's answers alone."""
     sequence_length: int | None = None
     """Tokens in a row; texts are packed into rows, conversations stay whole. None: 1024, or the model's limit
     if that is less; for a small training set fewer, which hold its longest conversation."""
@@ -194,7 +201,11 @@ class LanguageModel(Task):
         from tpukit_tasks.text import network
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
-        lora = self.lora_rank if self.uses_lora else None
+        lora = None
+        if self.uses_lora:
+            alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+            targets = list(self.lora_targets) or "all-linear"
+            lora = dict(r=self.lora_rank, lora_alpha=alpha, target_modules=targets)
         options: Any = dict(recompute=self.gradient_checkpointing, dtype=dtype)
         return network.build(self.config, folder, lora=lora, **options)
 
@@ -226,6 +237,11 @@ class LanguageModel(Task):
             raise TpukitError("the model has no adapter, all its weights were trained: choose transformers")
         whole, tokenizer = self.model(torch.float32).eval(), copy.copy(self._tokenizer)
         whole.load_state_dict(model.state_dict())
+        if to == "transformers":
+            print(
+                "for llama.cpp and Ollama, in a clone of llama.cpp: python convert_hf_to_gguf.py FOLDER --outfile"
+                " model.gguf\nand: ollama create NAME -f Modelfile (a text file: FROM ./model.gguf)"
+            )
         tokenizer.chat_template = tokenizer.chat_template or conversations.TEMPLATE
         return whole.export(tokenizer, self._ends, to, folder, self.model_name)
 
@@ -235,7 +251,9 @@ class LanguageModel(Task):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
         batch_size = self.choose_settings(environment.detect()).batch_size
         assert batch_size is not None
-        train, test = data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
+        options: Any = dict(learns_all=self.learn_questions)
+        place, tokenizer = Path(self.dataset_dir), self._tokenizer
+        train, test = data.open_sets(place, tokenizer, self.length, self.test_share, **options)
         steps = self.epochs * (len(train) // batch_size)
         size, learned = train.sizes.mean(), train.targets.sum() / train.sizes.sum()
         used = size / self.length

@@ -40,17 +40,21 @@ TEMPLATE = (
 )
 
 
-def tokens_of(row: Any, tokenizer: Any, counts: Counts) -> tuple[np.ndarray, bool]:
+def tokens_of(
+    row: Any, tokenizer: Any, counts: Counts, *, learns_all: bool = False
+) -> tuple[np.ndarray, bool]:
     """Return (array of `TOKEN`, whether it is a conversation) of a row, see `reading.read_row`. The array may
     have several documents, one after another, whose numbers count from 0.
 
-    counts: gets how often something was left out, by what it was. Raises NothingToLearn for a row that is to
+    counts: gets how often something was left out, by what it was. learns_all: learn more than answers. Raises NothingToLearn for a row that is to
     be left out, TpukitError for one that has to be mended."""
     content, tools = reading.read_row(row, counts)
     if isinstance(content, str):
         ids = _ids_of_text(content, tokenizer, counts)
         return _with_labels(ids, np.ones(len(ids), bool)), False
     documents = documents_of(content, tools, tokenizer, counts)
+    if learns_all:
+        documents = [[("".join(text for text, _ in parts), True)] for parts in documents]
     arrays = [_tokens_of_parts(parts, tokenizer) for parts in documents]
     for number, tokens in enumerate(arrays):
         tokens["documents"] = number

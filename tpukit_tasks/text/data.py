@@ -61,14 +61,16 @@ class TextSet:
         return np.full(len(indices), len(indices) / self.targets[indices].sum(), np.float32)
 
 
-def open_sets(place: Path, tokenizer: Any, length: int, test_share: float) -> tuple[TextSet, TextSet]:
+def open_sets(
+    place: Path, tokenizer: Any, length: int, test_share: float, *, learns_all: bool = False
+) -> tuple[TextSet, TextSet]:
     """Return (training set, test set) of a file or a folder, made anew or from the cache. length: T.
-    test_share: see `LanguageModel`. Raises TpukitError, with the file and the line, for what cannot be
+    test_share: see `LanguageModel`. learns_all: its `learn_questions`. Raises TpukitError, with the file and the line, for what cannot be
     trained on."""
     files = reading.find_texts(place)
     others = [path.name for path in files.pop("others")]
-    key = [*_key(place, files, tokenizer), length, test_share]
-    packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, test_share))
+    key = [*_key(place, files, tokenizer), length, test_share, learns_all]
+    packed = arrays.mapped("text", key, lambda: _pack(files, tokenizer, length, test_share, learns_all))
     is_test, signature = packed["is_test"], arrays.digest(key)
     notes = [str(packed["notes"])]
     if others:
@@ -146,14 +148,14 @@ def _count_rows(sizes, length):
     return rows
 
 
-def _pack(files, tokenizer, length, test_share) -> Arrays:
+def _pack(files, tokenizer, length, test_share, learns_all) -> Arrays:
     """Return rows (R, T) of `TOKEN`; for each (R,) targets, how many labels it has, sizes, how many tokens,
     and is_test; is_chat, whether a conversation trains; and notes."""
     rows, counts, left_out = _Rows(length), reading.Counts(), []
     held_out, learned, kinds = [], set(), set()
     # Without a test split, documents are held out of it, or rows if there are texts, which may be long.
     has_test, has_texts = bool(files["test"]), any(path.suffix in reading.TEXTS for path in files["train"])
-    for number, row in enumerate(_documents(files["train"], tokenizer, counts, left_out)):
+    for number, row in enumerate(_documents(files["train"], tokenizer, counts, left_out, learns_all)):
         if not has_test and not has_texts and _is_held_out(number, test_share):
             held_out.append(row)
             continue
@@ -163,7 +165,8 @@ def _pack(files, tokenizer, length, test_share) -> Arrays:
         rows.add(documents, is_conversation)
     rows.finish()
     border = rows.at // length
-    testing = itertools.chain(_documents(files["test"], tokenizer, counts, left_out), held_out)
+    others = _documents(files["test"], tokenizer, counts, left_out, learns_all)
+    testing = itertools.chain(others, held_out)
     for documents, is_conversation in testing:
         counts[COPIES] += _hash(documents) in learned
         rows.add(documents, is_conversation)
@@ -191,7 +194,9 @@ def _pack(files, tokenizer, length, test_share) -> Arrays:
     return dict(found, is_chat=np.array(True in kinds), notes=np.array("; ".join(notes)))
 
 
-def _documents(paths, tokenizer, counts, left_out) -> Iterator[tuple[list[np.ndarray], bool]]:
+def _documents(
+    paths, tokenizer, counts, left_out, learns_all=False
+) -> Iterator[tuple[list[np.ndarray], bool]]:
     """Yield ([tokens of each of its documents], whether it is a conversation) of each row of files. counts:
     see `conversations.tokens_of`. left_out: gets a sentence about each row without anything to learn."""
     from tpukit.host.bars import tqdm
@@ -199,7 +204,8 @@ def _documents(paths, tokenizer, counts, left_out) -> Iterator[tuple[list[np.nda
     rows = itertools.chain.from_iterable(map(reading.read_rows, paths))
     for where, row in tqdm(rows, disable=None, leave=False, unit=" texts"):
         try:
-            tokens, is_conversation = conversations.tokens_of(row, tokenizer, counts)
+            read = conversations.tokens_of
+            tokens, is_conversation = read(row, tokenizer, counts, learns_all=learns_all)
         except reading.NothingToLearn as error:
             left_out.append(f"{where}: {error}")
         except TpukitError as error:

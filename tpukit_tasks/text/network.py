@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,14 +31,14 @@ def build(
     config: Any,
     folder: Path | None,
     *,
-    lora: int | None,
+    lora: int | dict[str, Any] | None,
     recompute: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Network:
     """Return the `Network` of a config, on the CPU.
 
-    folder: of the weights; None: random ones. lora: the rank of adapters of all matrices of the layers,
-    which train, and all else is frozen; None: all trains. recompute: keep only the input of each layer for
+    folder: of the weights; None: random ones. lora: settings of peft's LoRA, or only the rank of adapters of
+    all matrices of the layers, which train, and all else is frozen; None: all trains. recompute: keep only the input of each layer for
     the backward pass, which computes the layer once more. dtype: of all but adapters; None: bfloat16 for what
     is frozen, else float32."""
     transformers = hub.imported("transformers")
@@ -57,12 +58,18 @@ def build(
             module.rope_type = "short"  # chosen once, rather than by the positions, see `hub.most_positions`
     if lora:
         peft = hub.imported("peft")
-        settings: Any = dict(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        given = lora if isinstance(lora, dict) else dict(r=lora, lora_alpha=2 * lora)
+        settings: Any = dict(target_modules="all-linear", task_type="CAUSAL_LM") | given
         settings["fan_in_fan_out"] = config.model_type == "gpt2"  # its matrices are transposed
-        model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+        named = explained("lora_targets fit no layer of the model")
+        with named, warnings.catch_warnings():  # it reads a name that transformers will drop
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     network = Network(model)
     if recompute:
-        network.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputed)
+        for module in network.causal.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing, module._gradient_checkpointing_func = True, recomputed
     return network
 
 

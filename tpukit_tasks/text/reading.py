@@ -24,7 +24,7 @@ ROLES = {
 }
 CALLERS = ("function_call", "tool_call", "tool_calls")  # roles of messages that are calls of tools, as JSON
 CALL = re.compile(r"(\s*<think>.*</think>)?\s*([\[{].*[\]}])\s*", re.DOTALL)
-ANSWERS = ("completion", "response", "answer", "output")
+ANSWERS = ("completion", "response", "answer", "output", "chosen")  # chosen: of pairs, whose other is unused
 QUESTIONS = ("prompt", "question", "instruction", "query")
 ADDED, SYSTEM = ("input", "context"), ("system", "system_prompt")  # to a question; above a conversation
 ABOUT = ("readme", "license", "licence")  # files about the data, if there are others
@@ -167,6 +167,8 @@ def _take_content(columns: dict[str, Any], has_answer: bool, counts: Counts) -> 
     listed = _parsed(_take(columns, "messages", "conversations"))
     if listed is None and has_answer and any(name in columns for name in QUESTIONS):
         listed = _take_answered_question(columns)
+    if listed is None:
+        listed = _take(columns, "chosen", kind=list)  # a whole conversation
     if listed is None:
         return _take(columns, "text", kind=str)
     if not _is_list(listed) or not listed:

@@ -48,7 +48,8 @@ SPECIAL = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|<\|(?:END|START)\w+\|>|
 def tokenizer_of(name):
     """The tokenizer of bytes with a published template, and the special tokens that it writes."""
     tokenizer = hub.load_tokenizer("tiny")
-    tokenizer.chat_template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    template = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = re.sub(r"strftime_now\([^)]*\)", "'26 July 2024'", template)
     specials = {"<bos>", *SPECIAL.findall(tokenizer.chat_template)} - {tokenizer.eos_token}
     tokenizer.add_special_tokens(dict(bos_token="<bos>", additional_special_tokens=sorted(specials)))
     return tokenizer

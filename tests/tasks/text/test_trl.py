@@ -52,9 +52,10 @@ def rows_of_trl(trainer):
     rows = []
     for row in trainer.train_dataset:
         ids, labels = np.array(row["input_ids"]), np.array(row.get("labels", row["input_ids"]))
-        ends = trainer.processing_class.convert_tokens_to_ids([END, trainer.processing_class.eos_token])
-        end = 1 + np.flatnonzero(np.isin(ids, ends))[-1]
-        assert trainer.processing_class.decode(ids[end:]).strip() == ""
+        tokenizer = trainer.processing_class
+        ends = [tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id]
+        end = 1 + np.flatnonzero(ids == ends[ends[0] not in ids])[-1]
+        assert tokenizer.decode(ids[end:]).strip() in ("", tokenizer.eos_token)
         labels[end:] = -100
         rows.append(dict(input_ids=ids.tolist(), labels=labels.tolist()))
     return rows
