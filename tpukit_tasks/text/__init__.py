@@ -77,9 +77,9 @@ class LanguageModel(Task):
     lora_rank: int = 16
     """Rank of the matrices of LoRA."""
     lora_alpha: float | None = None
-    """What the matrices are scaled by, times `lora_rank`. None: twice that."""
+    """What the matrices are scaled by, times `lora_rank`. None: twice the rank."""
     lora_targets: tuple[str, ...] = ()
-    """Layers that get matrices of LoRA, by the ends of their names, such as q_proj and v_proj. None named: all
+    """Layers that get matrices of LoRA, by the ends of their names, such as q_proj and v_proj. Empty: all
     linear layers but the head."""
     learn_questions: bool = False
     """Learn all of a conversation, rather than the assistant's answers alone."""
@@ -239,8 +239,8 @@ class LanguageModel(Task):
         whole.load_state_dict(model.state_dict())
         if to == "transformers":
             print(
-                "for llama.cpp and Ollama, in a clone of llama.cpp: python convert_hf_to_gguf.py FOLDER --outfile"
-                " model.gguf\nand: ollama create NAME -f Modelfile (a text file: FROM ./model.gguf)"
+                "for Ollama, in a clone of llama.cpp: python convert_hf_to_gguf.py FOLDER --outfile model.gguf"
+                "\nand: ollama create NAME -f Modelfile (a text file: FROM ./model.gguf)"
             )
         tokenizer.chat_template = tokenizer.chat_template or conversations.TEMPLATE
         return whole.export(tokenizer, self._ends, to, folder, self.model_name)

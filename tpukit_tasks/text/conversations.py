@@ -46,8 +46,9 @@ def tokens_of(
     """Return (array of `TOKEN`, whether it is a conversation) of a row, see `reading.read_row`. The array may
     have several documents, one after another, whose numbers count from 0.
 
-    counts: gets how often something was left out, by what it was. learns_all: learn more than answers. Raises NothingToLearn for a row that is to
-    be left out, TpukitError for one that has to be mended."""
+    counts: gets how often something was left out, by what it was. learns_all: learn all of a conversation,
+    rather than answers. Raises NothingToLearn for a row that is to be left out, TpukitError for one that has
+    to be mended."""
     content, tools = reading.read_row(row, counts)
     if isinstance(content, str):
         ids = _ids_of_text(content, tokenizer, counts)

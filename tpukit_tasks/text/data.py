@@ -65,8 +65,8 @@ def open_sets(
     place: Path, tokenizer: Any, length: int, test_share: float, *, learns_all: bool = False
 ) -> tuple[TextSet, TextSet]:
     """Return (training set, test set) of a file or a folder, made anew or from the cache. length: T.
-    test_share: see `LanguageModel`. learns_all: its `learn_questions`. Raises TpukitError, with the file and the line, for what cannot be
-    trained on."""
+    test_share: see `LanguageModel`. learns_all: its `learn_questions`. Raises TpukitError, with the file and
+    the line, for what cannot be trained on."""
     files = reading.find_texts(place)
     others = [path.name for path in files.pop("others")]
     key = [*_key(place, files, tokenizer), length, test_share, learns_all]

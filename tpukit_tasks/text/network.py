@@ -38,9 +38,9 @@ def build(
     """Return the `Network` of a config, on the CPU.
 
     folder: of the weights; None: random ones. lora: settings of peft's LoRA, or only the rank of adapters of
-    all matrices of the layers, which train, and all else is frozen; None: all trains. recompute: keep only the input of each layer for
-    the backward pass, which computes the layer once more. dtype: of all but adapters; None: bfloat16 for what
-    is frozen, else float32."""
+    all matrices of the layers, which train, and all else is frozen; None: all trains. recompute: keep only
+    the input of each layer for the backward pass, which computes the layer once more. dtype: of all but
+    adapters; None: bfloat16 for what is frozen, else float32."""
     transformers = hub.imported("transformers")
     transformers.AttentionInterface.register(ATTENTION, _attention)
     kind, dtype = transformers.AutoModelForCausalLM, dtype or (torch.bfloat16 if lora else torch.float32)

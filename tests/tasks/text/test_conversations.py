@@ -143,6 +143,18 @@ def test_tool_calls_are_learned_and_tools_are_read(chats):
         assert ("no JSON</s>", True) in parts
 
 
+def test_of_pairs_the_chosen_answer_is_learned(chats):
+    pairs = (
+        dict(prompt="a", chosen="b", rejected="c"),
+        dict(prompt=turns("a"), chosen=turns("b", first="assistant"), rejected=turns("c", first="assistant")),
+        dict(chosen=turns("a", "b"), rejected=turns("a", "c")),
+    )
+    for row in pairs:
+        parts, counts = parts_and_counts(row, chats)
+        assert parts == [("<user>a</s><assistant>", False), ("b</s>", True), ("", False)]
+        assert counts == {reading.UNUSED.format("rejected"): 1}
+
+
 def test_the_nulls_of_an_arrow_table_are_left_out_of_calls_and_tools_at_every_depth(chats):
     answer = "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
     chats.chat_template = "{{ tools | tojson }}" + CHAT.replace("{{ m.content }}", answer)

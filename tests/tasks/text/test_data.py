@@ -85,6 +85,13 @@ def test_no_answer_is_learned_without_the_beginning_of_its_conversation(tmp_path
     assert len(documents) >= 50 and "conversations are longer than a row" in train.notes
 
 
+def test_questions_are_learned_too_if_that_is_asked(tmp_path, chats):
+    path = write_lines(tmp_path / "chat.jsonl", *[said("q", "a")] * 4)
+    train, _ = data.open_sets(path, chats, 63, 0.3, learns_all=True)
+    assert parts_of(train, chats)[0] == ("<user>q</s><assistant>a</s>", "user>q</s><assistant>a</s>")
+    assert parts_of(opened(path, chats, length=63)[0], chats)[0][1] == "a</s>", "not of the same cache"
+
+
 def test_conversations_of_all_lengths_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
     rng = np.random.default_rng(0)
     rows = [dict(prompt="p" * int(n), completion="c" * 5) for n in rng.integers(1, 50, 400)]

@@ -260,6 +260,20 @@ def test_what_ends_the_learned_turns_ends_what_is_written_and_exported(tmp_path)
         assert loaded.chat_template == tokenizer.chat_template
 
 
+def test_the_layers_and_the_scale_of_lora_can_be_chosen_and_are_exported(tmp_path, capsys):
+    folder, options = write_model(tmp_path / "model", "qwen2"), LORA | dict(sequence_length=64)
+    task = task_of(folder, tmp_path, **options, lora_targets=("q_proj", "v_proj"), lora_alpha=5.0)
+    model = task.model()
+    assert {name.split(".")[-4] for name in model.trained} == {"q_proj", "v_proj"}
+    task.export_folder(model, "peft", tmp_path / "peft")
+    kept = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert kept["lora_alpha"] == 5 and set(kept["target_modules"]) == {"q_proj", "v_proj"}
+    task.export_folder(task.model(), "transformers", tmp_path / "transformers")
+    assert "convert_hf_to_gguf.py" in capsys.readouterr().out
+    with refuses("lora_targets", "c_attn"):
+        task_of(folder, tmp_path, **options, lora_targets=("c_attn",)).model()
+
+
 def test_the_template_of_a_base_model_is_exported_with_it(tmp_path):
     import transformers
 
