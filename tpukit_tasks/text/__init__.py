@@ -239,7 +239,7 @@ class LanguageModel(Task):
         whole.load_state_dict(model.state_dict())
         if to == "transformers":
             print(
-                "for Ollama, in a clone of llama.cpp: python convert_hf_to_gguf.py FOLDER --outfile model.gguf"
+                "for Ollama, with llama.cpp's code: python convert_hf_to_gguf.py FOLDER --outfile model.gguf"
                 "\nand: ollama create NAME -f Modelfile (a text file: FROM ./model.gguf)"
             )
         tokenizer.chat_template = tokenizer.chat_template or conversations.TEMPLATE
