@@ -355,7 +355,8 @@ class LanguageModel(Task):
         texts = [] if prediction is None else self._texts(prediction)
         if not texts:
             return [[("", self._tokenizer.decode(row))] for row in np.asarray(batch["tokens"])]
-        return [[("a prompt, and what was written", f"{one['prompt']}\n\n{one['written']}")] for one in texts]
+        shown = [f"{one['prompt']}\n\n{_legible(one['written'])}" for one in texts]
+        return [[("a prompt, and what was written", text)] for text in shown]
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
         """Read prompts: each text file is one; of a .jsonl file each line, with prompt or messages. After a
@@ -375,3 +376,9 @@ class LanguageModel(Task):
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
         """Return prompt and written."""
         return self._texts(predictions)
+
+
+def _legible(text):
+    """Return a text that is to be shown; of a model that writes bytes at random, a word about it."""
+    odd = sum(not (one.isprintable() or one.isspace()) or one == "\ufffd" for one in text)
+    return "(random bytes)" if 2 * odd > len(text) else text

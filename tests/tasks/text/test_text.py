@@ -302,6 +302,17 @@ def test_little_of_the_rows_of_a_small_set_is_empty_and_each_holds_its_longest_c
     assert data.fitting_sizes(path, tokenizer, 2048, 1, length=1024)[1] == 1024
 
 
+def test_bytes_at_random_are_shown_as_such_and_any_language_as_it_is(tmp_path):
+    task = task_of(write_model(tmp_path / "model"), tmp_path)
+    tokenizer = hub.load_tokenizer("tiny")
+    for text, shown in (("你好 é\n", "你好 é\n"), ("", ""), ("a\x01\x02\ufffd", "(random bytes)")):
+        ids = tokenizer(text)["input_ids"]
+        batch = dict(written=np.array([[65, *ids, 256]]), prompt=np.array([1]))
+        found = dict(batch, written=np.pad(batch["written"], ((0, 0), (0, 20))))
+        task = dataclasses.replace(task, new_tokens=len(ids) + 1)
+        assert task.panels({}, found)[0][0][1] == f"b\n\n{shown}" or not text
+
+
 SENTENCE = "The capital of France is Paris. It is a city of two million people with the Louvre. "
 
 
