@@ -163,4 +163,4 @@ def test_the_losses_of_15_steps_are_those_of_trl(name, adapter, parts, tmp_path,
     before, after, theirs = ours.state_dict(), checkpoint(run)["model"], trainer.model.state_dict()
     assert all((after[one] - before[one]).abs().max() > 1e-3 for one in after)
     for one, value in after.items():
-        torch.testing.assert_close(value, theirs[one.removeprefix("net.")], rtol=0, atol=1e-5)
+        torch.testing.assert_close(value, theirs[one.removeprefix("net.")], rtol=0, atol=3e-5)
