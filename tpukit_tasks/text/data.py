@@ -119,7 +119,7 @@ def fitting_sizes(
     if in_texts:  # each row begins without what came before, so the longer the better
         length = max((T for T in enough if counts[T] >= BATCH * FEWEST_STEPS), default=lengths[0])
     else:
-        empty = {T: 1 - sum(sizes) / (T * counts[T]) for T in enough}
+        empty = {T: 1 - sum(sizes) / (T * max(1, counts[T])) for T in enough}
         length = next(T for T in enough if empty[T] <= min(empty.values()) + WASTE)
     batch = min(BATCH, max(1, counts[length] // FEWEST_STEPS))
     return 2 ** int(math.log2(batch)), length

@@ -140,8 +140,10 @@ def test_a_row_without_anything_to_learn_is_left_out_and_told_and_a_set_of_such_
 
 
 def test_a_set_whose_answers_are_all_empty_is_refused_with_their_number(tmp_path, chats):
+    path = write_lines(tmp_path / "a.jsonl", *[dict(prompt="a", completion=" ")] * 3)
     with refuses("nothing is left", f"3 {conversations.UNLEARNED}"):
-        opened(write_lines(tmp_path / "a.jsonl", *[dict(prompt="a", completion=" ")] * 3), chats)
+        opened(path, chats)
+    assert data.fitting_sizes(path, chats, 1024, 1) == (1, data.SHORTEST)
 
 
 def test_test_texts_that_are_training_texts_are_counted(tmp_path, chats):
