@@ -156,7 +156,7 @@ def mshnet(env: Environment) -> Found:
     # gradients more.
     task = MSHNet(network="small", crop_size=64, base_size=64)
     torch.manual_seed(0)
-    plain = task.model().train()
+    plain: Any = task.model().train()
     there: Any = runtime.to_device(copy.deepcopy(plain))
     batch = {name: torch.as_tensor(values) for name, values in task.example(8).items()}
     outcomes: list[list[list[torch.Tensor]]] = []
