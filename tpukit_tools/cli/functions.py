@@ -187,3 +187,18 @@ def with_dataset(task: Task, env: Environment, *, demo: bool = False) -> Task:
     demo = demo or not part_of(task, Findable, "needs_own_data")
     folder = find_dataset(task.dataset, task.dataset_dir, demo=demo, env=env)
     return dataclasses.replace(task, dataset_dir=folder)
+
+
+def emulate(machine: str = "--help", *command: str) -> int:
+    """Run a command on TPU chips that are not there. `tpukit emulate v5e-8 python train.py`: does a script work on eight?"""
+    from tpukit_tools.emulate import MACHINES, emulate
+
+    if machine in MACHINES and command:
+        return emulate(machine, command)
+    usage = f"usage: tpukit emulate {'|'.join(MACHINES)} COMMAND ..., for example `tpukit emulate v5e-8 python train.py`"
+    if machine in ("-h", "--help", "help"):
+        print(usage)
+        return 0
+    got = f"no command to run on {machine}" if machine in MACHINES else f"no emulated machine {machine!r}"
+    print(f"tpukit: {got}; {usage}", file=sys.stderr)
+    return 2
