@@ -47,7 +47,7 @@ enum { /* places in Api.call */
   CLIENT_LOOKUP_DEVICE, CLIENT_LOOKUP_ADDRESSABLE_DEVICE, CLIENT_ADDRESSABLE_MEMORIES, CLIENT_COMPILE,
   CLIENT_BUFFER_FROM_HOST = 22, DESCRIPTION_ID, DESCRIPTION_PROCESS_INDEX, DESCRIPTION_KIND = 26,
   DEVICE_IS_ADDRESSABLE = 30, DEVICE_ADDRESSABLE_MEMORIES = 32, DEVICE_MEMORY_STATS = 34, EXECUTABLE_DESTROY = 40,
-  EXECUTABLE_NUM_OUTPUTS = 44, LOADED_DESTROY = 50, LOADED_GET_EXECUTABLE, LOADED_EXECUTE = 55, LOADED_DESERIALIZE,
+  EXECUTABLE_NUM_OUTPUTS = 44, LOADED_DESTROY = 50, LOADED_GET_EXECUTABLE, LOADED_EXECUTE = 55,
   BUFFER_DESTROY = 58, BUFFER_SIZE = 64, BUFFER_DEVICE, BUFFER_DELETE = 67, BUFFER_IS_DELETED,
   BUFFER_COPY_TO_DEVICE, BUFFER_COPY_TO_MEMORY = 92, CALLS_AT_LEAST = 93
 };
@@ -89,7 +89,6 @@ typedef struct {
   size_t options_size;
   Executable *executable;
 } CompileArgs;
-typedef struct { HEAD; void *client; const char *code; size_t code_size; Executable *executable; } DeserializeArgs;
 typedef struct {
   HEAD;
   void *client;
@@ -413,6 +412,12 @@ static void release(const Buffer *buffer) {
   pthread_mutex_unlock(&lock);
 }
 
+static void amount(char said[16], double bytes) {
+  int unit = 0;
+  for (; bytes >= 1024 && unit < 3; unit++) bytes /= 1024;
+  snprintf(said, 16, unit ? "%.2f%c" : "%.0f%c", bytes, "BKMG"[unit]);
+}
+
 static Error *reserve(Buffer *buffer) {
   SizeArgs size = {.size = sizeof size, .of = buffer};
   PointerArgs on = {.size = sizeof on, .of = buffer};
@@ -430,10 +435,12 @@ static Error *reserve(Buffer *buffer) {
     if (in_use[chip] > peak[chip]) peak[chip] = in_use[chip];
   }
   pthread_mutex_unlock(&lock);
-  double gib = 1 << 30;
-  return fits ? NULL : own_error(RESOURCE_EXHAUSTED, "Error allocating device buffer: Attempting to allocate %.2fG. "
-                                 "That was not possible. There are %.2fG free.; (0x0x0_HBM0)", size.number / gib,
-                                 free_bytes / gib);
+  if (fits) return NULL;
+  char needed[16], left[16];
+  amount(needed, size.number);
+  amount(left, free_bytes);
+  return own_error(RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: Attempting to reserve %s at the bottom of memory. That was not "
+                   "possible. There are %s free, 0B reserved, and %s reservable.", needed, left, left);
 }
 
 static Error *reserve_or_destroy(Buffer **buffer) {
@@ -700,6 +707,12 @@ static uint64_t partitions_of(Reader options) {
   return count;
 }
 
+/* A program of one replica is for the plugin's device 0, or, in a process with several, for any. */
+static bool is_portable(void) { return owns_all && chips > 1; }
+
+/* A DeviceAssignmentProto: one replica, one computation, whose devices are {0} */
+static const char ON_DEVICE_0[] = "\x08\x01\x10\x01\x1a\x02\x08\x00";
+
 static void one_replica(Reader options, Bytes *to) {
   for (Field f, o; next(&options, &f);) {
     if (f.id == PORTABLE) continue;
@@ -709,10 +722,11 @@ static void one_replica(Reader options, Bytes *to) {
       if (o.id != DEVICE_ORDINAL && o.id != REPLICAS && o.id != PARTITIONS && o.id != ASSIGNMENT) keep(&build, &from, &o);
     put_number(&build, REPLICAS, 1);
     put_number(&build, PARTITIONS, 1);
+    if (!is_portable()) put_bytes(&build, ASSIGNMENT, ON_DEVICE_0, sizeof ON_DEVICE_0 - 1);
     put_bytes(to, BUILD, build.at, build.n);
     free(build.at);
   }
-  put_number(to, PORTABLE, 1);
+  if (is_portable()) put_number(to, PORTABLE, 1);
 }
 
 typedef struct Loaded { const Executable *executable; size_t n_results; bool talks; struct Loaded *next; } Loaded;
@@ -725,10 +739,19 @@ static void remember(Executable *executable, bool talks) {
   must(real->call[EXECUTABLE_NUM_OUTPUTS](&results));
   drop(real->call[EXECUTABLE_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = inner.result}));
   Loaded *one = malloc(sizeof *one);
+  *one = (Loaded){executable, results.number, talks, NULL};
   pthread_mutex_lock(&lock);
-  *one = (Loaded){executable, results.number, talks, loaded};
+  one->next = loaded;
   loaded = one;
   pthread_mutex_unlock(&lock);
+}
+
+static const Loaded *find_loaded(const Executable *executable) {
+  pthread_mutex_lock(&lock);
+  const Loaded *one = loaded;
+  while (one && one->executable != executable) one = one->next;
+  pthread_mutex_unlock(&lock);
+  return one;
 }
 
 static Error *loaded_destroy(void *args) {
@@ -772,13 +795,6 @@ static Error *compile(void *args) {
     remember(a->executable, talks && chips > 1);
   }
   free(code.at), free(one.at);
-  return error;
-}
-
-static Error *deserialize(void *args) { /* a program from a compilation cache */
-  DeserializeArgs *a = args;
-  Error *error = real->call[LOADED_DESERIALIZE](a);
-  if (!error) remember(a->executable, chips > 1 && memmem(a->code, a->code_size, COLLECTIVE, strlen(COLLECTIVE)));
   return error;
 }
 
@@ -833,12 +849,10 @@ static Error *execute(void *args) {
   memcpy(options, a->options, size < wanted ? size : wanted);
   *(size_t *)options = wanted;
   b.options = options;
-  pthread_mutex_lock(&lock);
-  Loaded *one = loaded;
-  while (one && one->executable != a->executable) one = one->next;
+  if (!is_portable()) b.device = NULL;
+  const Loaded *one = find_loaded(a->executable);
   size_t n_results = one ? one->n_results : 0;
   bool talks = one && one->talks;
-  pthread_mutex_unlock(&lock);
   if (talks) begin();
   if (talks && !a->done) b.done = events;
   Error *error = real->call[LOADED_EXECUTE](&b);
@@ -854,19 +868,13 @@ static Error *execute(void *args) {
 
 /* Collectives */
 
-static int bytes_of_type(int type) {
-  switch (type) {
-    case 1: case 2: case 6: return 1;
-    case 3: case 7: case 10: case 16: return 2;
-    case 4: case 8: case 11: return 4;
-    case 5: case 9: case 12: case 15: return 8;
-    case 18: return 16;
-    default: return 0;
-  }
-}
+static const struct { const char *name; int bytes; } TYPES[] = {
+    [1] = {"pred", 1}, {"s8", 1}, {"s16", 2}, {"s32", 4}, {"s64", 8}, {"u8", 1}, {"u16", 2}, {"u32", 4}, {"u64", 8},
+    {"f16", 2}, {"f32", 4}, {"f64", 8}, [15] = {"c64", 8}, {"bf16", 2}, [18] = {"c128", 16}, {"f8e5m2", 1},
+    {"f8e4m3fn", 1}};
 
 static size_t bytes_of(const Array *array) {
-  size_t n = bytes_of_type(array->type);
+  size_t n = TYPES[array->type].bytes;
   for (int i = 0; i < array->rank; i++) n *= array->dims[i];
   return n;
 }
@@ -967,13 +975,13 @@ static void path_of(char path[4096], long turn, int number, int chip) {
 }
 
 static void describe(const Frame *frame, const How *how, char *what, size_t room) {
-  int n = snprintf(what, room, "%s of", how->kind);
-  for (int i = 0; i < frame->arguments.count && n < (int)room; i++) {
+  size_t n = snprintf(what, room, "%s of", how->kind);
+  for (int i = 0; i < frame->arguments.count && n < room; i++) {
     const Array *array = frame->arguments.of[i];
-    n += snprintf(what + n, room - n, " (");
-    for (int d = 0; d < array->rank && n < (int)room; d++)
-      n += snprintf(what + n, room - n, "%s%ld", d ? ", " : "", (long)array->dims[d]);
-    if (n < (int)room) n += snprintf(what + n, room - n, ") x %d bytes", bytes_of_type(array->type));
+    n += snprintf(what + n, room - n, " %s[", TYPES[array->type].name);
+    for (int d = 0; d < array->rank && n < room; d++)
+      n += snprintf(what + n, room - n, d ? ",%ld" : "%ld", (long)array->dims[d]);
+    if (n < room) n += snprintf(what + n, room - n, "]");
   }
 }
 
@@ -1017,8 +1025,8 @@ static void *missed(Frame *frame, const How *how, const char *what, const int *m
     snprintf(number, sizeof number, " %d", members[i]);
     strcat(members[i] == rank || !access(path, F_OK) ? waiting : missing, number);
   }
-  return ffi_error(frame, "emulated TPU: after %.0f s chips%s wait in an %s which chips%s never reached; a TPU would "
-                   "wait forever", wait_s(), waiting, what, missing);
+  return ffi_error(frame, "emulated TPU: an %s was not reached within %.0f s by rank%s, for which rank%s waited; on a "
+                   "TPU that hangs", what, wait_s(), missing, waiting);
 }
 
 static bool combine(const Frame *frame, const How *how, const int *members, int n, Message *const *given) {
@@ -1029,7 +1037,7 @@ static bool combine(const Frame *frame, const How *how, const int *members, int 
   bool is_tuple = !strcmp(kind, "all-to-all") && frame->results.count > 1;
   for (int i = 0; i < frame->arguments.count; i++) {
     const Array *in = frame->arguments.of[i], *out = frame->results.of[is_tuple ? 0 : i];
-    size_t size = bytes_of(in), outer = 1, inner = bytes_of_type(in->type);
+    size_t size = bytes_of(in), outer = 1, inner = TYPES[in->type].bytes;
     for (int d = 0; d < in->rank; d++) *(d < how->dimension ? &outer : &inner) *= in->dims[d];
     size_t piece = inner / n; /* of what a chip splits */
     char *to = out->data;
@@ -1067,6 +1075,11 @@ static void *meet(Frame *frame) {
   Message head = {0}, *given[MOST] = {0};
   char path[4096];
   int members[MOST];
+  for (int i = 0; i < frame->arguments.count; i++) {
+    int type = frame->arguments.of[i]->type;
+    if (type < 0 || type >= COUNT(TYPES) || !TYPES[type].bytes)
+      return ffi_error(frame, "emulated TPU: no collective of XLA's type %d", type);
+  }
   if (!read_how(frame, &how)) return ffi_error(frame, "emulated TPU: a collective without its attribute");
   int n = members_of(&how, members), seen = 0;
   long turn = __sync_add_and_fetch(&turns[how.number % COLLECTIVES], 1);
@@ -1082,8 +1095,8 @@ static void *meet(Frame *frame) {
     path_of(path, turn, how.number, members[seen]);
     if ((given[seen] = take(path, &sizes[seen]))) {
       if (strcmp(given[seen]->what, head.what))
-        error = ffi_error(frame, "emulated TPU: chip %d is in an %s, chip %d in an %s: their programs must have the same "
-                          "collectives", rank, head.what, members[seen], given[seen]->what);
+        error = ffi_error(frame, "emulated TPU: rank %d is in an %s, rank %d in an %s: every rank must call the same "
+                          "collectives in the same order", rank, head.what, members[seen], given[seen]->what);
       seen++;
     } else if (now() - started > wait_s()) error = missed(frame, &how, head.what, members, n, turn);
     else usleep(now() - started < 1 ? 100 : 2000);
@@ -1114,7 +1127,7 @@ __attribute__((visibility("default"))) const Api *GetPjrtApi(void) {
       {CLIENT_COMPILE, compile}, {CLIENT_BUFFER_FROM_HOST, buffer_from_host}, {DESCRIPTION_ID, description_id},
       {DESCRIPTION_PROCESS_INDEX, description_process}, {DESCRIPTION_KIND, kind},
       {DEVICE_IS_ADDRESSABLE, is_addressable}, {DEVICE_MEMORY_STATS, memory_stats}, {LOADED_DESTROY, loaded_destroy},
-      {LOADED_EXECUTE, execute}, {LOADED_DESERIALIZE, deserialize}, {BUFFER_DESTROY, buffer_destroy},
+      {LOADED_EXECUTE, execute}, {BUFFER_DESTROY, buffer_destroy},
       {BUFFER_DELETE, buffer_delete}, {BUFFER_COPY_TO_DEVICE, copy_to_device}, {BUFFER_COPY_TO_MEMORY, copy_to_memory}};
   if (ours) return ours;
   const char *plugin = getenv("TPUKIT_EMULATE_PLUGIN");
