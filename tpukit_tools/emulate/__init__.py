@@ -25,7 +25,10 @@ from tpukit.host.signals import end_with_parent
 from tpukit_tools.subprocess_call import last_line, run_python
 
 # XLA's CPU PJRT plugin with any number of devices: Apache-2.0, of the OpenXLA authors.
-PLUGIN, SHA256 = "lammps-jax-pjrt-cpu==0.11.2", "1319390d948b39f69f7dade496b7c385149d9ca6097a6b62114da113216d9ad1"
+PLUGIN, SHA256 = (
+    "lammps-jax-pjrt-cpu==0.11.2",
+    "1319390d948b39f69f7dade496b7c385149d9ca6097a6b62114da113216d9ad1",
+)
 PLUGIN_FILE = "lammps_jax_pjrt_cpu/pjrt_c_api_cpu_plugin.so"
 SOURCE = Path(__file__).with_name("emulated_tpu.c")
 TORCH_XLA = ((2, 8), (2, 9))
@@ -75,10 +78,17 @@ def check_torch_xla() -> None:
         raise TpukitError(f"the emulated TPU needs {needed}; here is {version}")
 
 
+def plugin_folder() -> Path:
+    """Return the folder in which XLA's CPU plugin is installed."""
+    return (
+        files.cache_folder()
+        / f"emulated-tpu-{hashlib.sha256(f'{PLUGIN} {SHA256}'.encode()).hexdigest()[:10]}"
+    )
+
+
 def install_plugin() -> Path:
-    """Install XLA's CPU plugin into the cache folder, unless it is there. Return its library."""
-    tag = hashlib.sha256(f"{PLUGIN} {SHA256}".encode()).hexdigest()[:10]
-    folder = cache.checked(files.cache_folder() / f"emulated-tpu-{tag}")
+    """Install XLA's CPU plugin into `plugin_folder`, unless it is there. Return its library."""
+    folder = cache.checked(plugin_folder())
     with files.file_lock(folder):
         if not folder.is_dir():
             print(f"installing {PLUGIN} (XLA's CPU plugin; 200 MB, once) into {folder}", file=sys.stderr)
@@ -87,7 +97,9 @@ def install_plugin() -> Path:
                 pinned.flush()
                 work.chmod(0o755)  # with a umask of 0, too
                 options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:")
-                ran = run_python("-m", "pip", "install", *options, "--target", work, "--require-hashes", "-r", pinned.name)
+                ran = run_python(
+                    "-m", "pip", "install", *options, "--target", work, "--require-hashes", "-r", pinned.name
+                )
                 if ran.returncode:
                     raise TpukitError(
                         f"the emulated TPU's {PLUGIN} could not be installed: {last_line(ran)}. It is on PyPI for"
@@ -104,7 +116,18 @@ def build(library: Path) -> None:
             f"the emulated TPU is compiled here, and there is no C compiler {compiler!r}: on Debian and Ubuntu,"
             " apt install gcc libc6-dev"
         )
-    command = [compiler, "-shared", "-fPIC", "-O2", "-fvisibility=hidden", SOURCE, "-o", library, "-ldl", "-lpthread"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O2",
+        "-fvisibility=hidden",
+        SOURCE,
+        "-o",
+        library,
+        "-ldl",
+        "-lpthread",
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if ran.returncode:
         raise TpukitError(f"{compiler} cannot compile the emulated TPU: {last_line(ran)}; gcc 12 can")
@@ -145,7 +168,9 @@ def lock(folder: Path) -> int | None:
 def show_chips(bus: Path, chips: int) -> None:
     """From here on, show this process and its children chips on the PCI bus, beside the devices that are there."""
     if not BUS.is_dir():
-        raise TpukitError(f"the emulated TPU needs {BUS}, over which it lies: this machine or container has none")
+        raise TpukitError(
+            f"the emulated TPU needs {BUS}, over which it lies: this machine or container has none"
+        )
     bus.mkdir()
     for device in BUS.iterdir():
         (bus / device.name).symlink_to(device.resolve())
