@@ -190,12 +190,13 @@ def with_dataset(task: Task, env: Environment, *, demo: bool = False) -> Task:
 
 
 def emulate(machine: str = "--help", *command: str) -> int:
-    """Run a command on TPU chips that are not there. `tpukit emulate v5e-8 python train.py`: does a script work on eight?"""
+    """Run a command on TPU chips that are not there: does my script work on eight?"""
     from tpukit_tools.emulate import MACHINES, emulate
 
     if machine in MACHINES and command:
         return emulate(machine, command)
-    usage = f"usage: tpukit emulate {'|'.join(MACHINES)} COMMAND ..., for example `tpukit emulate v5e-8 python train.py`"
+    machines = "|".join(MACHINES)
+    usage = f"usage: tpukit emulate {machines} COMMAND ..., such as `tpukit emulate v5e-8 python train.py`"
     if machine in ("-h", "--help", "help"):
         print(usage)
         return 0

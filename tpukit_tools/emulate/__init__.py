@@ -1,7 +1,8 @@
 """`tpukit emulate`: run a command on TPU chips that are not there.
 
-torch_xla loads emulated_tpu.c as libtpu. Behind it computes XLA's CPU plugin, as the package index has it; nothing of
-torch_xla is patched. A mount namespace shows the chips on the PCI bus, where torch_xla and tpukit look for them."""
+torch_xla loads emulated_tpu.c as libtpu. Behind it computes XLA's CPU plugin, as the package index has it;
+nothing of torch_xla is patched. A mount namespace shows the chips on the PCI bus, where torch_xla and tpukit
+look for them."""
 
 import contextlib
 import ctypes
@@ -44,9 +45,10 @@ def configure_library_path(): pass
 """
 PREFIX = "tpukit-emulate-"
 NEWNS, NEWUSER, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x1000, 0x4000, 0x40000
-INTRODUCTION = """tpukit: {chips} emulated TPU v5e, computed by XLA on this machine's CPU, along torch_xla's own path to a TPU:
-a process for each chip, collectives between them, and a limit of memory for tensors.
-It cannot show speed, Mosaic (Pallas) kernels, a TPU's layouts and rounding, and the memory inside a step (`tpukit plan`)."""
+INTRODUCTION = """\
+tpukit: {chips} emulated TPU v5e, computed by XLA on this machine's CPU, along torch_xla's own path to a TPU:
+a process for each chip, collectives between them, and a limit of memory for tensors. They cannot show speed,
+Mosaic (Pallas) kernels, the layouts and rounding of a TPU, and the memory inside a step (`tpukit plan`)."""
 
 
 def emulate(machine: str, command: Sequence[str]) -> int:
@@ -62,9 +64,8 @@ def emulate(machine: str, command: Sequence[str]) -> int:
     plugin = install_plugin()
     with working_folder() as work:
         build(work / "libtpu.so")
-        show_chips(work / "bus", chips)
-        print(INTRODUCTION.format(chips=chips), file=sys.stderr, flush=True)
-        return run(command, variables(work, plugin, chips, bounds))
+        bus = make_bus(work / "bus", chips)
+        return run(command, variables(work, plugin, chips, bounds), bus, INTRODUCTION.format(chips=chips))
 
 
 def check_torch_xla() -> None:
@@ -102,8 +103,8 @@ def install_plugin() -> Path:
                 )
                 if ran.returncode:
                     raise TpukitError(
-                        f"the emulated TPU's {PLUGIN} could not be installed: {last_line(ran)}. It is on PyPI for"
-                        " Linux on x86-64; install pip if it is missing"
+                        f"the emulated TPU's {PLUGIN} could not be installed: {last_line(ran)}. It is on PyPI"
+                        " for Linux on x86-64; install pip if it is missing"
                     )
     return folder / PLUGIN_FILE
 
@@ -113,8 +114,8 @@ def build(library: Path) -> None:
     compiler = os.environ.get("CC") or "cc"
     if not shutil.which(compiler):
         raise TpukitError(
-            f"the emulated TPU is compiled here, and there is no C compiler {compiler!r}: on Debian and Ubuntu,"
-            " apt install gcc libc6-dev"
+            f"the emulated TPU is compiled here, and there is no C compiler {compiler!r}: on Debian and"
+            " Ubuntu, apt install gcc libc6-dev"
         )
     command = [
         compiler,
@@ -135,7 +136,8 @@ def build(library: Path) -> None:
 
 @contextlib.contextmanager
 def working_folder() -> Generator[Path]:
-    """Yield a folder for one emulation, in shared memory if that has room. Remove it, and those that killed ones left."""
+    """Yield a folder for one emulation, in shared memory if that has room. Remove it, and what killed
+    ones left."""
     with files.file_lock(files.cache_folder() / PREFIX):  # nobody takes a new folder for a left one
         shared = Path("/dev/shm")
         for left in (*shared.glob(f"{PREFIX}*"), *Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
@@ -165,8 +167,8 @@ def lock(folder: Path) -> int | None:
     return number
 
 
-def show_chips(bus: Path, chips: int) -> None:
-    """From here on, show this process and its children chips on the PCI bus, beside the devices that are there."""
+def make_bus(bus: Path, chips: int) -> Path:
+    """Make a folder as `BUS` is: what is there, and chips."""
     if not BUS.is_dir():
         raise TpukitError(
             f"the emulated TPU needs {BUS}, over which it lies: this machine or container has none"
@@ -179,21 +181,26 @@ def show_chips(bus: Path, chips: int) -> None:
         folder.mkdir()
         for name, text in V5E.items():
             (folder / name).write_text(f"{text}\n")
+    return bus
+
+
+def show(bus: Path) -> None:
+    """From here on, show this process and its children another folder as `BUS`. Raises OSError. If it is not
+    root's, the process must have one thread."""
     libc = ctypes.CDLL(None, use_errno=True)
-    uid, gid = os.getuid(), os.getgid()
-    is_done = not libc.unshare(NEWNS)
-    if not is_done and not libc.unshare(NEWNS | NEWUSER):
+
+    def check(failed: int) -> None:
+        if failed:
+            raise OSError(ctypes.get_errno(), "no namespace")
+
+    if libc.unshare(NEWNS):
+        uid, gid = os.getuid(), os.getgid()
+        check(libc.unshare(NEWNS | NEWUSER))
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-        is_done = True
-    is_done = is_done and not libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-    if not is_done or libc.mount(os.fsencode(bus), os.fsencode(BUS), None, MS_BIND, None):
-        raise TpukitError(
-            f"the emulated TPU shows its chips in a mount namespace, which this machine refuses ("
-            f"{os.strerror(ctypes.get_errno())}): run it as root, or allow user namespaces (in a container:"
-            " docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined)"
-        )
+    check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    check(libc.mount(os.fsencode(bus), os.fsencode(BUS), None, MS_BIND, None))
 
 
 def variables(work: Path, plugin: Path, chips: int, bounds: str) -> dict[str, str]:
@@ -222,16 +229,33 @@ def variables(work: Path, plugin: Path, chips: int, bounds: str) -> dict[str, st
     )
 
 
-def run(command: Sequence[str], environ: dict[str, str]) -> int:
-    """Run a command, which gets the signals of this process and ends with it. Return its exit code as a shell does."""
+def run(command: Sequence[str], environ: dict[str, str], bus: Path, introduction: str) -> int:
+    """Run a command that sees a folder as `BUS`, gets the signals of this process, and ends with it. Return
+    its exit code, as a shell does."""
     parent = os.getpid()
+
+    def begin() -> None:  # in the new process, which has one thread
+        end_with_parent(parent)
+        show(bus)
+        os.write(sys.stderr.fileno(), f"{introduction}\n".encode())
+
     try:
-        process = subprocess.Popen(command, env=environ, preexec_fn=lambda: end_with_parent(parent))
+        process = subprocess.Popen(command, env=environ, preexec_fn=begin)
+    except subprocess.SubprocessError as error:
+        raise TpukitError(
+            "the emulated TPU shows its chips in a mount namespace, which this machine refuses: run it as"
+            " root, or allow user namespaces (in a container: docker run --cap-add SYS_ADMIN --security-opt"
+            " apparmor=unconfined)"
+        ) from error
     except OSError as error:
         raise TpukitError(f"cannot run {command[0]}: {error.strerror}") from error
     # A terminal sends Ctrl-C to both; what it means is for the command to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: process.send_signal(number))
-    code = process.wait()
+    handlers = {signal.SIGINT: signal.SIG_IGN}
+    handlers |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), lambda number, _: process.send_signal(number))
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return code if code >= 0 else 128 - code

@@ -1,15 +1,14 @@
 /* A TPU that is not there: a library that torch_xla loads as libtpu.
  *
- * XLA's CPU plugin (PLUGIN) computes. Before it stand a TPU's names, one process a chip, chips that are busy while a
- * process holds them, HBM that is counted, and collectives between the processes: each collective of a program
- * becomes a custom call of XLA's typed FFI, which meets the other processes in files of DIRECTORY. So a chip's
- * program has one replica, programs may differ by chip as on a TPU, and eight chips cost eight times one.
+ * XLA's CPU plugin computes. Before it stand a TPU's names, one process a chip, chips that are busy while a process
+ * holds them, HBM that is counted, and collectives between the processes: each collective of a program becomes a
+ * custom call of XLA's typed FFI, which meets the other processes in files of a common folder. So a chip's program
+ * has one replica, programs may differ by chip as on a TPU, and eight chips cost eight times one.
  *
- * In each process, the plugin's device 0 is the process's own chip, whatever its number, so that a program from a
- * compilation cache runs on any. A process without TPU_PROCESS_BOUNDS owns all chips; then it may use SPMD, which the
- * plugin does itself.
+ * In each process, the plugin's device 0 is the process's own chip, whatever its number. A process without
+ * TPU_PROCESS_BOUNDS owns all chips; then it may use SPMD, whose collectives are the plugin's own.
  *
- * What is declared here is the part of PJRT's and the FFI's C interfaces (Apache-2.0, the OpenXLA authors) that this
+ * What is declared here is the part of PJRT's and the FFI's C interfaces (the OpenXLA authors, Apache-2.0) that this
  * file uses. A call is its place in PJRT_Api; the plugin checks the size of each argument struct. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -46,7 +45,8 @@ enum { /* places in Api.call */
   CLIENT_PLATFORM_NAME = 12, CLIENT_PROCESS_INDEX, CLIENT_DEVICES = 15, CLIENT_ADDRESSABLE_DEVICES,
   CLIENT_LOOKUP_DEVICE, CLIENT_LOOKUP_ADDRESSABLE_DEVICE, CLIENT_ADDRESSABLE_MEMORIES, CLIENT_COMPILE,
   CLIENT_BUFFER_FROM_HOST = 22, DESCRIPTION_ID, DESCRIPTION_PROCESS_INDEX, DESCRIPTION_KIND = 26,
-  DEVICE_IS_ADDRESSABLE = 30, DEVICE_ADDRESSABLE_MEMORIES = 32, DEVICE_MEMORY_STATS = 34, EXECUTABLE_DESTROY = 40,
+  DEVICE_IS_ADDRESSABLE = 30, DEVICE_ADDRESSABLE_MEMORIES = 32, DEVICE_MEMORY_STATS = 34,
+  EXECUTABLE_DESTROY = 40,
   EXECUTABLE_NUM_OUTPUTS = 44, LOADED_DESTROY = 50, LOADED_GET_EXECUTABLE, LOADED_EXECUTE = 55,
   BUFFER_DESTROY = 58, BUFFER_SIZE = 64, BUFFER_DEVICE, BUFFER_DELETE = 67, BUFFER_IS_DELETED,
   BUFFER_COPY_TO_DEVICE, BUFFER_COPY_TO_MEMORY = 92, CALLS_AT_LEAST = 93
@@ -136,15 +136,15 @@ typedef struct { HEAD; int type; void *data; int64_t rank; int64_t *dims; } Arra
 typedef struct { HEAD; int64_t count; int *types; Array **of; } Arrays;
 typedef struct { HEAD; int64_t count; int *types; Span **names; void **of; } Attributes;
 typedef struct { HEAD; const char *message; int code; } FfiErrorArgs;
+typedef struct { HEAD; int major, minor; } Version;
 typedef struct {
   HEAD;
-  struct { HEAD; struct { HEAD; int major, minor; } version; void *internal; void *(*error)(FfiErrorArgs *); } *api;
+  struct { HEAD; Version version; void *internal; void *(*error)(FfiErrorArgs *); } *api;
   void *context;
   int stage;
   Arrays arguments, results;
   Attributes attributes;
 } Frame;
-typedef struct { HEAD; int major, minor; } Version;
 typedef struct { Extension base; struct { size_t size; Version version; } *of; } Metadata;
 typedef struct {
   size_t size;
@@ -235,7 +235,7 @@ static int file_in(const char *name, int number, int flags) {
   return open(path, flags | O_RDWR | O_CLOEXEC, 0600);
 }
 
-/* A record lock ends with its process, and names it. Nothing here closes a second descriptor of an own file. */
+/* A record lock ends with its process, and names it. No second descriptor of an own file is ever closed. */
 static bool hold_chip(int chip) {
   int file = file_in("chip", chip, O_CREAT);
   return file >= 0 && !fcntl(file, F_SETLK, &(struct flock){.l_type = F_WRLCK});
@@ -260,11 +260,12 @@ static void forget(void) {
   globfree(&found);
 }
 
-/* Wait until the other chips are open, too, as libtpu does; none then holds a message of an earlier launch. */
+/* Wait until the other chips are open, too, as libtpu does. Then no message of an earlier launch is left. */
 static Error *wait_for_others(double timeout_s) {
   pid_t me = getpid();
   int file = file_in("open", rank, O_CREAT | O_TRUNC);
-  if (file < 0 || write(file, &me, sizeof me) != sizeof me) return own_error(INTERNAL, "cannot write %s", directory);
+  if (file < 0 || write(file, &me, sizeof me) != sizeof me)
+    return own_error(INTERNAL, "cannot write %s", directory);
   close(file);
   for (double waited = 0; waited < timeout_s; waited += 0.005, usleep(5000)) {
     int open_chips = 1;
@@ -277,7 +278,8 @@ static Error *wait_for_others(double timeout_s) {
     }
     if (open_chips == chips) return NULL;
   }
-  return own_error(UNAVAILABLE, "TPU initialization failed: after %.0f s not all of %d chips are open", timeout_s, chips);
+  return own_error(UNAVAILABLE, "TPU initialization failed: after %.0f s not all of %d chips are open", timeout_s,
+                   chips);
 }
 
 static double wait_s(void) { return number_of("TPUKIT_EMULATE_WAIT_S", 600); }
@@ -288,24 +290,25 @@ static Error *client_create(void *args) {
   int x = 1, y = 1, z = 1, present = number_of("TPUKIT_EMULATE_CHIPS", 1);
   owns_all = !bounds || sscanf(bounds, "%d,%d,%d", &x, &y, &z) != 3;
   chips = owns_all ? present : x * y * z;
-  if (chips > MOST) return own_error(INTERNAL, "TPU initialization failed: %d chips, %d is the most", chips, MOST);
+  if (chips > MOST) return own_error(INTERNAL, "TPU initialization failed: %d chips of at most %d", chips, MOST);
   rank = owns_all || chips == 1 ? 0 : number_of("CLOUD_TPU_TASK_ID", 0);
   int first = owns_all ? 0 : number_of("TPU_VISIBLE_CHIPS", rank), last = owns_all ? chips - 1 : first;
   if (visible && strchr(visible, ',') && !owns_all)
-    return own_error(UNIMPLEMENTED, "the emulated TPU has one chip or all in a process, not TPU_VISIBLE_CHIPS=%s", visible);
+    return own_error(UNIMPLEMENTED, "a process has one emulated chip or all, not TPU_VISIBLE_CHIPS=%s", visible);
   for (int chip = first; chip <= last; chip++) {
     if (chip < present && hold_chip(chip)) continue;
     const char *why = chip < present ? "Device or resource busy" : "No such file or directory";
-    return own_error(UNAVAILABLE, "TPU initialization failed: open(/dev/vfio/%d): %s: %s; Couldn't open iommu group "
-                     "/dev/vfio/%d", chip, why, why, chip);
+    return own_error(UNAVAILABLE, "TPU initialization failed: open(/dev/vfio/%d): %s: %s; Couldn't open iommu "
+                     "group /dev/vfio/%d", chip, why, why, chip);
   }
   if (!owns_all && chips > 1) {
     forget();
     Error *error = wait_for_others(wait_s());
     if (error) return error;
   }
-  Option count = {.size = sizeof count, .name = "cpu_device_count", .name_size = 16, .type = 1, .integer = MOST,
-                  .value_size = 1};
+  Option count = {.size = sizeof count, .name = "cpu_device_count", .name_size = 16, .type = 1};
+  count.integer = MOST;
+  count.value_size = 1;
   b.options = &count;
   b.n_options = 1;
   Error *error = real->call[CLIENT_CREATE](&b);
@@ -397,7 +400,7 @@ typedef struct Held { const Buffer *buffer; size_t bytes; int chip; struct Held 
 static Held *held[BUCKETS];
 static int64_t in_use[MOST], peak[MOST], limit;
 
-static Held **place_of(const Buffer *buffer) { return &held[((uintptr_t)buffer >> 4) * 2654435761u % BUCKETS]; }
+static Held **place_of(const Buffer *buffer) { return &held[((uintptr_t)buffer >> 4) % BUCKETS]; }
 
 static void release(const Buffer *buffer) {
   pthread_mutex_lock(&lock);
@@ -439,8 +442,8 @@ static Error *reserve(Buffer *buffer) {
   char needed[16], left[16];
   amount(needed, size.number);
   amount(left, free_bytes);
-  return own_error(RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: Attempting to reserve %s at the bottom of memory. That was not "
-                   "possible. There are %s free, 0B reserved, and %s reservable.", needed, left, left);
+  return own_error(RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: Attempting to reserve %s at the bottom of memory. That "
+                   "was not possible. There are %s free, 0B reserved, and %s reservable.", needed, left, left);
 }
 
 static Error *reserve_or_destroy(Buffer **buffer) {
@@ -551,7 +554,9 @@ static bool next(Reader *from, Field *field) {
   return true;
 }
 
-static void keep(Bytes *to, const Reader *after, const Field *field) { put(to, field->start, after->at - field->start); }
+static void keep(Bytes *to, const Reader *after, const Field *field) {
+  put(to, field->start, after->at - field->start);
+}
 
 /* The numbers of a repeated field, packed or not */
 static int numbers(const Field *field, int64_t *to, int room) {
@@ -574,11 +579,12 @@ static bool says(const Field *field, const char *word) {
 enum { COMPUTATIONS = 3, DEVICE_ASSIGNMENT = 15, INSTRUCTIONS = 2, COMPUTATION_ID = 5 };
 enum {
   OPCODE = 2, DIMENSIONS = 14, CHANNEL = 26, TARGET = 28, ID = 35, AFTER = 37, CALLED = 38, CONFIG = 43,
-  OLD_ID = 45, GROUPS = 49, PAIRS = 52, LAYOUT_IS_FIXED = 56, HAS_EFFECT = 65, GLOBAL_IDS = 71, CALL_VERSION = 77,
-  DEVICE_LIST = 87
+  OLD_ID = 45, GROUPS = 49, PAIRS = 52, LAYOUT_IS_FIXED = 56, HAS_EFFECT = 65, GLOBAL_IDS = 71,
+  CALL_VERSION = 77, DEVICE_LIST = 87
 };
 static const char COLLECTIVE[] = "tpukit_emulated_collective";
-static const char *const KINDS[] = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"};
+static const char *const KINDS[] = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all",
+                                    "collective-permute"};
 static const char *const REDUCTIONS[] = {"add", "multiply", "maximum", "minimum", "and", "or"};
 #define COUNT(array) (int)(sizeof(array) / sizeof *(array))
 
@@ -621,11 +627,11 @@ static void put_groups(Bytes *to, Reader from, int id) {
   }
 }
 
-/* A collective as a custom call: its attribute `how` is "KIND REDUCTION DIMENSION NUMBER GROUPS", the groups as
- * "01;23;", the pairs of a permutation alike. It comes after the collective before it, on every chip. Returns the
- * instruction's id, or -1 with an error. */
-static int64_t put_call(Bytes *to, Reader instruction, const char *kind, Reader module, int count, int64_t after,
-                        Error **error) {
+/* A collective as a custom call: its attribute `how` is "KIND REDUCTION DIMENSION NUMBER GROUPS", the groups
+ * as "01;23;", the pairs of a permutation alike. It comes after the collective before it, `after`, on every chip.
+ * Returns the instruction's id. */
+static int64_t put_call(Bytes *to, Reader instruction, const char *kind, Reader module, int count,
+                        int64_t after, Error **error) {
   const char *reduction = "-";
   int64_t dimension = 0, called = -1, id = 0;
   Bytes call = {0}, groups = {0}, attributes = {0};
@@ -641,8 +647,8 @@ static int64_t put_call(Bytes *to, Reader instruction, const char *kind, Reader 
       put_groups(&groups, f.of, 1);
     }
     switch (f.id) {
-      case OPCODE: case DIMENSIONS: case CHANNEL: case CALLED: case CONFIG: case OLD_ID: case GROUPS: case PAIRS:
-      case LAYOUT_IS_FIXED: case GLOBAL_IDS: case DEVICE_LIST: break;
+      case OPCODE: case DIMENSIONS: case CHANNEL: case CALLED: case CONFIG: case OLD_ID: case GROUPS:
+      case PAIRS: case LAYOUT_IS_FIXED: case GLOBAL_IDS: case DEVICE_LIST: break;
       default: keep(&call, &from, &f);
     }
   }
@@ -658,7 +664,8 @@ static int64_t put_call(Bytes *to, Reader instruction, const char *kind, Reader 
   if (called >= 0 && !(reduction = reduction_of(module, called)))
     *error = own_error(UNIMPLEMENTED, "the emulated TPU cannot %s by this computation", kind);
   char how[200];
-  snprintf(how, sizeof how, "{how = \"%s %s %ld %d ", kind, reduction ? reduction : "-", (long)dimension, count);
+  if (!reduction) reduction = "-";
+  snprintf(how, sizeof how, "{how = \"%s %s %ld %d ", kind, reduction, (long)dimension, count);
   put(&attributes, how, strlen(how));
   put(&attributes, groups.at ? groups.at : (void *)"", groups.n);
   put(&attributes, "\"}", 2);
@@ -719,7 +726,8 @@ static void one_replica(Reader options, Bytes *to) {
     if (f.id != BUILD) { keep(to, &options, &f); continue; }
     Bytes build = {0};
     for (Reader from = f.of; next(&from, &o);)
-      if (o.id != DEVICE_ORDINAL && o.id != REPLICAS && o.id != PARTITIONS && o.id != ASSIGNMENT) keep(&build, &from, &o);
+      if (o.id != DEVICE_ORDINAL && o.id != REPLICAS && o.id != PARTITIONS && o.id != ASSIGNMENT)
+        keep(&build, &from, &o);
     put_number(&build, REPLICAS, 1);
     put_number(&build, PARTITIONS, 1);
     if (!is_portable()) put_bytes(&build, ASSIGNMENT, ON_DEVICE_0, sizeof ON_DEVICE_0 - 1);
@@ -729,7 +737,12 @@ static void one_replica(Reader options, Bytes *to) {
   if (is_portable()) put_number(to, PORTABLE, 1);
 }
 
-typedef struct Loaded { const Executable *executable; size_t n_results; bool talks; struct Loaded *next; } Loaded;
+typedef struct Loaded {
+  const Executable *executable;
+  size_t n_results;
+  bool talks;
+  struct Loaded *next;
+} Loaded;
 static Loaded *loaded;
 
 static void remember(Executable *executable, bool talks) {
@@ -778,7 +791,8 @@ static Error *compile(void *args) {
     return own_error(UNIMPLEMENTED, "the emulated TPU has no Mosaic (Pallas) kernels; a TPU has");
   if (partitions_of(options) == 1) {
     if (program.format_size != 3 || memcmp(program.format, "hlo", 3))
-      return own_error(UNIMPLEMENTED, "the emulated TPU takes HLO, not %.*s", (int)program.format_size, program.format);
+      return own_error(UNIMPLEMENTED, "the emulated TPU takes HLO, not %.*s (unset XLA_STABLEHLO_COMPILE)",
+                       (int)program.format_size, program.format);
     talks = rewrite(module, &code, &error);
     one_replica(options, &one);
     program.code = (char *)code.at;
@@ -787,8 +801,8 @@ static Error *compile(void *args) {
     b.options = (char *)one.at;
     b.options_size = one.n;
     if (!error && talks && owns_all && chips > 1)
-      error = own_error(UNIMPLEMENTED, "a program with collectives, in one process that opened all %d chips: start a "
-                        "process for each chip (torch_xla.launch), or use SPMD", chips);
+      error = own_error(UNIMPLEMENTED, "a program with collectives, in one process that opened all %d chips: start "
+                        "a process for each chip (torch_xla.launch), or use SPMD", chips);
   }
   if (!error && !(error = real->call[CLIENT_COMPILE](&b))) {
     a->executable = b.executable;
@@ -798,7 +812,7 @@ static Error *compile(void *args) {
   return error;
 }
 
-/* Launches. Programs that talk run one after the other, so that the n-th of each chip meets the n-th of the others. */
+/* Launches. Programs that talk run one after the other, so that the n-th of a chip meets the n-th of the others */
 
 enum { COLLECTIVES = 1 << 14 };
 static long launch, turns[COLLECTIVES];
@@ -858,8 +872,8 @@ static Error *execute(void *args) {
   Error *error = real->call[LOADED_EXECUTE](&b);
   if (talks && error) end(NULL, NULL);
   else if (talks)
-    must(real->call[EVENT_ON_READY](&(OnReadyArgs){.size = sizeof(OnReadyArgs), .event = b.done[0], .callback = end,
-                                                   .user = a->done ? NULL : b.done[0]}));
+    must(real->call[EVENT_ON_READY](&(OnReadyArgs){
+        .size = sizeof(OnReadyArgs), .event = b.done[0], .callback = end, .user = a->done ? NULL : b.done[0]}));
   if (!error && (error = count_results(a, n_results)) && a->done)
     for (size_t d = 0; d < a->n_devices; d++)
       drop(real->call[EVENT_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = a->done[d]}));
@@ -869,9 +883,9 @@ static Error *execute(void *args) {
 /* Collectives */
 
 static const struct { const char *name; int bytes; } TYPES[] = {
-    [1] = {"pred", 1}, {"s8", 1}, {"s16", 2}, {"s32", 4}, {"s64", 8}, {"u8", 1}, {"u16", 2}, {"u32", 4}, {"u64", 8},
-    {"f16", 2}, {"f32", 4}, {"f64", 8}, [15] = {"c64", 8}, {"bf16", 2}, [18] = {"c128", 16}, {"f8e5m2", 1},
-    {"f8e4m3fn", 1}};
+    [1] = {"pred", 1}, {"s8", 1}, {"s16", 2}, {"s32", 4}, {"s64", 8}, {"u8", 1}, {"u16", 2}, {"u32", 4},
+    {"u64", 8}, {"f16", 2}, {"f32", 4}, {"f64", 8}, [15] = {"c64", 8}, {"bf16", 2}, [18] = {"c128", 16},
+    {"f8e5m2", 1}, {"f8e4m3fn", 1}};
 
 static size_t bytes_of(const Array *array) {
   size_t n = TYPES[array->type].bytes;
@@ -1006,7 +1020,8 @@ static Message *take(const char *path, size_t *size) {
   struct stat about;
   int file = open(path, O_RDWR | O_CLOEXEC);
   if (file < 0) return NULL;
-  void *at = fstat(file, &about) ? MAP_FAILED : mmap(NULL, about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  void *at = MAP_FAILED;
+  if (!fstat(file, &about)) at = mmap(NULL, about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   *size = about.st_size;
   return at == MAP_FAILED ? NULL : at;
@@ -1025,8 +1040,8 @@ static void *missed(Frame *frame, const How *how, const char *what, const int *m
     snprintf(number, sizeof number, " %d", members[i]);
     strcat(members[i] == rank || !access(path, F_OK) ? waiting : missing, number);
   }
-  return ffi_error(frame, "emulated TPU: an %s was not reached within %.0f s by rank%s, for which rank%s waited; on a "
-                   "TPU that hangs", what, wait_s(), missing, waiting);
+  return ffi_error(frame, "emulated TPU: an %s was not reached within %.0f s by rank%s, for which rank%s "
+                   "waited; on a TPU that hangs", what, wait_s(), missing, waiting);
 }
 
 static bool combine(const Frame *frame, const How *how, const int *members, int n, Message *const *given) {
@@ -1053,10 +1068,11 @@ static bool combine(const Frame *frame, const How *how, const int *members, int 
       } else if (is_tuple) {
         if (i == me) memcpy(frame->results.of[m]->data, from, size);
       } else for (size_t o = 0; o < outer; o++) {
+        const char *my_piece = from + (o * n + me) * piece;
         if (!strcmp(kind, "all-gather")) memcpy(to + (o * n + m) * inner, from + o * inner, inner);
-        else if (!strcmp(kind, "all-to-all")) memcpy(to + (o * n + m) * piece, from + (o * n + me) * piece, piece);
-        else if (!m) memcpy(to + o * piece, from + (o * n + me) * piece, piece);
-        else if (!fold(how->reduction, in->type, to + o * piece, from + (o * n + me) * piece, piece)) return false;
+        else if (!strcmp(kind, "all-to-all")) memcpy(to + (o * n + m) * piece, my_piece, piece);
+        else if (!m) memcpy(to + o * piece, my_piece, piece);
+        else if (!fold(how->reduction, in->type, to + o * piece, my_piece, piece)) return false;
       }
     }
     before += size;
@@ -1087,7 +1103,7 @@ static void *meet(Frame *frame) {
   head.unread = n;
   path_of(path, turn, how.number, rank);
   if (!give(frame, &head, path))
-    return ffi_error(frame, "emulated TPU: cannot write %s: %s; free some space there", path, strerror(errno));
+    return ffi_error(frame, "emulated TPU: cannot write %s: %s; is it full?", path, strerror(errno));
   size_t sizes[MOST];
   void *error = NULL;
   double started = now();
@@ -1095,8 +1111,8 @@ static void *meet(Frame *frame) {
     path_of(path, turn, how.number, members[seen]);
     if ((given[seen] = take(path, &sizes[seen]))) {
       if (strcmp(given[seen]->what, head.what))
-        error = ffi_error(frame, "emulated TPU: rank %d is in an %s, rank %d in an %s: every rank must call the same "
-                          "collectives in the same order", rank, head.what, members[seen], given[seen]->what);
+        error = ffi_error(frame, "emulated TPU: rank %d is in an %s, rank %d in an %s: every rank must call the "
+                          "same collectives in the same order", rank, head.what, members[seen], given[seen]->what);
       seen++;
     } else if (now() - started > wait_s()) error = missed(frame, &how, head.what, members, n, turn);
     else usleep(now() - started < 1 ? 100 : 2000);
@@ -1121,14 +1137,16 @@ static const Api *give_up(const char *why) {
 __attribute__((visibility("default"))) const Api *GetPjrtApi(void) {
   static const struct { int place; Call call; } CALLS[] = {
       {ERROR_DESTROY, error_destroy}, {ERROR_MESSAGE, error_message}, {ERROR_GET_CODE, error_code},
-      {CLIENT_CREATE, client_create}, {CLIENT_PLATFORM_NAME, platform_name}, {CLIENT_PROCESS_INDEX, process_index},
-      {CLIENT_DEVICES, devices}, {CLIENT_ADDRESSABLE_DEVICES, addressable_devices}, {CLIENT_LOOKUP_DEVICE, lookup},
+      {CLIENT_CREATE, client_create}, {CLIENT_PLATFORM_NAME, platform_name},
+      {CLIENT_PROCESS_INDEX, process_index}, {CLIENT_DEVICES, devices},
+      {CLIENT_ADDRESSABLE_DEVICES, addressable_devices}, {CLIENT_LOOKUP_DEVICE, lookup},
       {CLIENT_LOOKUP_ADDRESSABLE_DEVICE, lookup}, {CLIENT_ADDRESSABLE_MEMORIES, addressable_memories},
-      {CLIENT_COMPILE, compile}, {CLIENT_BUFFER_FROM_HOST, buffer_from_host}, {DESCRIPTION_ID, description_id},
-      {DESCRIPTION_PROCESS_INDEX, description_process}, {DESCRIPTION_KIND, kind},
-      {DEVICE_IS_ADDRESSABLE, is_addressable}, {DEVICE_MEMORY_STATS, memory_stats}, {LOADED_DESTROY, loaded_destroy},
-      {LOADED_EXECUTE, execute}, {BUFFER_DESTROY, buffer_destroy},
-      {BUFFER_DELETE, buffer_delete}, {BUFFER_COPY_TO_DEVICE, copy_to_device}, {BUFFER_COPY_TO_MEMORY, copy_to_memory}};
+      {CLIENT_COMPILE, compile}, {CLIENT_BUFFER_FROM_HOST, buffer_from_host},
+      {DESCRIPTION_ID, description_id}, {DESCRIPTION_PROCESS_INDEX, description_process},
+      {DESCRIPTION_KIND, kind}, {DEVICE_IS_ADDRESSABLE, is_addressable},
+      {DEVICE_MEMORY_STATS, memory_stats}, {LOADED_DESTROY, loaded_destroy}, {LOADED_EXECUTE, execute},
+      {BUFFER_DESTROY, buffer_destroy}, {BUFFER_DELETE, buffer_delete},
+      {BUFFER_COPY_TO_DEVICE, copy_to_device}, {BUFFER_COPY_TO_MEMORY, copy_to_memory}};
   if (ours) return ours;
   const char *plugin = getenv("TPUKIT_EMULATE_PLUGIN");
   directory = getenv("TPUKIT_EMULATE_DIRECTORY");
@@ -1141,8 +1159,8 @@ __attribute__((visibility("default"))) const Api *GetPjrtApi(void) {
   limit = number_of("TPUKIT_EMULATE_HBM", 15.75 * (1 << 30));
   for (Extension *e = real->extensions; e; e = e->next) {
     if (e->type != EXTENSION_FFI) continue;
-    RegisterArgs one = {.size = offsetof(RegisterArgs, traits) + sizeof one.traits, .name = COLLECTIVE,
-                        .name_size = strlen(COLLECTIVE), .handler = meet, .platform = "Host", .platform_size = 4};
+    RegisterArgs one = {offsetof(RegisterArgs, traits) + sizeof one.traits, COLLECTIVE, strlen(COLLECTIVE), meet,
+                        "Host", 4, 0};
     must(((FfiExtension *)e)->handler(&one));
   }
   ours = malloc(real->size);

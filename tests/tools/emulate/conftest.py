@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import COMPILERS, ROOT
+from tpukit import TpukitError
 from tpukit_tools import emulate
 
 CACHES = (COMPILERS, Path.home() / ".cache" / "tpukit")
 
 
 class Emulator:
-    """Runs Python on emulated chips. The plugin is found in a cache that outlives the tests; all else that the
-    command caches goes with them."""
+    """Runs Python on emulated chips. The plugin is in a cache that outlives the tests; what the command
+    caches goes with them."""
 
     def __init__(self, plugins: Path):
         self.plugins = plugins
@@ -48,13 +49,11 @@ def can_emulate():
     pytest.importorskip("torch_xla", reason="torch_xla has wheels for Linux x86_64 only")
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
-    program = "from pathlib import Path\nimport sys\nfrom tpukit_tools.emulate import show_chips\nshow_chips(Path(sys.argv[1]), 1)"
     with emulate.working_folder() as work:
-        ran = subprocess.run(
-            [sys.executable, "-c", program, work / "bus"], cwd=ROOT, capture_output=True, text=True
-        )
-    if ran.returncode:
-        pytest.skip(ran.stderr.strip().splitlines()[-1])
+        try:
+            assert emulate.run(["true"], dict(os.environ), emulate.make_bus(work / "bus", 1), "") == 0
+        except TpukitError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture

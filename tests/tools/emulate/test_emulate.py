@@ -1,5 +1,5 @@
-"""`tpukit emulate`: training on several emulated chips equals that on one, torch_xla's collectives are right, and what
-cannot be had is said in a sentence."""
+"""`tpukit emulate`: training on several emulated chips equals that on one, torch_xla's collectives are right,
+and what cannot be had is said in a sentence."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def trained(tmp_path_factory):
 @pytest.mark.slow
 def test_two_chips_train_as_one(emulator, trained, digits):
     one, two = (trained(emulator, chips, digits) for chips in (1, 2))
-    assert "2 emulated TPU v5e" in two.text and "cannot show" in two.text
+    assert "2 emulated TPU v5e" in two.text and "cannot show speed" in two.text
     started = two.run.records("start")[0]
     assert (started["cores"], started["accelerator"]) == (2, "tpu")
     losses = [[r["loss"] for r in done.run.records("train")] for done in (one, two)]
@@ -197,7 +197,8 @@ def test_hbm_is_counted_and_ends_with_libtpus_words(emulator):
 @pytest.mark.nightly
 def test_a_chip_that_another_process_holds_is_busy(emulator):
     program = (
-        "import subprocess, sys, torch_xla; torch_xla.device(); again = 'import torch_xla; torch_xla.device()';"
+        "import subprocess, sys, torch_xla; torch_xla.device()\n"
+        "again = 'import torch_xla; torch_xla.device()'\n"
         "sys.exit(subprocess.run([sys.executable, '-c', again]).returncode)"
     )
     text = emulator.run(1, "-c", program, code=1)
@@ -267,10 +268,13 @@ def test_what_is_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
         emulate.install_plugin()
     monkeypatch.setattr(emulate.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(unshare=lambda flags: -1))
     with refuses("mount namespace", "as root"):
-        emulate.show_chips(tmp_path / "bus", 2)
+        emulate.run(["true"], {}, tmp_path, "")
+    monkeypatch.setattr(emulate, "show", lambda bus: None)
+    with refuses("cannot run no-such-program"):
+        emulate.run(["no-such-program"], {}, tmp_path, "")
     monkeypatch.setattr(emulate, "BUS", tmp_path / "none")
     with refuses(tmp_path / "none", "this machine or container has none"):
-        emulate.show_chips(tmp_path / "bus", 2)
+        emulate.make_bus(tmp_path / "bus", 2)
 
 
 def test_only_folders_of_emulations_that_ended_are_removed(tmp_path, monkeypatch):
