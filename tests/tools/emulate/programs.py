@@ -57,7 +57,16 @@ def train(folder, data, *settings):
 
 
 SETTINGS = dict(
-    epochs=2, batch_size=16, channels=4, log_every=1, precision="fp32", save_every_s=0.0, ema_decay=0.9
+    epochs=2,
+    batch_size=16,
+    micro_batches=2,
+    clip_norm=0.1,
+    schedule="cosine",
+    ema_decay=0.9,
+    channels=4,
+    log_every=1,
+    precision="fp32",
+    save_every_s=0.0,
 )
 # The same, for a command line
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
