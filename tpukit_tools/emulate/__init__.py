@@ -44,6 +44,7 @@ def get_library_path(): return os.environ["TPU_LIBRARY_PATH"]
 def configure_library_path(): pass
 """
 PREFIX = "tpukit-emulate-"
+ROOM = 4 << 30  # of shared memory, for what all chips give to a collective at once; else the files are on the disk
 NEWNS, NEWUSER, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x1000, 0x4000, 0x40000
 INTRODUCTION = """\
 tpukit: {chips} emulated TPU v5e, computed by XLA on this machine's CPU, along torch_xla's own path to a TPU:
@@ -117,21 +118,13 @@ def build(library: Path) -> None:
             f"the emulated TPU is compiled here, and there is no C compiler {compiler!r}: on Debian and"
             " Ubuntu, apt install gcc libc6-dev"
         )
-    command = [
-        compiler,
-        "-shared",
-        "-fPIC",
-        "-O2",
-        "-fvisibility=hidden",
-        SOURCE,
-        "-o",
-        library,
-        "-ldl",
-        "-lpthread",
-    ]
+    flags = "-shared -fPIC -O2 -fvisibility=hidden".split()
+    command = [compiler, *flags, SOURCE, "-o", library, "-ldl", "-lpthread"]
     ran = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if ran.returncode:
-        raise TpukitError(f"{compiler} cannot compile the emulated TPU: {last_line(ran)}; gcc 12 can")
+        said = [line for line in ran.stderr.splitlines() if "error" in line]
+        why = said[0] if said else last_line(ran)
+        raise TpukitError(f"{compiler} cannot compile the emulated TPU, as gcc 12 and newer can: {why}")
 
 
 @contextlib.contextmanager
@@ -145,7 +138,7 @@ def working_folder() -> Generator[Path]:
                 if left.lstat().st_uid == os.getuid() and (locked := lock(left)) is not None:
                     shutil.rmtree(left, ignore_errors=True)
                     os.close(locked)
-        has_room = shared.is_dir() and shutil.disk_usage(shared).free >= 2 << 30
+        has_room = shared.is_dir() and shutil.disk_usage(shared).free >= ROOM
         work = Path(tempfile.mkdtemp(prefix=PREFIX, dir=shared if has_room else None))
         locked = lock(work)
     try:

@@ -1,15 +1,15 @@
 /* A TPU that is not there: a library that torch_xla loads as libtpu.
  *
- * XLA's CPU plugin computes. Before it stand a TPU's names, one process a chip, chips that are busy while a process
- * holds them, HBM that is counted, and collectives between the processes: each collective of a program becomes a
- * custom call of XLA's typed FFI, which meets the other processes in files of a common folder. So a chip's program
- * has one replica, programs may differ by chip as on a TPU, and eight chips cost eight times one.
+ * XLA's CPU plugin computes. Before it stand a TPU's names, one process a chip, chips that are busy while a
+ * process holds them, HBM that is counted, and collectives between the processes: each one of a program
+ * becomes a custom call of XLA's typed FFI, which meets the other processes in files of a common folder. So a
+ * chip's program has one replica, programs may differ by chip as on a TPU, and N chips cost N times one.
  *
  * In each process, the plugin's device 0 is the process's own chip, whatever its number. A process without
  * TPU_PROCESS_BOUNDS owns all chips; then it may use SPMD, whose collectives are the plugin's own.
  *
- * What is declared here is the part of PJRT's and the FFI's C interfaces (the OpenXLA authors, Apache-2.0) that this
- * file uses. A call is its place in PJRT_Api; the plugin checks the size of each argument struct. */
+ * Declared here is the part of PJRT's and the FFI's C interfaces (the OpenXLA authors, Apache-2.0) that
+ * this file uses. A call is its place in PJRT_Api; the plugin checks the size of each argument struct. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -278,8 +278,8 @@ static Error *wait_for_others(double timeout_s) {
     }
     if (open_chips == chips) return NULL;
   }
-  return own_error(UNAVAILABLE, "TPU initialization failed: after %.0f s not all of %d chips are open", timeout_s,
-                   chips);
+  return own_error(UNAVAILABLE, "TPU initialization failed: not all of %d chips were opened within %.0f s",
+                   chips, timeout_s);
 }
 
 static double wait_s(void) { return number_of("TPUKIT_EMULATE_WAIT_S", 600); }
@@ -290,16 +290,16 @@ static Error *client_create(void *args) {
   int x = 1, y = 1, z = 1, present = number_of("TPUKIT_EMULATE_CHIPS", 1);
   owns_all = !bounds || sscanf(bounds, "%d,%d,%d", &x, &y, &z) != 3;
   chips = owns_all ? present : x * y * z;
-  if (chips > MOST) return own_error(INTERNAL, "TPU initialization failed: %d chips of at most %d", chips, MOST);
+  if (chips > MOST) return own_error(INTERNAL, "TPU initialization failed: %d of %d chips", chips, MOST);
   rank = owns_all || chips == 1 ? 0 : number_of("CLOUD_TPU_TASK_ID", 0);
   int first = owns_all ? 0 : number_of("TPU_VISIBLE_CHIPS", rank), last = owns_all ? chips - 1 : first;
   if (visible && strchr(visible, ',') && !owns_all)
-    return own_error(UNIMPLEMENTED, "a process has one emulated chip or all, not TPU_VISIBLE_CHIPS=%s", visible);
+    return own_error(UNIMPLEMENTED, "a process has one emulated chip or all, not these: %s", visible);
   for (int chip = first; chip <= last; chip++) {
     if (chip < present && hold_chip(chip)) continue;
     const char *why = chip < present ? "Device or resource busy" : "No such file or directory";
-    return own_error(UNAVAILABLE, "TPU initialization failed: open(/dev/vfio/%d): %s: %s; Couldn't open iommu "
-                     "group /dev/vfio/%d", chip, why, why, chip);
+    return own_error(UNAVAILABLE, "TPU initialization failed: open(/dev/vfio/%d): %s: %s; Couldn't open "
+                     "iommu group /dev/vfio/%d", chip, why, why, chip);
   }
   if (!owns_all && chips > 1) {
     forget();
@@ -442,8 +442,9 @@ static Error *reserve(Buffer *buffer) {
   char needed[16], left[16];
   amount(needed, size.number);
   amount(left, free_bytes);
-  return own_error(RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: Attempting to reserve %s at the bottom of memory. That "
-                   "was not possible. There are %s free, 0B reserved, and %s reservable.", needed, left, left);
+  return own_error(RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: Attempting to reserve %s at the bottom of "
+                   "memory. That was not possible. There are %s free, 0B reserved, and %s reservable.", needed,
+                   left, left);
 }
 
 static Error *reserve_or_destroy(Buffer **buffer) {
@@ -628,8 +629,8 @@ static void put_groups(Bytes *to, Reader from, int id) {
 }
 
 /* A collective as a custom call: its attribute `how` is "KIND REDUCTION DIMENSION NUMBER GROUPS", the groups
- * as "01;23;", the pairs of a permutation alike. It comes after the collective before it, `after`, on every chip.
- * Returns the instruction's id. */
+ * as "01;23;", the pairs of a permutation alike. It comes after the collective before it, of the id `after`.
+ * Returns its own id. */
 static int64_t put_call(Bytes *to, Reader instruction, const char *kind, Reader module, int count,
                         int64_t after, Error **error) {
   const char *reduction = "-";
@@ -801,8 +802,8 @@ static Error *compile(void *args) {
     b.options = (char *)one.at;
     b.options_size = one.n;
     if (!error && talks && owns_all && chips > 1)
-      error = own_error(UNIMPLEMENTED, "a program with collectives, in one process that opened all %d chips: start "
-                        "a process for each chip (torch_xla.launch), or use SPMD", chips);
+      error = own_error(UNIMPLEMENTED, "a program with collectives, in one process that opened all %d chips: "
+                        "start a process for each chip (torch_xla.launch), or use SPMD", chips);
   }
   if (!error && !(error = real->call[CLIENT_COMPILE](&b))) {
     a->executable = b.executable;
@@ -812,7 +813,7 @@ static Error *compile(void *args) {
   return error;
 }
 
-/* Launches. Programs that talk run one after the other, so that the n-th of a chip meets the n-th of the others */
+/* Launches. Programs that talk run one after the other, so that the n-th of each chip meet */
 
 enum { COLLECTIVES = 1 << 14 };
 static long launch, turns[COLLECTIVES];
@@ -871,9 +872,11 @@ static Error *execute(void *args) {
   if (talks && !a->done) b.done = events;
   Error *error = real->call[LOADED_EXECUTE](&b);
   if (talks && error) end(NULL, NULL);
-  else if (talks)
-    must(real->call[EVENT_ON_READY](&(OnReadyArgs){
-        .size = sizeof(OnReadyArgs), .event = b.done[0], .callback = end, .user = a->done ? NULL : b.done[0]}));
+  else if (talks) {
+    OnReadyArgs ended = {.size = sizeof ended, .event = b.done[0], .callback = end};
+    ended.user = a->done ? NULL : b.done[0]; /* to be destroyed, if nobody else does */
+    must(real->call[EVENT_ON_READY](&ended));
+  }
   if (!error && (error = count_results(a, n_results)) && a->done)
     for (size_t d = 0; d < a->n_devices; d++)
       drop(real->call[EVENT_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = a->done[d]}));
@@ -1111,8 +1114,9 @@ static void *meet(Frame *frame) {
     path_of(path, turn, how.number, members[seen]);
     if ((given[seen] = take(path, &sizes[seen]))) {
       if (strcmp(given[seen]->what, head.what))
-        error = ffi_error(frame, "emulated TPU: rank %d is in an %s, rank %d in an %s: every rank must call the "
-                          "same collectives in the same order", rank, head.what, members[seen], given[seen]->what);
+        error = ffi_error(frame, "emulated TPU: rank %d is in an %s, rank %d in an %s: every rank must call "
+                          "the same collectives in the same order", rank, head.what, members[seen],
+                          given[seen]->what);
       seen++;
     } else if (now() - started > wait_s()) error = missed(frame, &how, head.what, members, n, turn);
     else usleep(now() - started < 1 ? 100 : 2000);
@@ -1159,8 +1163,8 @@ __attribute__((visibility("default"))) const Api *GetPjrtApi(void) {
   limit = number_of("TPUKIT_EMULATE_HBM", 15.75 * (1 << 30));
   for (Extension *e = real->extensions; e; e = e->next) {
     if (e->type != EXTENSION_FFI) continue;
-    RegisterArgs one = {offsetof(RegisterArgs, traits) + sizeof one.traits, COLLECTIVE, strlen(COLLECTIVE), meet,
-                        "Host", 4, 0};
+    RegisterArgs one = {offsetof(RegisterArgs, traits) + sizeof one.traits, COLLECTIVE, strlen(COLLECTIVE),
+                        meet, "Host", 4, 0};
     must(((FfiExtension *)e)->handler(&one));
   }
   ours = malloc(real->size);

@@ -125,7 +125,7 @@ def helpers_of(index):
     torch.manual_seed(rank)
     model = torch.nn.Linear(4, 1).to(device)
     xm.broadcast_master_param(model)
-    parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), 0.01)
     for x in loaders.MpDeviceLoader([torch.full((1, 4), k + rank + 1.0) for k in range(3)], device):
         optimizer.zero_grad()
