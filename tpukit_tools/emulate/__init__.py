@@ -44,7 +44,9 @@ def get_library_path(): return os.environ["TPU_LIBRARY_PATH"]
 def configure_library_path(): pass
 """
 PREFIX = "tpukit-emulate-"
-ROOM = 4 << 30  # of shared memory, for what all chips give to a collective at once; else the files are on the disk
+ROOM = (
+    4 << 30
+)  # of shared memory, for what all chips give to a collective at once; else the files are on the disk
 NEWNS, NEWUSER, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x1000, 0x4000, 0x40000
 INTRODUCTION = """\
 tpukit: {chips} emulated TPU v5e, computed by XLA on this machine's CPU, along torch_xla's own path to a TPU:

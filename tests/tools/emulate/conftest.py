@@ -28,6 +28,7 @@ class Emulator:
         own = dict(TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], **variables)
         command = ["-m", "tpukit", "emulate", f"v5e-{chips}", "env", *(f"{k}={v}" for k, v in own.items())]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        pipes["start_new_session"] = True  # as a terminal's command: Ctrl-C is for its group
         return subprocess.Popen(
             [sys.executable, *command, sys.executable, *map(str, arguments)], env=environ, **pipes
         )

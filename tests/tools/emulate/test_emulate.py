@@ -3,6 +3,7 @@ and what cannot be had is said in a sentence."""
 
 import json
 import math
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -23,11 +24,11 @@ def answers(text):
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def left():
-    """The folders of emulations."""
-    return [
-        p for place in ("/dev/shm", tempfile.gettempdir()) for p in Path(place).glob(f"{emulate.PREFIX}*")
-    ]
+def folder_of(process):
+    """The folder of an emulation that runs a command."""
+    (command,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    variables = Path(f"/proc/{command}/environ").read_text().split("\0")
+    return Path(dict(v.split("=", 1) for v in variables if "=" in v)["TPUKIT_EMULATE_DIRECTORY"])
 
 
 # Training
@@ -87,17 +88,16 @@ def test_a_killed_run_on_two_chips_resumes_as_if_nothing_had_been_and_its_files_
         digits,
         *programs.OPTIONS,
     )
-    before = set(left())
     killed = emulator.start(2, *command)
     records = tmp_path / "run" / "records.jsonl"
     wait_for(lambda: records.exists() and len(Run(tmp_path / "run").records("train")) > 5, killed)
-    its = set(left()) - before
+    folder = folder_of(killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    assert len(Run(tmp_path / "run").records("train")) < 24
+    assert folder.exists() and len(Run(tmp_path / "run").records("train")) < 24
     emulator.run(2, *command)
     assert exact(Run(tmp_path / "run")) == exact(straight)
-    assert its and not its & set(left())
+    assert not folder.exists()
 
 
 # torch_xla's own calls
@@ -209,31 +209,31 @@ def test_a_chip_that_another_process_holds_is_busy(emulator):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 3])
-def test_the_exit_code_is_the_commands_and_nothing_stays(code, emulator):
-    program = f"import os, sys; print(os.listdir({str(emulate.BUS)!r})); sys.exit({code})"
-    before = set(left())
+@pytest.mark.parametrize(
+    "end, code",
+    [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)],
+)
+def test_the_exit_code_is_the_commands_and_nothing_stays(end, code, emulator):
+    program = (
+        "import os, sys; print(os.environ['TPUKIT_EMULATE_DIRECTORY']);"
+        f"print(os.listdir({str(emulate.BUS)!r}), flush=True); {end}"
+    )
     text = emulator.run(8, "-c", program, code=code)
-    assert text.count("0009:00:") == 8 and set(left()) <= before
+    folder = next(line for line in text.splitlines() if line.startswith("/"))
+    assert text.count("0009:00:") == 8 and emulate.PREFIX in folder and not Path(folder).exists()
 
 
 @pytest.mark.slow
-def test_a_command_that_a_signal_ends_has_a_shells_exit_code_and_nothing_stays(emulator):
-    before = set(left())
-    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    emulator.run(1, "-c", program, code=128 + signal.SIGKILL)
-    assert set(left()) <= before
-
-
-@pytest.mark.slow
-def test_sigterm_reaches_the_command(emulator, tmp_path):
+@pytest.mark.parametrize("number, send", [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
+def test_sigterm_and_ctrl_c_end_the_command_and_nothing_stays(number, send, emulator, tmp_path):
     program = f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(300)"
-    before = set(left())
     process = emulator.start(1, "-c", program)
     wait_for((tmp_path / "up").exists, process)
-    process.terminate()
+    folder = folder_of(process)
+    assert folder.is_dir()
+    send(process.pid, number)
     process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM and set(left()) <= before
+    assert process.returncode == 128 + number and not folder.exists()
 
 
 @pytest.mark.parametrize(
