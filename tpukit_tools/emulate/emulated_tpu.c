@@ -41,7 +41,8 @@ typedef struct {
 } Api;
 
 enum { /* places in Api.call */
-  ERROR_DESTROY = 0, ERROR_MESSAGE, ERROR_GET_CODE, EVENT_DESTROY = 5, EVENT_ON_READY = 9, CLIENT_CREATE,
+  ERROR_DESTROY = 0, ERROR_MESSAGE, ERROR_GET_CODE, PLUGIN_ATTRIBUTES = 4, EVENT_DESTROY, EVENT_ON_READY = 9,
+  CLIENT_CREATE,
   CLIENT_PLATFORM_NAME = 12, CLIENT_PROCESS_INDEX, CLIENT_DEVICES = 15, CLIENT_ADDRESSABLE_DEVICES,
   CLIENT_LOOKUP_DEVICE, CLIENT_LOOKUP_ADDRESSABLE_DEVICE, CLIENT_ADDRESSABLE_MEMORIES, CLIENT_COMPILE,
   CLIENT_BUFFER_FROM_HOST = 22, DESCRIPTION_ID, DESCRIPTION_PROCESS_INDEX, DESCRIPTION_KIND = 26,
@@ -49,7 +50,7 @@ enum { /* places in Api.call */
   EXECUTABLE_DESTROY = 40,
   EXECUTABLE_NUM_OUTPUTS = 44, LOADED_DESTROY = 50, LOADED_GET_EXECUTABLE, LOADED_EXECUTE = 55,
   BUFFER_DESTROY = 58, BUFFER_SIZE = 64, BUFFER_DEVICE, BUFFER_DELETE = 67, BUFFER_IS_DELETED,
-  BUFFER_COPY_TO_DEVICE, BUFFER_COPY_TO_MEMORY = 92, CALLS_AT_LEAST = 93
+  BUFFER_COPY_TO_DEVICE, BUFFER_COPY_TO_MEMORY = 92, EXECUTABLE_MEMORY = 96, CALLS_AT_LEAST
 };
 enum { RESOURCE_EXHAUSTED = 8, UNIMPLEMENTED = 12, INTERNAL = 13, UNAVAILABLE = 14 };
 enum { EXTENSION_FFI = 5 };
@@ -80,6 +81,7 @@ typedef struct { HEAD; void *of; void *const *list; size_t count; } ListArgs;
 typedef struct { HEAD; void *of; void *result; } PointerArgs;
 typedef struct { HEAD; void *of; int number; void *device; } LookupArgs;
 typedef struct { HEAD; void *of; } OfArgs;
+typedef struct { HEAD; void *of; int64_t code, arguments, results, shared, others[20]; } SizesArgs;
 typedef struct { HEAD; char *code; size_t code_size; const char *format; size_t format_size; } Program;
 typedef struct {
   HEAD;
@@ -349,6 +351,13 @@ static Error *number(void *args, int it) {
   return NULL;
 }
 
+/* Attributes and their number, of which torch_xla 2.8 says a size without the number */
+static Error *plugin_attributes(void *args) {
+  PointerArgs *a = args;
+  a->size = sizeof *a;
+  return real->call[PLUGIN_ATTRIBUTES](a);
+}
+
 static size_t n_own(void) { return owns_all ? chips : 1; }
 static Error *platform_name(void *args) { return text(args, "tpu"); }
 static Error *kind(void *args) { return text(args, "TPU v5 lite"); }
@@ -421,56 +430,62 @@ static void amount(char said[16], double bytes) {
   snprintf(said, 16, unit ? "%.2f%c" : "%.0f%c", bytes, "BKMG"[unit]);
 }
 
-static Error *reserve(Buffer *buffer) {
-  SizeArgs size = {.size = sizeof size, .of = buffer};
-  PointerArgs on = {.size = sizeof on, .of = buffer};
-  must(real->call[BUFFER_SIZE](&size));
-  must(real->call[BUFFER_DEVICE](&on));
-  int chip = chip_of(on.result);
+static Error *check_room(int chip, int64_t bytes) {
   pthread_mutex_lock(&lock);
   int64_t free_bytes = limit - in_use[chip];
-  bool fits = (int64_t)size.number <= free_bytes;
-  if (fits) {
-    Held *one = malloc(sizeof *one), **at = place_of(buffer);
-    *one = (Held){buffer, size.number, chip, *at};
-    *at = one;
-    in_use[chip] += size.number;
-    if (in_use[chip] > peak[chip]) peak[chip] = in_use[chip];
-  }
   pthread_mutex_unlock(&lock);
-  if (fits) return NULL;
+  if (bytes <= free_bytes) return NULL;
   char needed[16], left[16];
-  amount(needed, size.number);
+  amount(needed, bytes);
   amount(left, free_bytes);
   return own_error(RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: Attempting to reserve %s at the bottom of "
                    "memory. That was not possible. There are %s free, 0B reserved, and %s reservable.", needed,
                    left, left);
 }
 
-static Error *reserve_or_destroy(Buffer **buffer) {
-  Error *error = reserve(*buffer);
-  if (!error) return NULL;
-  drop(real->call[BUFFER_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = *buffer}));
-  *buffer = NULL;
+static void count(Buffer *buffer) {
+  SizeArgs size = {.size = sizeof size, .of = buffer};
+  PointerArgs on = {.size = sizeof on, .of = buffer};
+  must(real->call[BUFFER_SIZE](&size));
+  must(real->call[BUFFER_DEVICE](&on));
+  int chip = chip_of(on.result);
+  Held *one = malloc(sizeof *one), **at = place_of(buffer);
+  pthread_mutex_lock(&lock);
+  *one = (Held){buffer, size.number, chip, *at};
+  *at = one;
+  in_use[chip] += size.number;
+  if (in_use[chip] > peak[chip]) peak[chip] = in_use[chip];
+  pthread_mutex_unlock(&lock);
+}
+
+/* Count a buffer that came from outside a program, or destroy it if it does not fit. */
+static Error *admit(Buffer **buffer) {
+  SizeArgs size = {.size = sizeof size, .of = *buffer};
+  PointerArgs on = {.size = sizeof on, .of = *buffer};
+  must(real->call[BUFFER_SIZE](&size));
+  must(real->call[BUFFER_DEVICE](&on));
+  Error *error = check_room(chip_of(on.result), size.number);
+  if (!error) count(*buffer);
+  else drop(real->call[BUFFER_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = *buffer}));
   return error;
 }
 
 static Error *buffer_from_host(void *args) {
   FromHostArgs *a = args;
   Error *error = real->call[CLIENT_BUFFER_FROM_HOST](a);
-  if (error || !(error = reserve_or_destroy(&a->buffer))) return error;
+  if (error || !(error = admit(&a->buffer))) return error;
   if (a->done) drop(real->call[EVENT_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = a->done}));
   return error;
 }
 
 static Error *copy_to_device(void *args) {
   Error *error = real->call[BUFFER_COPY_TO_DEVICE](args);
-  return error ? error : reserve_or_destroy(&((CopyArgs *)args)->copy);
+  return error ? error : admit(&((CopyArgs *)args)->copy);
 }
 
 static Error *copy_to_memory(void *args) {
   Error *error = real->call[BUFFER_COPY_TO_MEMORY](args);
-  return error ? error : reserve_or_destroy(&((CopyArgs *)args)->copy);
+  return error ? error : admit(&((CopyArgs *)args)->copy);
 }
 
 static Error *buffer_destroy(void *args) {
@@ -741,23 +756,35 @@ static void one_replica(Reader options, Bytes *to) {
 typedef struct Loaded {
   const Executable *executable;
   size_t n_results;
+  int64_t needs; /* bytes of results that take no argument's memory */
   bool talks;
   struct Loaded *next;
 } Loaded;
 static Loaded *loaded;
 
-static void remember(Executable *executable, bool talks) {
+static Error *remember(Executable *executable, bool talks) {
   PointerArgs inner = {.size = sizeof inner, .of = executable};
   must(real->call[LOADED_GET_EXECUTABLE](&inner));
   SizeArgs results = {.size = sizeof results, .of = inner.result};
   must(real->call[EXECUTABLE_NUM_OUTPUTS](&results));
+  SizesArgs sizes = {.size = sizeof sizes, .of = inner.result};
+  must(real->call[EXECUTABLE_MEMORY](&sizes));
   drop(real->call[EXECUTABLE_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = inner.result}));
+  int64_t needs = sizes.results - sizes.shared;
+  if (sizes.arguments + needs > limit) {
+    char all[16], of[16];
+    amount(all, sizes.arguments + needs);
+    amount(of, limit);
+    drop(real->call[LOADED_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = executable}));
+    return own_error(RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of "
+                     "memory in memory space hbm. Used %s of %s hbm.", all, of);
+  }
   Loaded *one = malloc(sizeof *one);
-  *one = (Loaded){executable, results.number, talks, NULL};
   pthread_mutex_lock(&lock);
-  one->next = loaded;
+  *one = (Loaded){executable, results.number, needs, talks, loaded};
   loaded = one;
   pthread_mutex_unlock(&lock);
+  return NULL;
 }
 
 static const Loaded *find_loaded(const Executable *executable) {
@@ -807,7 +834,7 @@ static Error *compile(void *args) {
   }
   if (!error && !(error = real->call[CLIENT_COMPILE](&b))) {
     a->executable = b.executable;
-    remember(a->executable, talks && chips > 1);
+    error = remember(a->executable, talks && chips > 1);
   }
   free(code.at), free(one.at);
   return error;
@@ -837,23 +864,15 @@ static void end(Error *error, void *event) {
   if (event) drop(real->call[EVENT_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = event}));
 }
 
-static Error *count_results(const ExecuteArgs *a, size_t n_results) {
-  Error *error = NULL;
+static void count_results(const ExecuteArgs *a, size_t n_results) {
   for (size_t d = 0; d < a->n_devices; d++) {
     for (size_t i = 0; i < a->n_arguments; i++) { /* the donated ones are gone */
       BoolArgs gone = {.size = sizeof gone, .of = a->arguments[d][i]};
       must(real->call[BUFFER_IS_DELETED](&gone));
       if (gone.is) release(gone.of);
     }
-    for (size_t i = 0; i < n_results && !error; i++) error = reserve(a->results[d][i]);
+    for (size_t i = 0; i < n_results; i++) count(a->results[d][i]);
   }
-  if (!error) return NULL;
-  for (size_t d = 0; d < a->n_devices; d++)
-    for (size_t i = 0; i < n_results; i++) {
-      drop(buffer_destroy(&(OfArgs){.size = sizeof(OfArgs), .of = a->results[d][i]}));
-      a->results[d][i] = NULL;
-    }
-  return error;
 }
 
 static Error *execute(void *args) {
@@ -868,6 +887,10 @@ static Error *execute(void *args) {
   const Loaded *one = find_loaded(a->executable);
   size_t n_results = one ? one->n_results : 0;
   bool talks = one && one->talks;
+  for (size_t d = 0; d < a->n_devices && one; d++) {
+    Error *error = check_room(a->n_devices > 1 ? (int)d : a->device ? chip_of(a->device) : rank, one->needs);
+    if (error) return error;
+  }
   if (talks) begin();
   if (talks && !a->done) b.done = events;
   Error *error = real->call[LOADED_EXECUTE](&b);
@@ -877,9 +900,7 @@ static Error *execute(void *args) {
     ended.user = a->done ? NULL : b.done[0]; /* to be destroyed, if nobody else does */
     must(real->call[EVENT_ON_READY](&ended));
   }
-  if (!error && (error = count_results(a, n_results)) && a->done)
-    for (size_t d = 0; d < a->n_devices; d++)
-      drop(real->call[EVENT_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = a->done[d]}));
+  if (!error) count_results(a, n_results);
   return error;
 }
 
@@ -1141,6 +1162,7 @@ static const Api *give_up(const char *why) {
 __attribute__((visibility("default"))) const Api *GetPjrtApi(void) {
   static const struct { int place; Call call; } CALLS[] = {
       {ERROR_DESTROY, error_destroy}, {ERROR_MESSAGE, error_message}, {ERROR_GET_CODE, error_code},
+      {PLUGIN_ATTRIBUTES, plugin_attributes},
       {CLIENT_CREATE, client_create}, {CLIENT_PLATFORM_NAME, platform_name},
       {CLIENT_PROCESS_INDEX, process_index}, {CLIENT_DEVICES, devices},
       {CLIENT_ADDRESSABLE_DEVICES, addressable_devices}, {CLIENT_LOOKUP_DEVICE, lookup},

@@ -188,7 +188,7 @@ def memory():
     try:
         for k in range(9):
             held.append(torch.zeros(1 << 20, device=device) + k + 0.5)
-            torch_xla.sync()
+            torch_xla.sync(wait=True)
             used.append(xm.get_memory_info(device)["bytes_used"])
     except RuntimeError as error:
         say(used=used, error=str(error))
