@@ -179,7 +179,7 @@ def spmd():
 
 
 def memory():
-    """Hold ever more, until it does not fit."""
+    """Hold ever more, until it does not fit; and ask for a program that never fits."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -192,9 +192,16 @@ def memory():
             used.append(xm.get_memory_info(device)["bytes_used"])
     except RuntimeError as error:
         say(used=used, error=str(error))
-    before = len(held)
     del held[1:]
-    say(before=before, after=xm.get_memory_info(device))
+    say(after=xm.get_memory_info(device))
+    errors = []
+    for _ in range(2):  # torch_xla says the error of an allocation once more, in the next call
+        try:
+            (held[0][:, None] * held[0]).cpu()
+        except RuntimeError as error:
+            errors.append(str(error))
+    say(error=errors[1])
+    os._exit(0)  # without what is still to compute
 
 
 def alone():
