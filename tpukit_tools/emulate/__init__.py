@@ -26,10 +26,8 @@ from tpukit.host.signals import end_with_parent
 from tpukit_tools.subprocess_call import last_line, run_python
 
 # XLA's CPU PJRT plugin with any number of devices: Apache-2.0, of the OpenXLA authors.
-PLUGIN, SHA256 = (
-    "lammps-jax-pjrt-cpu==0.11.2",
-    "1319390d948b39f69f7dade496b7c385149d9ca6097a6b62114da113216d9ad1",
-)
+PLUGIN = "lammps-jax-pjrt-cpu==0.11.2"
+SHA256 = "1319390d948b39f69f7dade496b7c385149d9ca6097a6b62114da113216d9ad1"
 PLUGIN_FILE = "lammps_jax_pjrt_cpu/pjrt_c_api_cpu_plugin.so"
 SOURCE = Path(__file__).with_name("emulated_tpu.c")
 TORCH_XLA = ((2, 8), (2, 9))
@@ -44,9 +42,8 @@ def get_library_path(): return os.environ["TPU_LIBRARY_PATH"]
 def configure_library_path(): pass
 """
 PREFIX = "tpukit-emulate-"
-ROOM = (
-    4 << 30
-)  # of shared memory, for what all chips give to a collective at once; else the files are on the disk
+# Of shared memory, for what all chips give to a collective at once; with less, its files are on the disk
+ROOM = 4 << 30
 NEWNS, NEWUSER, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x10000000, 0x1000, 0x4000, 0x40000
 INTRODUCTION = """\
 tpukit: {chips} emulated TPU v5e, computed by XLA on this machine's CPU, along torch_xla's own path to a TPU:

@@ -439,8 +439,8 @@ static Error *check_room(int chip, int64_t bytes) {
   amount(needed, bytes);
   amount(left, free_bytes);
   return own_error(RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED: Attempting to reserve %s at the bottom of "
-                   "memory. That was not possible. There are %s free, 0B reserved, and %s reservable.", needed,
-                   left, left);
+                   "memory. That was not possible. There are %s free, 0B reserved, and %s reservable.",
+                   needed, left, left);
 }
 
 static void count(Buffer *buffer) {
