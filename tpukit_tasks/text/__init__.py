@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from tpukit.data.splits import SPLITS
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
 from tpukit_tasks import finite
+from tpukit_tasks.splits import SPLITS
 from tpukit_tasks.text import conversations, data, hub, reading
 
 if TYPE_CHECKING:

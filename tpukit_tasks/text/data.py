@@ -15,8 +15,8 @@ import numpy as np
 
 from tpukit.data import arrays
 from tpukit.data.arrays import Arrays
-from tpukit.data.splits import some
 from tpukit.host.errors import TpukitError
+from tpukit_tasks.splits import some
 from tpukit_tasks.text import conversations, reading
 from tpukit_tasks.text.conversations import TOKEN
 

@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from tpukit.data.splits import SPLITS, files_below, split_of
 from tpukit.host.errors import TpukitError, explained, reading
+from tpukit_tasks.splits import SPLITS, files_below, split_of
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
 DOCUMENT = 2**19  # characters of a text file that are one document, and are tokenised at once
