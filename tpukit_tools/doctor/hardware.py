@@ -5,6 +5,7 @@ It runs in a process of its own, with a limit: one that hangs or fails costs its
 JSON file, without names, paths and data, that docs/hardware/ of tpukit's repository collects."""
 
 import collections
+import contextlib
 import copy
 import faulthandler
 import json
@@ -242,6 +243,8 @@ def out_of_memory(env: Environment) -> Found:
         return False, "4 TiB were given out without an error"
     except Exception as error:
         known, text = known_errors.match(str(error)), first_line(error)
+    with contextlib.suppress(Exception):  # torch_xla raises an error of allocation again, in its next call
+        runtime.to_cpu(runtime.put(torch.ones(1)))
     goes_on = multiplies(runtime)
     text = f"{'known' if known else 'not known'}: {text}" + ("" if goes_on else "; then it computed wrongly")
     return goes_on and (bool(known) or env.accelerator not in HARDWARE), text
