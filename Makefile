@@ -82,7 +82,9 @@ check: lint fast
 fast: .venv/installed
 	$(PYTEST) --dist worksteal -m "not slow and not nightly"
 
+# The emulated TPU is got first, once; where it cannot be, its tests skip.
 test: lint
+	-$(BIN)/tpukit emulate v5e-1 true
 	$(PYTEST) --dist loadfile -m "not nightly"
 
 # One worker: the compiler of a TPU takes up to 10 GB.

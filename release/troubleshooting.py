@@ -13,6 +13,8 @@ Search this page for the text of the error, or ask tpukit, which also adds these
     # Check this machine
     tpukit doctor
     tpukit doctor --error "Unsupported nprocs (8)"
+
+Without a TPU, [`tpukit emulate`](TPU_GUIDE.md#without-a-tpu) runs your script on emulated chips.
 """
 HARMLESS = "\n## Harmless messages\n\n| you see | what it is |\n|---|---|\n"
 

@@ -51,7 +51,7 @@ SMALL |= pairs("--batch-size 4 --global-batch-size 4 --samples 6 --test-samples 
 PUBLISHED = {"Qwen/Qwen3-0.6B": "model", "gpt2": "model"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/tools/plan runs it), and
 # all checks of the hardware (tests/tools/test_hardware.py).
-ELSEWHERE = ("tpukit plan", "tpukit doctor --rehearse")
+ELSEWHERE = ("tpukit plan", "tpukit doctor --rehearse", "tpukit emulate")
 
 
 def smaller(command):

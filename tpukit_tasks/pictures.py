@@ -13,9 +13,9 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from tpukit.data import arrays
-from tpukit.data.splits import some
 from tpukit.host.errors import TpukitError, as_unreadable, first_line
 from tpukit.runs import weights
+from tpukit_tasks.splits import some
 
 # No others, whatever a file is called: Pillow runs Ghostscript on an EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")

@@ -113,6 +113,8 @@ BATCH_RUN = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
         (XLA, 0, {}, "torch_xla", OK, []),  # also where only its version is known
         # a torch_xla 2.11 is not to be had
         (XLA | dict(torch="2.11.0"), 0, {}, "torch_xla", BLOCKS, ["match torch 2.11.0", "torch~=2.9.0"]),
+        (dict(torch="2.7.1", torch_xla="2.7.0"), 0, {}, "torch_xla", BLOCKS, ["2.8 or 2.9", "torch~=2.9.0"]),
+        (XLA_28, 8, dict(KAGGLE_KERNEL_RUN_TYPE="x"), "variable", NOTE, ["TPU_SKIP_MDS_QUERY=1", "2,4,1"]),
         (XLA, 1, {}, "libtpu", BLOCKS, ["torch_xla[tpu]"]),
         (TPU, 0, {}, "torch_tpu", OK, []),
         (TPU | XLA, 0, KAGGLE_GPU, "torch_tpu", NOTE, ["not used"]),
@@ -175,6 +177,19 @@ def test_a_full_disk_little_memory_and_a_drive_that_is_not_mounted_are_told(tmp_
     assert "--run" in find(checks, "disk", BLOCKS).fix
     find(checks, "memory", WARNING)
     assert "mount_drive" in find(checks, "drive", NOTE).fix
+
+
+def test_a_disk_of_kaggle_has_what_kaggle_allows_and_not_what_it_says(tmp_path, versions, monkeypatch):
+    versions(torch="2.9.0")
+    usage = type("Usage", (), dict(free=5 * 2**40))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    assert "68.0 GiB free" in find(examine(KAGGLE_GPU, tmp_path), "disk", OK).found
+    (tmp_path / "kaggle/working/run").mkdir(parents=True)
+    assert "19.5 GiB free" in find(examine(KAGGLE_GPU, tmp_path), "disk", OK).found
+    with open(tmp_path / "kaggle/working/run/large", "wb") as file:
+        os.truncate(file.fileno(), 18 * 2**30)  # takes no room here
+    assert "1.5 GiB free" in find(examine(KAGGLE_GPU, tmp_path), "disk", WARNING).found
+    assert f"{5 * 2**10:.1f} GiB" in find(examine(COLAB_GPU, tmp_path), "disk", OK).found
 
 
 # What is imported

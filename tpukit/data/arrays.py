@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from tpukit.data.splits import resolve
 from tpukit.host import cache, files
 from tpukit.host.errors import TpukitError, reading
 from tpukit.host.folders import atomic_folder
@@ -85,3 +84,23 @@ def state_of(paths: Iterable[Path | str]) -> list[tuple[str, int, int]]:
 def digest(values: Any) -> str:
     """Return a SHA-256 over lists, dicts, numbers and texts, as 64 characters."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def resolve(path: str, folders: dict[str, str]) -> str:
+    """Return a path without links, as `Path.resolve` does, in a fraction of its time for many files of a
+    folder.
+
+    Args:
+        path: a file that may be missing.
+        folders: the folders that earlier calls resolved; gets this one's.
+    """
+    folder, separator, name = path.rpartition(os.sep)
+    if name in ("", ".", ".."):
+        return str(Path(path).resolve())
+    if folder not in folders:
+        folders[folder] = os.path.join(Path(folder + separator).resolve(), "")
+    try:
+        is_link = stat.S_ISLNK(os.lstat(path).st_mode)
+    except OSError:
+        is_link = False
+    return str(Path(path).resolve()) if is_link else folders[folder] + name

@@ -7,8 +7,9 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-from tpukit.host.environment import Backend, Environment, failed_lookups, release, tpu_chips, version_of
+from tpukit.host.environment import Backend, Environment, release, tpu_chips, version_of
 from tpukit.host.errors import TpukitError
+from tpukit.host.known_errors import explain_known_errors
 
 if TYPE_CHECKING:
     from tpukit.devices.distributed import World
@@ -28,13 +29,13 @@ LIBTPU_RELEASES = ((0, 0, 17), (0, 0, 21))
 NO_LAUNCH_BARRIER = "--xla_tpu_use_enhanced_launch_barrier=false"
 
 
+@explain_known_errors()
 def open_runtime(env: Environment, precision: str = "auto", *, world: World | None = None) -> Runtime:
     """Return the runtime of the accelerator that `environment.detect()` found. This is where a device is
     first touched.
 
     world: this process among others; by default it is alone."""
     if env.accelerator == "tpu":
-        os.environ.update(failed_lookups(os.environ))
         if env.backend == "torch_xla":
             avoid_launch_barrier()
     elif "torch_tpu" in env.versions:
@@ -43,8 +44,11 @@ def open_runtime(env: Environment, precision: str = "auto", *, world: World | No
     return runtime_class(env)(env.accelerator, precision, world)
 
 
+@explain_known_errors()
 def runtime_class(env: Environment) -> type[Runtime]:
     """Return the class of the accelerator's runtimes. Opens no device."""
+    if env.backend == "torch_xla":
+        env.check_versions()
     module, name = RUNTIMES[env.backend]
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
@@ -64,8 +68,12 @@ def check_micro_batches(env: Environment, count: int) -> None:
 def avoid_launch_barrier() -> None:
     """Give `NO_LAUNCH_BARRIER` to libtpu, which reads its flags when it opens the chips, unless the user has
     set that flag."""
-    if tpu_chips() or release(version_of("libtpu") or "", 3) not in LIBTPU_RELEASES:
-        return  # a container hides the bus; torch_xla gives the flag if it sees chips there
+    if tpu_chips():
+        return  # torch_xla sets both
+    # A container hides the bus. libtpu's lock would let one process of several open its chip.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if release(version_of("libtpu") or "", 3) not in LIBTPU_RELEASES:
+        return
     given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     if NO_LAUNCH_BARRIER.partition("=")[0] not in {flag.partition("=")[0] for flag in given}:
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given, NO_LAUNCH_BARRIER])

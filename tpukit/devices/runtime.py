@@ -127,6 +127,11 @@ class Runtime:
         return False
 
     @staticmethod
+    def is_compiling() -> bool:
+        """Return whether a graph is being compiled just now."""
+        return False
+
+    @staticmethod
     def set_launch_variables(processes: int) -> None:
         """Set the variables by which processes that this one forks find each other and their devices."""
 

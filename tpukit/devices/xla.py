@@ -32,6 +32,7 @@ class XLARuntime(Runtime):
 
     compiles = has_graphs = True
     runs_graphs = True  # a plan only exports them
+    is_compiling = staticmethod(xla_counters.is_compiling)
     # A number that moves with each sync, exact where nothing is pending. `seed_device` replaces it.
     other_generators = {**Runtime.other_generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
 

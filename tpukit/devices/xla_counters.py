@@ -51,6 +51,11 @@ def counters() -> dict[str, Any]:
     )
 
 
+def is_compiling() -> bool:
+    """Return whether a graph is being compiled: looked for in vain, and not timed yet."""
+    return (met.counter_value("UncachedCompile") or 0) > timed("CompileTime")[0]
+
+
 def timed(name: str) -> tuple[int, float]:
     """Return (count, seconds) of one of torch_xla's timers."""
     data = met.metric_data(name)

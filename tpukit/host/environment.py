@@ -44,6 +44,7 @@ GPU_MENU = {
     "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",
 }
 ACCELERATOR_TYPES = {"0x0063": "v5litepod", "0x006f": "v6e"}  # by PCI device
+CHIP_BOUNDS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}  # of the chips of a host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -87,8 +88,11 @@ class Environment:
 
     @property
     def misfit(self) -> str:
-        """The reason why an installed torch_xla does not work with the installed torch; "" without one."""
+        """The reason why an installed torch_xla does not work with tpukit or the installed torch; "" without
+        one."""
         torch_xla, torch = self.versions.get("torch_xla"), self.versions.get("torch")
+        if torch_xla and release(torch_xla) < (2, 8):
+            return f"torch_xla {torch_xla} is too old: tpukit needs torch_xla 2.8 or 2.9"
         if torch_xla is None or release(torch_xla) == release(torch or ""):
             return ""
         return f"torch_xla {torch_xla} does not match torch {torch}"
@@ -109,6 +113,11 @@ class Environment:
         if Path(name).name != name or not name.strip("."):
             raise TpukitError(f"RUN_NAME={name!r}: give the name of a folder, to be made in {parent}")
         return parent / name
+
+    def check_versions(self) -> None:
+        """Raise TpukitError if torch_xla does not work with tpukit or torch."""
+        if self.misfit:
+            raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
 
     def table(self) -> "Table":
         """Return the environment as a `Table`."""
@@ -149,7 +158,7 @@ class Environment:
 
         Raises:
             TpukitError: if the accelerator is missing or has too few cores; it names the menu to open.
-                Also if torch_xla does not match torch."""
+                Also if torch_xla is too old or does not match torch."""
         if not isinstance(cast(object, cores), int):  # a notebook's form may hold anything
             raise TpukitError(f"cores={cores!r} (CORES in a notebook): it must be a whole number")
         accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "any": NAMES, "cpu": NAMES}
@@ -164,8 +173,8 @@ class Environment:
         if accelerator != "cpu" and os.environ.pop(CHOSEN, None):
             return detect().require(accelerator, cores=cores)
         is_here = self.accelerator in accepted[accelerator]
-        if is_here and (self.accelerator, self.backend) == ("tpu", "torch_xla") and self.misfit:
-            raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
+        if is_here and self.backend == "torch_xla":
+            self.check_versions()
         if is_here and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             if accelerator == "any" and self.accelerator == "cpu" and self.host in ("colab", "kaggle"):
                 print(f"this {self.host} session has no TPU and no GPU: training runs on the CPU, slowly")
@@ -193,8 +202,10 @@ def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> 
 
     Returns:
         An `Environment`. Printing it shows a table."""
-    environ = os.environ if environ is None else environ
     root = Path(root)
+    if environ is None:  # what this process imports and starts reads them
+        os.environ.update(failed_lookups(os.environ, root))
+        environ = os.environ
     environ = {**environ, **failed_lookups(environ, root)}
     host = _host(environ)
     versions = {name: version for name in PACKAGES if (version := version_of(name))}
@@ -280,9 +291,16 @@ def _accelerator_type(root: str | Path) -> str:
 
 def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
     """Return {variable: its value on a single host, "" if unknown} for variables that hold the text of a
-    warning, because the host's look-up failed. libtpu refuses such a text."""
+    warning, because the host's look-up failed, which libtpu refuses; and for all of them in a shell of Colab
+    or Kaggle that has none, where torch_xla would look for them on a server that is not there."""
     single_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
-    return {name: value for name, value in single_host.items() if " " in environ.get(name, "").strip()}
+    broken = {name: value for name, value in single_host.items() if " " in environ.get(name, "").strip()}
+    bounds = CHIP_BOUNDS.get(len(tpu_chips(root)), "")
+    single_host |= dict(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_ID="0", TPU_HOST_BOUNDS="1,1,1")
+    single_host |= dict(TPU_CHIPS_PER_HOST_BOUNDS=bounds)
+    is_hosted = _host(environ) in ("colab", "kaggle") or (Path(root) / "kaggle/working").is_dir()
+    is_bare = is_hosted and bounds and not any(environ.get(name) for name in single_host)
+    return single_host if is_bare and single_host["TPU_ACCELERATOR_TYPE"] else broken
 
 
 def check_one_host(env: Environment) -> None:

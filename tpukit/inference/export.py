@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 LARGEST_DIFFERENCE = 1e-4  # between outputs, relative to the largest absolute one, or to 1 if that is smaller
 FOLDERS = ("peft", "transformers")  # by a task's own `export_folder`
-PACKAGES = ("tpukit", "tpukit_tasks", "tpukit_tools")
 COMPARED = 16  # samples, which the graph is traced with, too; any number works later
 
 
@@ -132,7 +131,7 @@ def export(
 def is_inside_package(path: Path) -> bool:
     """Return whether a path is in a folder of the library itself, which an export does not change."""
     home, place = Path(__file__).resolve().parents[2], path.resolve()
-    return any(place.is_relative_to(home / name) for name in PACKAGES)
+    return any(place.is_relative_to(home / name) for name in ("tpukit", "tpukit_tasks", "tpukit_tools"))
 
 
 def _export_onnx(task, model, path, metadata):

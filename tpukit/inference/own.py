@@ -54,10 +54,11 @@ def save_predictions(
                 entry[key] = _save_array(folder, key, stem, value)
             elif isinstance(value, float):
                 entry[key] = float(f"{value:.6g}")  # the digits that a float32 can have right
-        if pictures and sample.batch is not None:
+        has_panels = pictures and sample.batch is not None
+        panels = panels_of(task)(sample.batch, sample.prediction) if has_panels else []
+        if any(not isinstance(value, str) for row in panels for _, value in row):  # no pictures of texts
             entry["picture"] = f"pictures/{stem}.png"
-            figure = figures.panels_figure(panels_of(task)(sample.batch, sample.prediction), sample.name)
-            _save(folder / entry["picture"], presenting.as_png(figure))
+            _save(folder / entry["picture"], presenting.as_png(figures.panels_figure(panels, sample.name)))
         listed.append(entry)
     _save(folder / "predictions.json", json.dumps(listed, indent=1).encode())
     _save(folder / "predictions.csv", _as_csv(listed).encode())

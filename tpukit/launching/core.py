@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from tpukit.devices import open_runtime
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
+from tpukit.host.known_errors import explain_known_errors
 
 if TYPE_CHECKING:
     import torch
@@ -212,6 +213,7 @@ def is_running() -> bool:
 
 
 @functools.cache
+@explain_known_errors()
 def _alone() -> Core:
     from tpukit.devices import chip_access
 

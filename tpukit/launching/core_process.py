@@ -130,7 +130,8 @@ def joined(job: Job, world: World, stacks: IO[str], **watch: Any) -> Generator[C
     try:
         core = Core(open_core(job, world), is_forked=job.rendezvous is not None)
         faulthandler.cancel_dump_traceback_later()  # it has started
-        world.watchdog = Watchdog(job.hang_timeout_s, stacks, from_start=job.from_start, **watch)
+        watch |= dict(from_start=job.from_start, is_compiling=core.runtime.is_compiling)
+        world.watchdog = Watchdog(job.hang_timeout_s, stacks, **watch)
         with running(core):
             yield core
         # Not after a failure: the others may be gone, and waiting for them would hang.
@@ -139,6 +140,8 @@ def joined(job: Job, world: World, stacks: IO[str], **watch: Any) -> Generator[C
             dist.destroy_process_group()
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if world.watchdog:
+            world.watchdog.close()
 
 
 def open_core(job: Job, world: World) -> Runtime:

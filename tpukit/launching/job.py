@@ -40,7 +40,7 @@ class LaunchedCall:
         progress: returns dict(step, total, name, unit, ...), or {} if that is unknown.
         saved: returns a sentence about what is left of a launch that failed.
         precision: of the devices, see `open_runtime`.
-        check: raises TpukitError if this many cores cannot share the work.
+        check: raises TpukitError if this many cores cannot share the function's work.
         why_one_gpu: returns the reason if one GPU serves better than this many, otherwise "".
         trains: whether the call counts its steps from the start, and on a signal saves after one. Another
             call may take any time before its first step, and ends at once."""
@@ -51,7 +51,7 @@ class LaunchedCall:
     progress: Callable[[], dict[str, Any]] = dict
     saved: Callable[[], str] = str
     precision: str = "fp32"
-    check: Callable[[int], None] = lambda cores: None
+    check: Callable[[Callable[..., Any], int], None] = lambda function, cores: None
     why_one_gpu: Callable[[int], str] = lambda gpus: ""
     trains: bool = False
 

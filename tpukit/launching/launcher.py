@@ -40,7 +40,7 @@ def launch(
         cores: number of cores; by default all of this host: one on a CPU, where any number of processes can
             be tried, and one GPU if more would not serve a task.
         hang_timeout_s: seconds without a completed step after which every core's stack is shown and the
-            launch ends. It must be longer than reading the dataset, the first compilation, and an evaluation.
+            launch ends, not counting a core's compilations. It must be longer than reading the dataset.
             By default 900, which for a plain function count from its first step on, see `Core.end_step`.
         **unknown: none; keywords of the function go into a `functools.partial`.
 
@@ -69,7 +69,6 @@ def launch(
             " the processes itself"
         )
     env = environment.detect()
-    os.environ.update(environment.failed_lookups(os.environ))
     environment.check_one_host(env)
     plan = describe_call(args)
     from_start = plan.trains or hang_timeout_s is not None
@@ -78,7 +77,7 @@ def launch(
     if cores is None and env.accelerator == "cuda" and count > 1 and (why := plan.why_one_gpu(count)):
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
         count = 1
-    plan.check(count)
+    plan.check(function, count)
     _check_device(env, count, plan.say)
     if count == 1:
         with running(Core(open_runtime(env, plan.precision))) as core:

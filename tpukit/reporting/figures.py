@@ -80,8 +80,9 @@ def live_figure(records: list, labels: findings.Labels) -> "Figure":
     return figure
 
 
-def runs_figure(series: findings.Series, name: str, task: str = "") -> "Figure":
-    """Draw one series of several runs of a task over the epochs. series: dict run -> (epochs, values)."""
+def runs_figure(curves: dict[str, findings.Series], task: str, runs: Iterable[str], score: str) -> "Figure":
+    """Draw a score of some runs of a task over the epochs. curves: dict run -> score -> (epochs, values)."""
+    series = {run: curves[run][score] for run in runs if score in curves[run]}
     figure, ((axis,),) = subplots(1, 1, 3.4)
     looks = itertools.cycle(itertools.product(("-", "--", ":"), SERIES))
     for (run, (epochs, values)), (dashes, (colour, marker)) in zip(series.items(), looks):
@@ -90,7 +91,7 @@ def runs_figure(series: findings.Series, name: str, task: str = "") -> "Figure":
     if not series:
         write_in_empty(axis, "no run has this score")
     end = max((epochs[-1] for epochs, _ in series.values()), default=1)
-    finish(axis, name.replace("_", " "), "epoch", end=end)
+    finish(axis, score.replace("_", " "), "epoch", end=end)
     write_above(figure, task)
     return figure
 

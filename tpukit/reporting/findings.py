@@ -83,13 +83,10 @@ def worked_sessions(records: list[Record]) -> list[list[Record]]:
 # Scores and curves
 
 
-def scores_table(
-    scores: dict, title: str = "Scores", column: str = "value", names: dict[str, str] | None = None
-) -> Table:
+def scores_table(scores: dict, names: dict, title: str = "Scores", column: str = "value") -> Table:
     """Return the scores of an evaluation by their names in charts, without one that is the negative of one
     with a name. `beside` holds the same scores for each further column."""
-    beside, names, rows = scores.get("beside") or {}, names or {}, []
-    shown = [number_in(scores, name) for name in names]
+    beside, rows, shown = scores.get("beside") or {}, [], [number_in(scores, name) for name in names]
     for name, value in scores.items():
         if isinstance(value, (int, float)) and (name in names or not value or -value not in shown):
             values = [value, *(other.get(name, "") for other in beside.values())]
@@ -104,7 +101,7 @@ def format_number(value: Any) -> Any:
     return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
-def last_and_kept_table(records: list, names: dict[str, str] | None = None) -> Table | None:
+def last_and_kept_table(records: list, names: dict) -> Table | None:
     """Return the scores of the last evaluation and of the one whose weights are kept; None without any.
     names: of scores in charts."""
     evaluations = of_kind(records, "evaluation")
@@ -115,10 +112,10 @@ def last_and_kept_table(records: list, names: dict[str, str] | None = None) -> T
     kind = f" · {SYNTHETIC}" if starts and starts[-1].get("synthetic") else ""
     if kept is last:
         title = f"Scores after epoch {last['epoch'] + 1}{kind}"
-        return scores_table(last["scores"], title, "last, kept" if last["kept"] else "last", names)
+        return scores_table(last["scores"], names, title, "last, kept" if last["kept"] else "last")
     title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept){kind}"
     beside = {"kept": kept["scores"], **(last["scores"].get("beside") or {})}
-    return scores_table(dict(last["scores"], beside=beside), title, "last", names)
+    return scores_table(dict(last["scores"], beside=beside), names, title, "last")
 
 
 def kept_evaluation(evaluations: list[Record]) -> Record | None:

@@ -4,6 +4,7 @@ Where a page cannot move (papermill, an exported notebook, no ipywidgets), a pic
 controls."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -45,27 +46,16 @@ def show_runs(folder: str | Path) -> None:
         raise TpukitError(f"no run below {folder} has a curve yet: {advice}")
     for task, curves in tasks.items():
         if len(curves) == 1:
-            [name] = curves
-            print(f"Only one run of {task} so far ({name}). Train again with another name to compare both.")
-        else:
-            picture = re.sub(r"\W+", "-", f"runs-{task}") if len(tasks) > 1 else "runs"
-            _show_curves(curves, task, Path(folder) / f"{picture}.png")
-
-
-def _show_curves(curves, task, path):
-    """Show the curves of the runs of a task, run -> score -> points."""
-    names = sorted({score for series in curves.values() for score in series})
-
-    def draw(runs, score):
-        chosen = {run: curves[run][score] for run in runs if score in curves[run]}
-        return figures.runs_figure(chosen, score, task)
-
-    show_with_controls(
-        draw,
-        path,
-        runs=("SelectMultiple", dict(options=tuple(curves), value=tuple(curves)[-4:])),
-        score=("Dropdown", dict(options=names, value="loss" if "loss" in names else names[0])),
-    )
+            print(f"Only one run of {task} so far ({[*curves][0]}): train another one to compare both here.")
+            continue
+        names = sorted({score for series in curves.values() for score in series})
+        picture = re.sub(r"\W+", "-", f"runs-{task}") if len(tasks) > 1 else "runs"
+        show_with_controls(
+            functools.partial(figures.runs_figure, curves, task),
+            Path(folder) / f"{picture}.png",
+            runs=("SelectMultiple", dict(options=tuple(curves), value=tuple(curves)[-4:])),
+            score=("Dropdown", dict(options=names, value="loss" if "loss" in names else names[0])),
+        )
 
 
 def show_with_controls(draw: Callable, path: Path | None = None, **controls: tuple[str, dict]) -> None:

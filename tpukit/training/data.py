@@ -111,6 +111,9 @@ class BatchLoader:
             batch = self.data.batch(indices, numbers)
         else:
             batch = dict(self.data.sample_parameters(indices, numbers), index=np.asarray(indices, np.int64))
+        if hasattr(self.data, "shares"):  # of all ranks' samples
+            first = self.runtime.world.rank * len(indices)
+            batch = {**batch, "share": self.data.shares(spec.indices)[first : first + len(indices)]}
         return batch if valid is None else {**batch, "valid": valid}
 
     def compose(self, batch: Batch) -> Batch:
@@ -118,9 +121,9 @@ class BatchLoader:
         if self.resident is None:
             return batch
         rows = {name: stored.take(batch["index"]) for name, stored in self.resident.items()}
-        parameters = {name: values for name, values in batch.items() if name not in ("index", "valid")}
-        valid = {"valid": batch["valid"]} if "valid" in batch else {}
-        return self.data.compose(rows, parameters) | valid
+        kept = {name: batch[name] for name in ("valid", "share") if name in batch}
+        parameters = {name: values for name, values in batch.items() if name not in ("index", *kept)}
+        return self.data.compose(rows, parameters) | kept
 
 
 def identity(batch: Batch) -> Batch:

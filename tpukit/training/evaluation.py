@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpukit.devices import open_runtime
-from tpukit.devices.runtime import Runtime, check_batch
+from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files, known_errors
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
@@ -53,17 +53,18 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         weights.load(model, path)
         data = task.test_set()
         runtime = runtime or open_runtime(environment.detect(), task.precision)
-        check_batch(task.batch_size, runtime.cores)
+        size = -(-task.batch_size // runtime.cores) * runtime.cores  # a share for each core
         run = run if runtime.world.rank == 0 else run.read_only()
-        run.print(f"testing {path} on {runtime}: {len(data)} samples")
+        run.print(f"testing {path} on {runtime}: {len(data)} samples, batch {size}")
         model = runtime.to_device(model)
         log_notes(run, data, runtime)
         loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
-        name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
+        name, total = f"testing {task.name}", -(-len(data) // size)
         predicted, scores = [], {}
         is_off = run.is_launched or not (progress and run.echo)
         with tqdm(total=total, desc=name, unit="batch", disable=is_off) as bar:
-            batches = predict_set(task, model, loader, runtime, epoch=weights.epoch_of(path))
+            epoch = weights.epoch_of(path)
+            batches = predict_set(task, model, loader, runtime, epoch=epoch, batch_size=size)
             for number, pairs in enumerate(batches, 1):
                 predicted += pairs
                 bar.update()

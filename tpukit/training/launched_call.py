@@ -1,7 +1,7 @@
 """What a launch must know of the call of a training run: `launched_call`."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from tpukit.launching.job import LaunchedCall
 from tpukit.runs.folder_lock import exclusive_lock
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm
+from tpukit.training.evaluation import test
 
 
 class Launched(Protocol):
@@ -48,6 +49,10 @@ def launched_call(task: Launched, run: Run, *others: Any) -> LaunchedCall:
             (run.path / "progress.json").unlink(missing_ok=True)
             yield run.path / "cores"
 
+    def check(function: Callable[..., Any], cores: int) -> None:
+        if getattr(function, "func", function) is not test:  # whose batches have no recipe: it rounds up
+            check_batch(task.batch_size, cores)
+
     def why_one_gpu(gpus: int) -> str:
         share = task.batch_size // gpus // task.micro_batches
         return batch_norm.why_one_gpu(task.model, task.batch_norm, share, task.batch_size)
@@ -64,7 +69,7 @@ def launched_call(task: Launched, run: Run, *others: Any) -> LaunchedCall:
         progress=run.read_progress,
         saved=saved,
         precision=task.precision,
-        check=lambda cores: check_batch(task.batch_size, cores),
+        check=check,
         why_one_gpu=why_one_gpu,
         trains=True,
     )

@@ -7,11 +7,8 @@ from tpukit.runs.run import Run
 
 def log_notes(run: Run, *sources: object) -> None:
     """Print the `notes` and `notices` of datasets and runtimes."""
-    lines = []
-    for source in sources:
-        lines.append(getattr(source, "notes", ""))
-        lines.extend(getattr(source, "notices", ()))
-    for line in filter(None, dict.fromkeys(lines)):
+    told = [(getattr(source, "notes", ""), *getattr(source, "notices", ())) for source in sources]
+    for line in filter(None, dict.fromkeys(sum(told, ()))):
         run.print(line)
 
 

@@ -65,7 +65,7 @@ class Trainer:
         self.saver = Saver(self.run, task.save_every_s)
         self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data, self.saver)
         self.throughput = metrics.Throughput(runtime)
-        self.trial = "" if task.compile == "no" else trial.try_out(runtime)
+        self.trial = "" if task.compile == "no" else trial.try_out(runtime, self.run.print)
         runtime.seed(task.seed)  # after the trial, which draws random numbers
         self.origin = checkpoint.Origin(
             checkpoint.data_signature(task, self.data),
@@ -135,7 +135,7 @@ class Trainer:
             self.step.sums,
             self.model,
             self.runtime,
-            has_norm=self.task.clip_norm is not None or self.runtime.compiles,
+            clipped=self.task.clip_norm is not None,
             stop_signal=self.stop_asked(),
             save_due=self.saver.is_due(),
         )

@@ -54,6 +54,11 @@ class Task:
         `num_uniforms` of the training set: random numbers for each sample's augmentation (0 if none);
         `numbers` holds them, (B, num_uniforms) float64, uniform in [0, 1), and is None in an evaluation.
 
+        A training set whose loss is not a mean over samples may have `shares(indices)`: for the samples of a
+        step, on all cores, (B,) float32 numbers that their losses are to be multiplied by, such as B over the
+        tokens of the step. `loss` finds those of its samples in `batch["share"]`, and returns the mean of
+        the products.
+
         A set that can be kept on the device has four more methods. `device_arrays()` returns a dict of arrays
         (N, ...), uploaded once, and `device_nbytes()` their size in bytes. `sample_parameters(indices,
         numbers)` returns a dict of arrays (B, ...), the few numbers sent for each batch. `compose(rows,

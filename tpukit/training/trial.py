@@ -5,6 +5,7 @@ A training run on a TPU or GPU begins with it, once per machine: the cache folde
 import contextlib
 import copy
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,10 @@ class Small(Task):
         return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
 
 
-def try_out(runtime: Runtime) -> str:
+def try_out(runtime: Runtime, say: Callable[[str], None] = print) -> str:
     """Test the steps of a TPU or GPU if no earlier training run did; if they are wrong, this one takes its
-    steps one operation after another. Return what is wrong, in a sentence for the log, or "". Collective."""
+    steps one operation after another. say: prints a line before the test. Return what is wrong, in a sentence
+    for the log, or "". Collective."""
     if runtime.accelerator not in ("tpu", "cuda"):
         return ""
     env = environment.detect()
@@ -50,6 +52,7 @@ def try_out(runtime: Runtime) -> str:
         passed = cache.entry(re.sub(r"[^\w.]+", "-", " ".join(facts)))
     if runtime.world.broadcast(passed is not None and passed.exists()):
         return ""
+    say("self-test, once on this machine: compiling two small graphs, which can take a minute")
     try:
         error = step_error(runtime)
         why = "" if error <= MAX_ERROR else f"the results were off by {error:.1%}"

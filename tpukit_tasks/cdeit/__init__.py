@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from tpukit.data import arrays
-from tpukit.data.splits import find_copies
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, check_installed, explained, reading
 from tpukit.host.text import printable
@@ -22,6 +21,7 @@ from tpukit_tasks import finite
 from tpukit_tasks.cdeit import data as sets
 from tpukit_tasks.cdeit import diffusion
 from tpukit_tasks.cdeit.simulator import disk, simulate
+from tpukit_tasks.splits import find_copies
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from tpukit.data import arrays
-from tpukit.data.splits import some
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, reading
 from tpukit.runs.tensors import load_tensors
 from tpukit_tasks.cdeit.diffusion import STEPS
+from tpukit_tasks.splits import some
 
 ELECTRODES = 16
 PATTERN = (ELECTRODES, ELECTRODES - 3)  # drive patterns, voltages of each

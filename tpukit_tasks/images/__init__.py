@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import numpy as np
 
 from tpukit.data import arrays
-from tpukit.data.splits import SPLITS, some
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.host.spreadsheets import as_csv
@@ -28,6 +27,7 @@ from tpukit_tasks.images.data import ImageSet, find_copies, read_image
 from tpukit_tasks.images.samples import find_samples
 from tpukit_tasks.images.synthetic import shapes_set
 from tpukit_tasks.names import composed
+from tpukit_tasks.splits import SPLITS, some
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

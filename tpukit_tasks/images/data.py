@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from tpukit.data import arrays, splits
+from tpukit.data import arrays
 from tpukit.host.errors import TpukitError, as_unreadable, first_line
 from tpukit.host.text import GIB
-from tpukit_tasks import pictures
+from tpukit_tasks import pictures, splits
 from tpukit_tasks.images.augment import NUM_UNIFORMS
 from tpukit_tasks.images.lists import Sample
 

@@ -3,12 +3,11 @@
 import collections
 import os
 
-from tpukit.data import splits
-from tpukit.data.splits import Listing
 from tpukit.host.errors import TpukitError
-from tpukit_tasks import pictures
+from tpukit_tasks import pictures, splits
 from tpukit_tasks.images.lists import Sample
 from tpukit_tasks.names import composed
+from tpukit_tasks.splits import Listing
 
 # Folders of sets that have no class folders
 SEARCHED = 1000  # folders: enough to come past those beside the images

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.data.splits import Listing, files_below, resolve, some, split_of
+from tpukit.data.arrays import resolve
 from tpukit.host.errors import TpukitError, explained, reading
 from tpukit_tasks import pictures
 from tpukit_tasks.names import MISSING, Lookup, composed, number
+from tpukit_tasks.splits import Listing, files_below, some, split_of
 
 # Names of columns, as `_plain` writes them: those of paths first, those of what may be part of one last
 PATH_COLUMNS = (

@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.data import splits
-from tpukit.data.splits import Listing
+from tpukit.data.arrays import resolve
 from tpukit.host.errors import TpukitError
-from tpukit_tasks import pictures
+from tpukit_tasks import pictures, splits
 from tpukit_tasks.images.folders import find_deeper, find_in_class_folders
 from tpukit_tasks.images.lists import Sample, find_lists, read_list
 from tpukit_tasks.names import folded, number
+from tpukit_tasks.splits import Listing
 
 # Share of every class to test on, chosen by a hash of the file names, in a set without a test split.
 TEST_SHARE = 0.2
@@ -167,7 +167,7 @@ def _find_unused(place, samples, listing):
                 below += sorted(entry.path for entry in entries if entry.is_file())
     others = [path for path in below if pictures.is_image(path) and path not in used]
     real: dict[str, str] = {}  # folders without links
-    others = [path for path in others if splits.resolve(path, real) not in used]
+    others = [path for path in others if resolve(path, real) not in used]
     unused = [os.path.relpath(os.path.dirname(path), base) for path in others]
     notices = []
     if unused:

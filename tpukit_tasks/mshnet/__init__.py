@@ -14,7 +14,6 @@ import numpy as np
 
 from tpukit.data import arrays
 from tpukit.data.arrays import Arrays
-from tpukit.data.splits import find_copies
 from tpukit.host.errors import TpukitError, check_installed
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
@@ -22,6 +21,7 @@ from tpukit.training.task import Task
 from tpukit_tasks import pictures
 from tpukit_tasks.finite import require_finite
 from tpukit_tasks.mshnet.synthetic import infrared_set
+from tpukit_tasks.splits import find_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.data.splits import some
 from tpukit.host.errors import TpukitError
 from tpukit_tasks.mshnet.scores import regions
+from tpukit_tasks.splits import some
 
 if TYPE_CHECKING:
     from tpukit_tasks.mshnet.data import InfraredSet

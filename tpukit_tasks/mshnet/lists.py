@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tpukit.data.splits import files_below, hold_out, some, split_of
 from tpukit.host.errors import TpukitError, reading
 from tpukit_tasks import pictures
 from tpukit_tasks.names import composed, folded
+from tpukit_tasks.splits import files_below, hold_out, some, split_of
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(

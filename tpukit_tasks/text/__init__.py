@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from tpukit.data.splits import SPLITS
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
 from tpukit_tasks import finite
+from tpukit_tasks.splits import SPLITS
 from tpukit_tasks.text import conversations, data, hub, reading
 
 if TYPE_CHECKING:
@@ -75,10 +76,17 @@ class LanguageModel(Task):
     """lora: train small matrices next to those of the layers; all else is frozen, in bf16. none: train all
     weights. auto: lora for pretrained weights."""
     lora_rank: int = 16
-    """Rank of the matrices of LoRA, whose alpha is twice that."""
+    """Rank of the matrices of LoRA."""
+    lora_alpha: float | None = None
+    """What the matrices are scaled by, times `lora_rank`. None: twice the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Layers that get matrices of LoRA, by the ends of their names, such as q_proj and v_proj. Empty: all
+    linear layers but the head."""
+    learn_questions: bool = False
+    """Learn all of a conversation, rather than the assistant's answers alone."""
     sequence_length: int | None = None
-    """Tokens in a row; texts are packed into rows. None: 1024, or the model's limit if that is less; for
-    a small training set a power of two that still holds its longest conversation."""
+    """Tokens in a row; texts are packed into rows, conversations stay whole. None: 1024, or the model's limit
+    if that is less; for a small training set fewer, which hold its longest conversation."""
     test_share: float = 0.1
     """Share to hold out for testing if the data has no test split: of the documents, evenly spaced, or of the
     rows if there are text files."""
@@ -87,7 +95,7 @@ class LanguageModel(Task):
     samples: int = setting(4, free=True)
     """Texts to generate at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)
-    """Tokens of each generated text, at most half of `sequence_length`."""
+    """Tokens of each generated text, at most half of what the model takes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,15 +117,17 @@ class LanguageModel(Task):
             shares = env.cores * self.micro_batches
             chosen["batch_size"] = shares * math.ceil(rows / shares)
         if self.sequence_length is None:
-            # Of the config alone: a run opens without the tokenizer and the weights.
-            config = hub.read_config(hub.find_folder(self.model_name, "config"))
-            chosen["sequence_length"] = min(self._fitting_sizes[1], config.max_position_embeddings)
+            chosen["sequence_length"] = self._fitting_sizes[1]
         return dataclasses.replace(self, **chosen) if chosen else self
 
     @functools.cached_property
     def _fitting_sizes(self) -> tuple[int, int]:
         """(rows of a batch, tokens of a row) that suit the data."""
-        return data.fitting_sizes(self.dataset_dir, 1 if self.model_name == hub.TINY else 4)
+        config = hub.read_config(hub.find_folder(self.model_name, "config"))  # a run opens without weights
+        tokenizer = None if self.dataset_dir is None else self._tokenizer
+        bytes_per_token = 1 if self.model_name == hub.TINY else 4
+        sizes = hub.most_positions(config), bytes_per_token, self.sequence_length
+        return data.fitting_sizes(self.dataset_dir, tokenizer, *sizes)
 
     # Model and tokenizer
 
@@ -174,15 +184,15 @@ class LanguageModel(Task):
     @property
     def length(self) -> int:
         """T, the tokens of a row."""
-        length, most = self.sequence_length, self.config.max_position_embeddings
+        length, most = self.sequence_length, hub.most_positions(self.config)
         if length and length > most:
             raise TpukitError(f"sequence_length={length}: {self.model_name} takes at most {most}")
-        return length or min(self._fitting_sizes[1], most)
+        return length or self._fitting_sizes[1]
 
     @property
     def _new(self) -> int:
-        """Tokens that are written, at most half a row."""
-        return min(self.new_tokens, max(1, self.length // 2))
+        """Tokens that are written, at most half of what the model takes."""
+        return min(self.new_tokens, max(1, hub.most_positions(self.config) // 2))
 
     def model(self, dtype: torch.dtype | None = None) -> Network:
         """Make the network.
@@ -192,7 +202,11 @@ class LanguageModel(Task):
         from tpukit_tasks.text import network
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
-        lora = self.lora_rank if self.uses_lora else None
+        lora = None
+        if self.uses_lora:
+            alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+            targets = list(self.lora_targets) or "all-linear"
+            lora = dict(r=self.lora_rank, lora_alpha=alpha, target_modules=targets)
         options: Any = dict(recompute=self.gradient_checkpointing, dtype=dtype)
         return network.build(self.config, folder, lora=lora, **options)
 
@@ -224,6 +238,11 @@ class LanguageModel(Task):
             raise TpukitError("the model has no adapter, all its weights were trained: choose transformers")
         whole, tokenizer = self.model(torch.float32).eval(), copy.copy(self._tokenizer)
         whole.load_state_dict(model.state_dict())
+        if to == "transformers":
+            print(
+                "for Ollama, with llama.cpp's code: python convert_hf_to_gguf.py FOLDER --outfile model.gguf"
+                "\nand: ollama create NAME -f Modelfile (a text file: FROM ./model.gguf)"
+            )
         tokenizer.chat_template = tokenizer.chat_template or conversations.TEMPLATE
         return whole.export(tokenizer, self._ends, to, folder, self.model_name)
 
@@ -233,12 +252,15 @@ class LanguageModel(Task):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
         batch_size = self.choose_settings(environment.detect()).batch_size
         assert batch_size is not None
-        train, test = data.open_sets(Path(self.dataset_dir), self._tokenizer, self.length, self.test_share)
+        options: Any = dict(learns_all=self.learn_questions)
+        place, tokenizer = Path(self.dataset_dir), self._tokenizer
+        train, test = data.open_sets(place, tokenizer, self.length, self.test_share, **options)
         steps = self.epochs * (len(train) // batch_size)
-        seen = round(steps * batch_size * train.sizes)
+        size, learned = train.sizes.mean(), train.targets.sum() / train.sizes.sum()
+        used = size / self.length
         train.notes += (
-            f"\n{steps} optimizer steps, of {batch_size} rows of {self.length}, will see {seen} tokens,"
-            f" {train.targets / train.sizes:.0%} of them learned"
+            f"\n{steps} optimizer steps, of {batch_size} rows of {self.length} ({used:.0%} used), will"
+            f" see {round(steps * batch_size * size)} tokens, {learned:.0%} of them learned"
         )
         if steps < data.FEWEST_STEPS:
             train.notes += (
@@ -250,6 +272,9 @@ class LanguageModel(Task):
     def data_signature(self, data: data.TextSet) -> dict[str, str]:
         return {"texts, tokenizer or their packing": data.signature}
 
+    def metadata(self, data: data.TextSet) -> dict[str, str]:
+        return dict(learned="conversations" if data.is_chat else "texts")
+
     def example(self, count: int) -> dict[str, np.ndarray]:
         shape, share = (count, self.length), np.full(count, 1 / self.length, np.float32)
         tokens = np.random.default_rng(0).integers(self.config.vocab_size, size=shape, dtype=np.int32)
@@ -258,8 +283,8 @@ class LanguageModel(Task):
     # Loss and predictions
 
     def loss(self, model: Network, batch: dict[str, Tensor], epoch: Any) -> Tensor:
-        """Return the cross entropy of a batch's tokens over as many as a batch predicts on average, so that
-        micro-batches and cores add up to the same, however these are spread."""
+        """Return the sum of the cross entropies of these rows' labels, as their part of a step whose loss is
+        the mean over all its labels: those of other cores and micro-batches, too."""
         from tpukit_tasks.text.loss import cross_entropy
 
         hidden = model(batch["tokens"], batch["documents"])
@@ -275,7 +300,7 @@ class LanguageModel(Task):
 
         _, losses = cross_entropy(model(batch["tokens"], batch["documents"]), model.head, batch["labels"])
         is_learned, rows = batch["labels"] >= 0, batch["tokens"]
-        room = min(self._new, self.config.max_position_embeddings - self.length)
+        room = min(self._new, hub.most_positions(self.config) - self.length)
         rows = torch.cat([rows, torch.zeros_like(rows[:, :room])], 1)  # for an answer at a row's end
         before = is_learned.int().argmax(1)  # 0 in a text
         prompt = (before + 1).where(before > 0, FEW).clamp(max=rows.shape[1] - 1)
@@ -287,7 +312,8 @@ class LanguageModel(Task):
         from tpukit_tasks.text import network
 
         score, left = super().predictor(model, runtime, epoch), self.samples
-        write = functools.partial(network.write, model, runtime, new=self._new)
+        ends = sorted({*self._ends, *self._tokenizer.all_special_ids})
+        write = functools.partial(network.write, model, runtime, new=self._new, ends=ends)
 
         def predict(batch):
             nonlocal left
@@ -340,12 +366,16 @@ class LanguageModel(Task):
         texts = [] if prediction is None else self._texts(prediction)
         if not texts:
             return [[("", self._tokenizer.decode(row))] for row in np.asarray(batch["tokens"])]
-        return [[("a prompt, and what was written", f"{one['prompt']}\n\n{one['written']}")] for one in texts]
+        shown = [f"{one['prompt']}\n\n{_legible(one['written'])}" for one in texts]
+        return [[("a prompt, and what was written", text)] for text in shown]
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Read prompts: each text file is one; of a .jsonl file each line, with prompt or messages."""
-        prompts = [prompt for path in paths for prompt in conversations.read_prompts(path, self._tokenizer)]
-        size = max(self.length, min(data.LENGTH, self.config.max_position_embeddings))
+        """Read prompts: each text file is one; of a .jsonl file each line, with prompt or messages. After a
+        training on texts alone, a text file or a `prompt` is a text, too, and no chat."""
+        is_chat = weights.metadata(best).get("learned") != "texts"
+        read = functools.partial(conversations.read_prompts, tokenizer=self._tokenizer, is_chat=is_chat)
+        prompts = [prompt for path in paths for prompt in read(path)]
+        size = max(self.length, min(data.LENGTH, hub.most_positions(self.config)))
         most = size - self._new
         rows, lengths = np.zeros((len(prompts), size), np.int32), np.zeros(len(prompts), np.int32)
         for number, (name, ids) in enumerate(prompts):
@@ -357,3 +387,9 @@ class LanguageModel(Task):
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
         """Return prompt and written."""
         return self._texts(predictions)
+
+
+def _legible(text):
+    """Return a text that is to be shown; of a model that writes bytes at random, a word about it."""
+    odd = sum(not (one.isprintable() or one.isspace()) or one == "\ufffd" for one in text)
+    return "(random bytes)" if 2 * odd > len(text) else text

@@ -16,13 +16,21 @@ from tpukit_tasks.text.reading import Counts, Message, NothingToLearn
 TOKEN = np.dtype([("tokens", np.int32), ("labels", np.int32), ("documents", np.uint16)])
 SPECIAL = re.compile(r"</s>|<\|(?:im_end|eot_id|endoftext|end)\|>|<end_of_turn>|\[/INST\]")  # in some models
 MARK = "\ue000\ue001"  # stands for an answer, to see where the chat template writes it
+MOST = 40  # characters of a prompt that are shown
 DAY = datetime.datetime(2024, 7, 26)  # for chat templates that write today's date
 NOW = r"""strftime_now\(\s*(["'])(.*?)\1\s*\)"""
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 # What is counted.
 TOOLLESS = "conversations have tools that the chat template leaves out"
 UNLEARNED = "answers are not learned: they are empty, or the chat template leaves them out"
-UNSEEN = "messages of the role {} are left out by the chat template, whole or in part (earlier reasoning)"
+UNPROMPTED = (
+    "answers are not learned: the prompt ends with {!r}, but the chat template does not begin them so"
+)
+UNSEEN = "messages of the role {} are left out by the chat template, whole or in part"
+ALONE = (
+    "answers are learned in a copy of the conversation that ends with them, as the model has to write them"
+)
+CONTROL = "messages of the role {} have {} in their text, which the model reads as its own control token"
 WEIGHTED = "answers have a weight other than 0 or 1, and count as 1"
 FOREIGN = "texts have {}, which is no token of this model: it is learned letter by letter"
 # For conversations, if the tokenizer has no template of its own: one text after another.
@@ -32,16 +40,29 @@ TEMPLATE = (
 )
 
 
-def tokens_of(row: Any, tokenizer: Any, counts: Counts) -> tuple[np.ndarray, bool]:
-    """Return (array of `TOKEN`, whether it is a conversation) of a row, see `reading.read_row`.
+def tokens_of(
+    row: Any, tokenizer: Any, counts: Counts, *, learns_all: bool = False
+) -> tuple[np.ndarray, bool]:
+    """Return (array of `TOKEN`, whether it is a conversation) of a row, see `reading.read_row`. The array may
+    have several documents, one after another, whose numbers count from 0.
 
-    counts: gets how often something was left out, by what it was. Raises NothingToLearn for a row that is to
-    be left out, TpukitError for one that has to be mended."""
+    counts: gets how often something was left out, by what it was. learns_all: learn all of a conversation,
+    rather than answers. Raises NothingToLearn for a row that is to be left out, TpukitError for one that has
+    to be mended."""
     content, tools = reading.read_row(row, counts)
     if isinstance(content, str):
         ids = _ids_of_text(content, tokenizer, counts)
         return _with_labels(ids, np.ones(len(ids), bool)), False
-    parts = parts_of(content, tools, tokenizer, counts)
+    documents = documents_of(content, tools, tokenizer, counts)
+    if learns_all:
+        documents = [[("".join(text for text, _ in parts), True)] for parts in documents]
+    arrays = [_tokens_of_parts(parts, tokenizer) for parts in documents]
+    for number, tokens in enumerate(arrays):
+        tokens["documents"] = number
+    return np.concatenate([np.zeros(0, TOKEN), *arrays]), True
+
+
+def _tokens_of_parts(parts, tokenizer):
     # Tokenised as a whole, since a token may reach over the border of two parts.
     whole = "".join(text for text, _ in parts)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -50,7 +71,7 @@ def tokens_of(row: Any, tokenizer: Any, counts: Counts) -> tuple[np.ndarray, boo
     starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
     # Some tokenizers count spaces to no token, so that those of an indentation have no place of their own.
     starts = np.minimum(starts, np.append(0, ends)[:-1])
-    return _with_labels(encoded["input_ids"], learned_before[ends] > learned_before[starts]), True
+    return _with_labels(encoded["input_ids"], learned_before[ends] > learned_before[starts])
 
 
 def _with_labels(ids, is_learned):
@@ -66,43 +87,76 @@ def _ids_of_text(text, tokenizer, counts):
     if not text.strip():
         raise NothingToLearn("the text is empty")
     _count_foreign(text, tokenizer, counts)
-    ids = tokenizer(text)["input_ids"]
-    if ids[0] in tokenizer.all_special_ids and ids[:1] == ids[1:2]:
-        ids = ids[1:]
+    ids = _ids_of_beginning(text, tokenizer)
     has_end = ids[-1] == tokenizer.eos_token_id or text.rstrip().endswith(tokenizer.eos_token)
     return ids if has_end else [*ids, tokenizer.eos_token_id]
 
 
-def parts_of(messages: list[Message], tools: Any, tokenizer: Any, counts: Counts) -> list[tuple[str, bool]]:
-    """Return [(text, whether it is to be learned)] of a conversation, as the chat template writes it.
+def _ids_of_beginning(text, tokenizer):
+    """Return the ids of a text from the token that the model expects first, if any."""
+    ids = tokenizer(text)["input_ids"]
+    is_doubled = ids[:1] == ids[1:2] and ids[:1] and ids[0] in tokenizer.all_special_ids
+    return ids[1:] if is_doubled else ids
 
-    The assistant's answers are to be learned, each up to what ends its turn, but not those of weight 0.
-    counts and errors: see `tokens_of`."""
+
+def documents_of(
+    messages: list[Message], tools: Any, tokenizer: Any, counts: Counts
+) -> list[list[tuple[str, bool]]]:
+    """Return the documents of a conversation, each [(text, whether it is to be learned)], as the chat
+    template writes them.
+
+    The assistant's answers are to be learned, each up to what ends its turn, but not those of weight 0. One
+    document has them all, unless the template writes an answer in another way once more messages follow: the
+    model never has to write it so, and it gets a document that ends with it. counts and errors: see
+    `tokens_of`."""
     answers = _find_answers(messages)
-    for number in answers:  # some data end a completion with what the template writes, too
-        messages[number]["content"] = messages[number]["content"].removesuffix(tokenizer.eos_token)
+    closing, _ = turn_end(tokenizer, tokenizer.chat_template)
+    for number in answers:
+        content = messages[number]["content"]
+        messages[number]["content"] = _without_ends(content, (tokenizer.eos_token, closing.strip()))
     render = functools.partial(_render, tools=tools, tokenizer=tokenizer)
     whole = render(messages)
     _count_foreign(whole, tokenizer, counts)
-    _count_unseen(messages, whole, counts)
+    _count_control(messages, tokenizer, counts)
     counts[TOOLLESS] += bool(tools) and whole == render(messages, tools=None)
-    parts, at = [], 0
-    for number in answers:
+    found: list[tuple[str, list[tuple[int, int]]]] = []  # (a document, where its answers are), the last first
+    for number in reversed(answers):
         message = messages[number]
         counts[WEIGHTED] += message.get("weight", 1) not in (0, 1)
         if message.get("weight", 1) == 0 or message.get("train") is False:
             continue
-        span = _span_of(number, messages, whole, at, render)
-        if span is None:
-            counts[UNLEARNED] += 1
+        document = render(messages[: number + 1])  # as it is once the model has written the answer
+        span = _span_of(number, messages, document, render)
+        if isinstance(span, str):
+            counts[span] += 1
             continue
         start, end = span
-        closing, _ = turn_end(tokenizer, tokenizer.chat_template)
-        if whole.startswith(closing, end):
+        if document.startswith(closing, end):
             end += len(closing)
-        parts += [(whole[at:start], False), (whole[start:end], True)]
+        if found and found[-1][0].startswith(document[:end]):
+            found[-1][1].append((start, end))
+        else:
+            counts[ALONE] += bool(found)
+            found.append((document, [(start, end)]))
+    _count_unseen(messages, "\n".join([whole, *(document for document, _ in found)]), counts)
+    return [_parts_of(document, spans[::-1]) for document, spans in reversed(found)]
+
+
+def _parts_of(document, spans):
+    """Return [(text, whether it is to be learned)] of a document, by (start, end) of what is."""
+    parts, at = [], 0
+    for start, end in spans:
+        parts += [(document[at:start], False), (document[start:end], True)]
         at = end
-    return [*parts, (whole[at:], False)]
+    return [*parts, (document[at:], False)]
+
+
+def _without_ends(text, ends):
+    """Return an answer without what ends its turn: some data end a completion with what the template writes
+    after it, too."""
+    while end := next((end for end in ends if end and text.rstrip().endswith(end)), None):
+        text = text.rstrip().removesuffix(end)
+    return text
 
 
 def _find_answers(messages):
@@ -113,21 +167,20 @@ def _find_answers(messages):
     return [number for number, role in enumerate(roles) if role == "assistant"]
 
 
-def _span_of(number, messages, whole, at, render):
-    """Return (start, end) of an answer in `whole`, the conversation as the template writes it; None if it has
-    nothing of the answer. number: of the answer among the messages. at: the end of the answer before."""
+def _span_of(number, messages, document, render):
+    """Return (start, end) of the answer of a number among the messages in `document`, which ends with it, as
+    the template writes it; or, if it cannot be learned, what is to be counted."""
     if not (messages[number]["content"].strip() or messages[number].get("tool_calls")):
-        return None  # some templates write an empty thought before an empty answer, too
-    marked = render([*messages[:number], dict(role="assistant", content=MARK), *messages[number + 1 :]])
-    before, mark, after = marked.partition(MARK)
+        return UNLEARNED  # some templates write an empty thought before an empty answer, too
+    before, mark, after = render([*messages[:number], dict(role="assistant", content=MARK)]).partition(MARK)
     # An answer begins where the model begins to write when it is prompted with the messages before. If there
-    # are none, or the template writes them in another way once there are more, it begins where its text does.
+    # are none, it begins where its text does.
     prompt = render(messages[:number], prompt=True) if number else ""
-    if prompt and whole.startswith(prompt):
-        before = prompt
-    start, end = len(before), len(whole) - len(after)
-    is_there = mark and whole.startswith(before) and whole.endswith(after) and at <= start
-    return (start, end) if is_there and whole[start:end].strip() else None
+    if prompt and not document.startswith(prompt):
+        return UNPROMPTED.format(prompt.removeprefix(render(messages[:number]))[-MOST:])
+    start, end = len(prompt or before), len(document) - len(after)
+    is_there = mark and document.startswith(prompt or before) and document.endswith(after)
+    return (start, end) if is_there and document[start:end].strip() else UNLEARNED
 
 
 def _count_unseen(messages, whole, counts):
@@ -138,6 +191,19 @@ def _count_unseen(messages, whole, counts):
         as_json = [json.dumps(text, ensure_ascii=False)[1:-1] for text in texts]
         is_there = all(text in whole or quoted in whole for text, quoted in zip(texts, as_json))
         counts[UNSEEN.format(message["role"])] += not is_there
+
+
+def _count_control(messages, tokenizer, counts):
+    """Count the messages whose text has special tokens of this model."""
+    for message in messages:
+        for token in {*_control_tokens(tokenizer).findall(message["content"])}:
+            counts[CONTROL.format(message["role"], token)] += 1
+
+
+@functools.lru_cache(maxsize=8)
+def _control_tokens(tokenizer):
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def _count_foreign(text, tokenizer, counts):
@@ -168,12 +234,16 @@ def _render(messages: list[Message], tools: Any, tokenizer: Any, *, prompt: bool
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
-def read_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
+def read_prompts(path: Path, tokenizer: Any, *, is_chat: bool = True) -> list[tuple[str, list[int]]]:
     """Return [(name, tokens)] of the prompts in a text file, which is one, or in the lines of a .jsonl file,
-    each with `prompt` or `messages`, or with `text`, which needs no template."""
+    each with `prompt` or `messages`, or with `text`, which is no chat. is_chat: whether text files and
+    `prompt` are what a user says in a chat; else they are texts to be continued."""
     prompts = []
     for where, row in reading.read_rows(path):
-        row = dict(prompt=row["text"].rstrip("\n")) if path.suffix in reading.TEXTS else row
+        if path.suffix in reading.TEXTS:
+            row = dict(prompt=row["text"].rstrip("\n"))
+        if not is_chat and isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            row = dict(text=row["prompt"])
         name = f"{path.name}{where.removeprefix(str(path))}"
         try:
             prompts.append((name, _ids_of_prompt(row, tokenizer)))
@@ -184,7 +254,10 @@ def read_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
 
 def _ids_of_prompt(row, tokenizer):
     content, tools = reading.read_row(row, Counts(), is_prompt=True)
-    if not isinstance(content, str):
-        is_answered = len(content) > 1 and content[-1]["role"] == "assistant"
-        content = _render(content[: len(content) - is_answered], tools, tokenizer, prompt=True)
+    if isinstance(content, str):  # it begins as a text that was learned
+        ids = _ids_of_beginning(content, tokenizer)
+        has_end = ids[1:] and ids[-1] == tokenizer.eos_token_id and not content.endswith(tokenizer.eos_token)
+        return ids[:-1] if has_end else ids  # some tokenizers end each text
+    is_answered = len(content) > 1 and content[-1]["role"] == "assistant"
+    content = _render(content[: len(content) - is_answered], tools, tokenizer, prompt=True)
     return tokenizer(content, add_special_tokens=False)["input_ids"]

@@ -9,7 +9,18 @@ from typing import Any, Literal
 from tpukit.data import downloads
 from tpukit.host.errors import TpukitError, explained, reading
 
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text")  # by the `model_type` of a config
+# By the `model_type` of a config: those whose logits are tested to be transformers', and why others are not.
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text", "mistral", "ministral", "smollm3", "phi3")
+FAMILIES += ("olmo2", "granite")
+REFUSED = {
+    **dict.fromkeys(
+        ("gemma2", "recurrent_gemma"), "its soft caps on attention and logits are not computed here"
+    ),
+    **dict.fromkeys(
+        ("gemma3", "mistral3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "it reads images, too"
+    ),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe"), "its experts take batches of any shape"),
+}
 SHAPES = Path(__file__).with_name("shapes")  # configs of published models, and all but the weights of TINY
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
 TINY = "tiny"  # a GPT of four layers, with a token for each byte of UTF-8, and one for the end of a text
@@ -47,14 +58,35 @@ def read_config(folder: Path) -> Any:
     with reading(folder, wrong, TpukitError):
         options = dict.fromkeys(DROPOUTS, 0.0)  # a layer that is computed twice has to equal itself
         config = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
-    if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
-        kind = f"{config.model_type!r} model{', quantized' if config.model_type in FAMILIES else ''}"
-        raise TpukitError(f"{folder} is a {kind}: tpukit trains {', '.join(FAMILIES)}, not quantized")
+    if why := _why_refused(config):
+        kind = f"{config.model_type!r} model"
+        raise TpukitError(f"{folder} is a {kind}: {why}; tpukit trains {', '.join(FAMILIES)}, not quantized")
     if getattr(config, "activation_function", None) == "gelu_new":  # the same in a dozen passes over memory
         config.activation_function = "gelu_pytorch_tanh"
     if getattr(config, "head_dim", None) is None:  # as GPT-2 and Qwen 2 have it
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config
+
+
+def _why_refused(config):
+    """Return why a model of a config is not trained, or ""."""
+    if config.model_type not in FAMILIES:
+        return REFUSED.get(config.model_type, "its family is not one that is tested")
+    if getattr(config, "quantization_config", None):
+        return "it is quantized"
+    if (scaling := getattr(config, "logits_scaling", 1)) != 1:  # of Granite
+        return f"its logits are divided by {scaling} (logits_scaling), which is not computed here"
+    if "dynamic" in json.dumps(getattr(config, "rope_parameters", None) or {}):
+        return "its positions are scaled by the length of each text (dynamic), which needs a graph for each"
+    return ""
+
+
+def most_positions(config: Any) -> int:
+    """Return how many tokens the model of a config takes: of one whose positions have two scales (longrope),
+    as many as the first is for, since the second would be another graph."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    has_two = rope.get("rope_type") == "longrope"
+    return rope["original_max_position_embeddings"] if has_two else config.max_position_embeddings
 
 
 def load_tokenizer(name: str) -> Any:

@@ -6,6 +6,9 @@ width of the model, V vocabulary."""
 from __future__ import annotations
 
 import functools
+import math
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +24,23 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
 
 ATTENTION = "tpukit"  # name of `_attention` in transformers
+STEPS = 16  # tokens that are written before the host looks whether all rows have ended
 
 
 def build(
     config: Any,
     folder: Path | None,
     *,
-    lora: int | None,
+    lora: int | dict[str, Any] | None,
     recompute: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Network:
     """Return the `Network` of a config, on the CPU.
 
-    folder: of the weights; None: random ones. lora: the rank of adapters of all matrices of the layers,
-    which train, and all else is frozen; None: all trains. recompute: keep only the input of each layer for
-    the backward pass, which computes the layer once more. dtype: of all but adapters; None: bfloat16 for what
-    is frozen, else float32."""
+    folder: of the weights; None: random ones. lora: settings of peft's LoRA, or only the rank of adapters of
+    all matrices of the layers, which train, and all else is frozen; None: all trains. recompute: keep only
+    the input of each layer for the backward pass, which computes the layer once more. dtype: of all but
+    adapters; None: bfloat16 for what is frozen, else float32."""
     transformers = hub.imported("transformers")
     transformers.AttentionInterface.register(ATTENTION, _attention)
     kind, dtype = transformers.AutoModelForCausalLM, dtype or (torch.bfloat16 if lora else torch.float32)
@@ -49,14 +53,23 @@ def build(
             model, found = kind.from_pretrained(folder, config=config, **options, **safely)
             for wrong in (*found["missing_keys"], *found["mismatched_keys"]):
                 raise TpukitError(f"{folder}: the weights do not fit its config.json, {wrong} first")
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.rope_type = "short"  # chosen once, rather than by the positions, see `hub.most_positions`
     if lora:
         peft = hub.imported("peft")
-        settings: Any = dict(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        given = lora if isinstance(lora, dict) else dict(r=lora, lora_alpha=2 * lora)
+        settings: Any = dict(target_modules="all-linear", task_type="CAUSAL_LM") | given
         settings["fan_in_fan_out"] = config.model_type == "gpt2"  # its matrices are transposed
-        model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+        named = explained("lora_targets fit no layer of the model")
+        with named, warnings.catch_warnings():  # it reads a name that transformers will drop
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     network = Network(model)
     if recompute:
-        network.causal._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recomputed)
+        for module in network.causal.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing, module._gradient_checkpointing_func = True, recomputed
     return network
 
 
@@ -91,8 +104,9 @@ class Network(nn.Module):
 
     def run(self, tokens: Tensor, positions: Tensor, mask: Tensor, places: Tensor, *cache: Any) -> Tensor:
         """Return what `forward` does. tokens: (B, T). positions: (B, T) of each in its document. mask: (B, 1,
-        T, L) bool, what each sees; L is T without a cache. places: (T,) in the row. cache: a list of (keys,
-        values), (B, H / G, L, D) each, to which each layer adds its own; and (L, 1) bool, where."""
+        T, L) bool, what each sees; L is T without a cache. places: (T,) or (B, 1, T), in the row. cache: a
+        list of (keys, values), (B, H / G, L, D) each, to which each layer adds its own; and (L, 1) or (B, 1,
+        L, 1) bool, where."""
         embedded = self.causal.get_input_embeddings()(tokens)
         if self.training and not embedded.requires_grad:
             embedded.requires_grad_()  # else a layer that is computed again has nothing to differentiate by
@@ -159,7 +173,7 @@ def _attention(
     if window := options.get("sliding_window"):
         # A row's documents lie one after another, so that places differ as positions do.
         there = torch.arange(key.shape[2], device=key.device)
-        allowed = allowed & (places[:, None] - there < window)
+        allowed = allowed & (places[..., None] - there < window)
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     if not is_on_xla(query):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -173,35 +187,55 @@ def _attention(
     return out.flatten(1, 2).transpose(1, 2), None
 
 
-def write(model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int) -> Tensor:
-    """Return (B, L): prompts on the device, and at least `new` tokens that the model writes after them, if
-    there is room, always the most probable one.
+def write(
+    model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int, ends: Sequence[int] = ()
+) -> Tensor:
+    """Return (B, L): prompts on the device, and up to `new` tokens that the model writes after each, if there
+    is room, always the most probable one.
 
-    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more."""
+    tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more. ends: tokens after which
+    nothing counts: it stops once each row has one."""
     rows, size = tokens.shape
-    config = model.causal.config
+    whole, config = tokens, model.causal.config
+    if not runtime.compiles:  # where another shape is not another graph
+        needed = STEPS * math.ceil((int(runtime.to_cpu(prompt).max()) + new) / STEPS)
+        size = min(size, needed)
+        tokens = tokens[:, :size]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     empty = torch.zeros(rows, heads, size, config.head_dim, dtype=model.head.dtype)
     # From the host: made on an XLA device, they would be a graph of their own.
     layers = runtime.put([(empty, empty)] * config.num_hidden_layers)
-    state = dict(place=runtime.put(np.zeros(1, np.int32)), tokens=tokens, layers=layers)
+    ended, stops = runtime.put([np.zeros((rows, 1), bool), np.array([*ends, -1], np.int32)])
+    state = runtime.inference(functools.partial(read_prompts, model))(tokens, prompt, layers, ended)
     step = runtime.inference(functools.partial(write_token, model))
-    for _ in range(min(int(runtime.to_cpu(prompt).max()) + new, size) - 1):
-        state = step(state, prompt)
-    return state["tokens"]
+    for number in range(1, new + 1):
+        state = step(state, stops)
+        if number % STEPS == 0 and bool(runtime.to_cpu(state["ended"]).all()):
+            break
+    return torch.cat([state["tokens"], whole[:, size:]], 1) if size < whole.shape[1] else state["tokens"]
 
 
-def write_token(model: Network, state: dict, prompt: Tensor) -> dict:
-    """Return the state after one more place: `tokens` (B, L), in which the next one is written unless it is
-    of a prompt; `place` (1,); `layers`, the cache of `Network.run`. prompt: (B,)."""
+def read_prompts(model: Network, tokens: Tensor, prompt: Tensor, layers: Any, ended: Tensor) -> dict:
+    """Return the state before the first token is written, with the keys and values of all places: those of
+    prompts stay, the others are written over before they are seen. For the arguments see `write_token`."""
+    there, layers = torch.arange(tokens.shape[1], device=tokens.device), list(layers)
+    seen = (there[:, None] >= there)[None, None]  # (1, 1, L, L)
+    model.run(tokens, there.expand(tokens.shape), seen, there, layers, torch.ones_like(there).bool()[:, None])
+    return dict(tokens=tokens, place=(prompt[:, None] - 1).clamp(min=0), layers=layers, ended=ended)
+
+
+def write_token(model: Network, state: dict, ends: Tensor) -> dict:
+    """Return the state after one more token of each row: `tokens` (B, L); `place` (B, 1), of the last one;
+    `layers`, the cache of `Network.run`; `ended` (B, 1), whether one of `ends` (E,) was written or the row is
+    full."""
     tokens, place, layers = state["tokens"], state["place"], list(state["layers"])
     there = torch.arange(tokens.shape[1], device=tokens.device)
-    is_here, is_next = there == place, there == place + 1  # (L,)
+    is_here, is_next = there == place, there == place + 1  # (B, L)
     token = torch.where(is_here, tokens, 0).sum(1, keepdim=True)  # (B, 1)
-    positions, mask = place[None].expand(len(tokens), 1), (there <= place)[None, None, None]
-    hidden = model.run(token, positions, mask, place, layers, is_here[:, None])[:, 0]
+    seen, is_new = (there <= place)[:, None, None], is_here[:, None, :, None]  # (B, 1, 1, L), (B, 1, L, 1)
+    hidden = model.run(token, place.clamp(max=len(there) - 1), seen, place[:, None], layers, is_new)[:, 0]
     logits = (hidden @ model.head.t()).float()  # (B, V)
-    found = logits.argmax(-1, keepdim=True)
-    is_written = is_next & (place + 1 >= prompt[:, None])
-    tokens = torch.where(is_written, found.to(tokens.dtype), tokens)
-    return dict(tokens=tokens, place=place + 1, layers=layers)
+    found = logits.argmax(-1, keepdim=True).to(tokens.dtype)
+    tokens = torch.where(is_next, found, tokens)
+    ended = state["ended"] | (found == ends).any(1, keepdim=True) | (place + 2 >= len(there))
+    return dict(tokens=tokens, place=place + 1, layers=layers, ended=ended)

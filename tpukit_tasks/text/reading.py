@@ -11,22 +11,25 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from tpukit.data.splits import SPLITS, files_below, split_of
 from tpukit.host.errors import TpukitError, explained, reading
+from tpukit_tasks.splits import SPLITS, files_below, split_of
 
 TEXTS, LINES, LIST = (".txt", ".md", ".rst"), ".jsonl", ".json"
 DOCUMENT = 2**19  # characters of a text file that are one document, and are tokenised at once
 ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "model", "bot", "ai", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "function", "ipython"), "tool"),
+    **dict.fromkeys(("gpt", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(("observation", "function", "ipython", "tool_response"), "tool"),
     "developer": "system",
 }
-ANSWERS = ("completion", "response", "answer", "output")
+CALLERS = ("function_call", "tool_call", "tool_calls")  # roles of messages that are calls of tools, as JSON
+CALL = re.compile(r"(\s*<think>.*</think>)?\s*([\[{].*[\]}])\s*", re.DOTALL)
+ANSWERS = ("completion", "response", "answer", "output", "chosen")  # chosen: of pairs, whose other is unused
 QUESTIONS = ("prompt", "question", "instruction", "query")
 ADDED, SYSTEM = ("input", "context"), ("system", "system_prompt")  # to a question; above a conversation
 ABOUT = ("readme", "license", "licence")  # files about the data, if there are others
 UNUSED = "texts have columns that are not used: {}"
+NULLS = "texts have fields of tools or of their calls without a value (null), which are left out"
 Counts = collections.Counter[str]  # how often something was left out, by what it was
 Message = dict[str, Any]  # with its role and content
 
@@ -136,7 +139,7 @@ def read_row(row: Any, counts: Counts, *, is_prompt: bool = False) -> tuple[list
     # Each step takes the columns that it reads out of these; those that are left are counted in the end.
     unused = {name: value for name, value in row.items() if value is not None}
     has_answer = is_prompt or any(name in row for name in ANSWERS)  # even if it is empty
-    content = _take_content(unused, has_answer)
+    content = _take_content(unused, has_answer, counts)
     if content is None:
         columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
         raise TpukitError(
@@ -149,7 +152,7 @@ def read_row(row: Any, counts: Counts, *, is_prompt: bool = False) -> tuple[list
             system = _take(unused, *SYSTEM, kind=str)
             if system:
                 content.insert(0, dict(role="system", content=system))
-        tools = _parsed(_take(unused, "tools"))
+        tools = _parsed(_filled(_take(unused, "tools"), counts))
     # A text that was cut inside an emoji has half of a character.
     with explained("half of a character, which no tokenizer reads, so fix or delete the line"):
         json.dumps([content, tools], ensure_ascii=False).encode()
@@ -158,22 +161,29 @@ def read_row(row: Any, counts: Counts, *, is_prompt: bool = False) -> tuple[list
     return content, tools
 
 
-def _take_content(columns: dict[str, Any], has_answer: bool) -> list[Message] | str | None:
+def _take_content(columns: dict[str, Any], has_answer: bool, counts: Counts) -> list[Message] | str | None:
     """Remove the messages of a row, or else its question and answer, or else its text. Return them as
     messages or as a text; None if there is nothing, or a message without a role or a text."""
     listed = _parsed(_take(columns, "messages", "conversations"))
     if listed is None and has_answer and any(name in columns for name in QUESTIONS):
         listed = _take_answered_question(columns)
     if listed is None:
+        listed = _take(columns, "chosen", kind=list)  # a whole conversation
+    if listed is None:
         return _take(columns, "text", kind=str)
     if not _is_list(listed) or not listed:
         return None
     messages: list[Message] = []
     for one in listed:
-        message = _message(one)
+        message = _message(one, counts)
         if message is None:
             return None
-        messages.append(message)
+        is_call = "tool_calls" in message and _role_of(one) in CALLERS
+        if is_call and messages and messages[-1]["role"] == "assistant":  # of the same turn
+            messages[-1]["content"] += message["content"]
+            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
+        else:
+            messages.append(message)
     return messages
 
 
@@ -204,26 +214,54 @@ def _take(columns: dict[str, Any], *names: str, kind: type = object) -> Any:
     return None
 
 
-def _message(one: Message) -> Message | None:
+def _message(one: Message, counts: Counts) -> Message | None:
     """Return a message as chat templates read it; None if it has no role or no text."""
-    one = {name: value for name, value in one.items() if value is not None}
-    role = one.pop("role", one.pop("from", None))
+    role = _role_of(one)
+    one = {name: _filled(value, counts) for name, value in one.items() if value is not None}
     content = one.pop("content", one.pop("value", None))
+    one = {name: value for name, value in one.items() if name not in ("role", "from")}
     if isinstance(content, list):
         parts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if call := one.pop("function_call", None):  # as OpenAI had it before
         one["tool_calls"] = [dict(type="function", function=call)]
+    if role in CALLERS:
+        role, found = "assistant", CALL.fullmatch(content) if isinstance(content, str) else None
+        calls = _parsed(found[2]) if found else None
+        calls = [calls] if isinstance(calls, dict) else calls
+        if found and _is_list(calls) and all("name" in call for call in calls):
+            one["tool_calls"] = [dict(type="function", function=call) for call in calls]
+            content = found[1] or ""
     calls = one.get("tool_calls")
     if content is None and calls:
         content = ""
-    if not isinstance(role, str) or not isinstance(content, str):
+    if role is None or not isinstance(content, str):
         return None
     for call in calls if _is_list(calls) else []:
         function = call.get("function", call)
         if isinstance(function, dict) and "arguments" in function:  # OpenAI writes them as JSON in a text
             function["arguments"] = _parsed(function["arguments"])
-    return dict(one, role=ROLES.get(role.lower(), role.lower()), content=content)
+    return dict(one, role=ROLES.get(role, role), content=content)
+
+
+def _role_of(one: Message) -> str | None:
+    """Return the role of a message as it stands there, in small letters; None if it has none."""
+    role = one.get("role") or one.get("from")
+    return role.lower() if isinstance(role, str) else None
+
+
+def _filled(value: Any, counts: Counts) -> Any:
+    """Return a value without the nulls in it, at any depth: an Arrow table gives each call of a tool the
+    arguments of all others."""
+    filled = _without_nulls(value)
+    counts[NULLS] += filled != value
+    return filled
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _is_list(value: Any) -> TypeGuard[list[Message]]:

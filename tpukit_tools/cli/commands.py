@@ -55,6 +55,7 @@ NEEDED = dict(
     plan="tpukit_tools.plan",
     compare="tpukit_tools.measure",
     migrate="tpukit_tools.migrate",
+    emulate="tpukit_tools.emulate",
     simulate="tpukit_tasks.cdeit",
 )
 
@@ -79,6 +80,8 @@ if is_offered("export"):
     COMMANDS["export"] = of_library(tpukit.export, lambda exported: exported.is_equal())
 if is_offered("plan"):
     COMMANDS["plan"] = of_library(tpukit.plan, lambda planned: bool(planned.largest_batch), log=to_stderr)
+if is_offered("emulate"):
+    COMMANDS["emulate"] = functions.emulate
 if is_offered("simulate"):
     from tpukit_tasks.cdeit import simulate
 
@@ -102,6 +105,8 @@ OLD = {
 
 def run(argv: list[str]) -> int | None:
     """Parse a command line and run its command. SystemExit ends it after a help text or wrong usage."""
+    if argv[:1] == ["emulate"] and is_offered("emulate"):  # what follows is another command's
+        return functions.emulate(*argv[1:])
     # A script's name stands where a command does: `migrate main.py` is the user's own.
     for word in [*argv[:1], *(word for word in argv[1:] if word.startswith("--"))]:
         if (name := word.partition("=")[0].replace("_tpu", "-tpu")) in OLD:

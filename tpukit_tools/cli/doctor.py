@@ -31,8 +31,9 @@ def doctor(error: str | None = None, hardware: bool = False, rehearse: bool = Fa
         known = find_known_error(text)
         print(known.fix if known else UNKNOWN)
         return 0 if known else 1
+    environ = dict(os.environ)  # before `detect` completes it
     env = tpukit.detect()
-    checks = examine(env)
+    checks = examine(env, environ=environ)
     print(f"{env}\n\n{table(checks)}")
     if blocked(checks):
         return 1

@@ -98,8 +98,8 @@ def test(
     scores = tpukit.launch(tpukit.test, trained, scored, cores=cores)
     if scores:
         kind = f" · {findings.SYNTHETIC}" if is_synthetic(trained.dataset_dir or "") else ""
-        names = getattr(trained, "score_names", None)
-        print(f"\n{findings.scores_table(scores, f'Scores{kind}', names=names)}")
+        names = getattr(trained, "score_names", {})
+        print(f"\n{findings.scores_table(scores, names, f'Scores{kind}')}")
         if display.load_predictions(trained, scored.path / "predictions"):
             tpukit.show_predictions(scored, trained, count=8)
             print(f"predictions: {scored.path / 'predictions'}")
@@ -254,3 +254,19 @@ def with_dataset_of_test(task: Task, env: Environment, file: Path) -> Task:
     except TpukitError as error:
         raise TpukitError(f"the demo's scores are those on {task.dataset}{score}: {error}") from error
     return dataclasses.replace(task, dataset_dir=folder)
+
+
+def emulate(machine: str = "--help", *command: str) -> int:
+    """Run a command on TPU chips that are not there: does my script work on eight?"""
+    from tpukit_tools.emulate import MACHINES, emulate
+
+    if machine in MACHINES and command:
+        return emulate(machine, command)
+    machines = "|".join(MACHINES)
+    usage = f"usage: tpukit emulate {machines} COMMAND ..., such as `tpukit emulate v5e-8 python train.py`"
+    if machine in ("-h", "--help", "help"):
+        print(usage)
+        return 0
+    got = f"no command to run on {machine}" if machine in MACHINES else f"no emulated machine {machine!r}"
+    print(f"tpukit: {got}; {usage}", file=sys.stderr)
+    return 2

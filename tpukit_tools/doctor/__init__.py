@@ -38,6 +38,8 @@ try:
 except Exception as error:
     raise SystemExit(str(error).partition("\\n")[0])
 """
+# Where Kaggle's disks say that they have terabytes: the most that a session can write, in GiB
+KAGGLE_DISKS = {"kaggle/working": 19.5, "": 68}
 OLD_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")  # from old guides, and still read
 
 
@@ -169,6 +171,8 @@ def _torch_xla(machine: Machine) -> Rows:
         return []
     unused = f"{version} is not used: torch_tpu fits torch {torch}, and torch_xla does not"
     fitting = machine.repair(f"pip install 'torch~={'.'.join(map(str, release(version)))}.0'")
+    if release(version) < (2, 8):
+        fitting = machine.repair("pip install 'torch~=2.9.0' 'torch_xla[tpu]~=2.9.0'")
     error = machine.errors.get("torch_xla", "")
     return [
         (machine.backend_of_a_tpu != "torch_xla", NOTE, unused, ""),
@@ -251,17 +255,33 @@ def _chip(machine: Machine) -> Rows:
 
 
 def _variable(machine: Machine) -> Rows:
+    missing = environment.failed_lookups(machine.environ, machine.root)
+    names = ", ".join(f"{name}={value}" for name, value in missing.items())
     are_set = [f"{name}={machine.environ[name]}" for name in OLD_VARIABLES if machine.environ.get(name)]
     found = f"{', '.join(are_set)}: torch_xla silently turns float32 tensors into bf16, loss and weights too"
     autocast = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')"
-    return [(are_set, WARNING, found, f"unset it. Instead: {autocast}")]
+    return [
+        (are_set, WARNING, found, f"unset it. Instead: {autocast}"),
+        (
+            missing,
+            NOTE,
+            f"this shell lacks {names}",
+            "tpukit sets them itself; export them for other programs",
+        ),
+    ]
 
 
 def _disk(machine: Machine) -> Rows:
     outputs = machine.env.outputs
     folder = next(path for path in (outputs, *outputs.parents) if path.exists())
-    free = shutil.disk_usage(folder).free / GIB
-    found, other = f"{free:.1f} GiB free at {folder}", "choose another output folder (--run)"
+    free, found = shutil.disk_usage(folder).free / GIB, ""
+    if machine.env.host == "kaggle":
+        disk = next(name for name in KAGGLE_DISKS if folder.is_relative_to(machine.root / name))
+        most = KAGGLE_DISKS[disk]
+        if disk:  # small enough to be counted
+            most = max(0.0, most - _size(machine.root / disk) / GIB)
+        free, found = min(free, most), f", of {KAGGLE_DISKS[disk]} that Kaggle allows there"
+    found, other = f"{free:.1f} GiB free at {folder}{found}", "choose another output folder (--run)"
     return [
         (not os.access(folder, os.W_OK), BLOCKS, f"{folder} is read-only", other),
         (free >= 3, OK, found, ""),
@@ -281,6 +301,15 @@ def _drive(machine: Machine) -> Rows:
     drive = machine.env.drive
     fix = "results are lost with this session; tpukit.mount_drive() keeps a copy on Drive"
     return [(machine.env.has_drive, OK, f"mounted at {drive}", ""), (drive, NOTE, "not mounted", fix)]
+
+
+def _size(folder):
+    """Return the bytes of a folder's files."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # it was deleted meanwhile
+            size += path.lstat().st_size
+    return size
 
 
 def _read(path):

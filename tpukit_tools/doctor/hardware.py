@@ -4,7 +4,12 @@ A check is a function whose docstring is what is assumed; it returns whether tha
 It runs in a process of its own, with a limit: one that hangs or fails costs itself alone. The report is one
 JSON file, without names, paths and data, that docs/hardware/ of tpukit's repository collects."""
 
+import collections
+import contextlib
+import copy
+import faulthandler
 import json
+import math
 import os
 import re
 import socket
@@ -15,7 +20,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import conv2d
 
 import tpukit
@@ -27,8 +34,11 @@ from tpukit.host import environment, files, known_errors
 from tpukit.host.environment import Environment, detect
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.text import GIB, printable, say
+from tpukit.launching.job import Job
+from tpukit.launching.supervisor import CoreFailed
 from tpukit.training import trial
 from tpukit.training.step import TrainingStep
+from tpukit.training.task import Task
 from tpukit_tools import subprocess_call
 
 FORMAT = "tpukit hardware 1"
@@ -36,15 +46,24 @@ REPORT = "hardware.json"
 HARDWARE = ("tpu", "cuda")  # a CPU rehearses the checks, torch_xla's CPU device those of a TPU
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 LIMIT_S = 300  # for one check; all_cores trains twice
+CORES_LIMIT_S = (
+    120  # for cores to start, and for a step of theirs; sooner than the check's, which has no cause
+)
 LONGEST_TEXT = 400  # characters of what was found
 # What begins like a path or a URL: as folders may have blanks, nobody can tell where it ends.
-PATH = re.compile(r"(\w+://|(?<![\w.)])~?/(?=[\w.-])|\b[A-Za-z]:\\).*")
+# The files by which a chip is opened are the same on all machines.
+OF_A_CHIP = r"/(?:dev/(?:vfio/\d+|accel\d+)|tmp/libtpu_lockfile)(?![\w/.-])"
+PATH = re.compile(rf"(\w+://|(?<![\w.)])(?!{OF_A_CHIP})~?/(?=[\w.-])|\b[A-Za-z]:\\).*")
 # Mail addresses, and internet addresses of versions 4 and 6
 ADDRESS = re.compile(r"\S+@\S+|\b\d+(\.\d+){3}\b|(?<![\w:])([0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}(?![\w:])")
 
 MEAN_ERROR = 1e-3  # largest mean error of gradients in fp32 over all cores
 FP32_ERROR = 1e-5  # relative to a product's norm; with factors rounded to bf16 it is 3e-3, to TF32 3e-4
+NETWORK_ERROR = 5e-3  # largest relative one of MSHNet in fp32, which rounds its gradients by 4e-4
 STEPS = 100
+WIDTH, LAYERS = 3162, 10  # 100 M parameters, 400 MB
+AHEAD = 32  # steps, by which torch_xla lets the host be ahead
+GUARDED_STEPS = 6  # after which a step is captured and replayed everywhere
 LOST_BYTES = 2**20  # that as many steps may add to the peak of memory
 LOSS_CHANGE = 0.05  # between one core and several, in fp32
 LEAST_ACCURACY = 0.5  # on synthetic digits; by chance it is 0.1
@@ -85,7 +104,7 @@ def training(env: Environment) -> Found:
 def all_reduce(env: Environment) -> Found:
     """The gradients that all cores exchange in a step become their mean."""
     cores = max(2, env.cores)  # a CPU pretends to be two
-    error = tpukit.launch(all_reduce_error, cores=cores)
+    error = tpukit.launch(all_reduce_error, cores=cores, hang_timeout_s=CORES_LIMIT_S)
     return error < MEAN_ERROR, f"on {cores} cores the mean is wrong by {error:.1e}"
 
 
@@ -126,6 +145,61 @@ def replays(env: Environment) -> Found:
     lost = peaks[1] - peaks[0] if peaks else 0
     text = f"{2 * STEPS} steps, graphs: {graphs}; the last {STEPS} took {lost / 2**20:.1f} MiB more{refused}"
     return graphs == int(runtime.has_graphs) and lost <= LOST_BYTES, text
+
+
+def mshnet(env: Environment) -> Found:
+    """MSHNet's network for TPUs, on tiles, gives the loss, gradients and statistics of the plain one."""
+    from tpukit_tasks.mshnet import MSHNet, model
+    from tpukit_tasks.mshnet.tpu import network, tiling
+
+    runtime = open_runtime(env, "fp32")
+    # The small one is built of the same parts. Of larger images fp32 rounds the
+    # gradients more.
+    task = MSHNet(network="small", crop_size=64, base_size=64)
+    torch.manual_seed(0)
+    plain: Any = task.model().train()
+    there: Any = runtime.to_device(copy.deepcopy(plain))
+    batch = {name: torch.as_tensor(values) for name, values in task.example(8).items()}
+    outcomes: list[list[list[torch.Tensor]]] = []
+    for function, net, values in ((model.loss, plain, batch), (network.loss, there, runtime.put(batch))):
+        loss = function(net, values["image"], values["mask"], False)
+        loss.backward()
+        # A bias before the batch's statistics has none on tiles, and in the plain network a rounding error.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+        outcomes.append(runtime.to_cpu([[loss], grads, [*net.buffers()]]))
+    errors = [relative_error(found, known) for known, found in zip(*outcomes)]
+    words = ", ".join(
+        f"{name} {error:.1e}" for name, error in zip(("loss", "gradients", "statistics"), errors)
+    )
+    is_right = max(errors) < NETWORK_ERROR and not any(map(math.isnan, errors))
+    return is_right, f"{tiling.num_tiles(batch['image'])} tiles of an image; relative differences: {words}"
+
+
+def run_ahead(env: Environment) -> Found:
+    """A host that is many steps ahead of a device with 100 M parameters takes no memory for each of them."""
+    runtime = open_runtime(env)
+    torch.manual_seed(0)
+    task = Wide()
+    taken = TrainingStep(task, runtime, task.model())
+    taken.compile()
+    batch = runtime.put(task.example(task.batch_size))
+    for _ in range(GUARDED_STEPS):  # those that compile, and wait for each other
+        taken(batch, 0)
+        runtime.sync()
+    before = [peak for peak, _ in runtime.memory()]
+    began = time.monotonic()
+    for _ in range(AHEAD):
+        taken(batch, 0)
+    given_s = time.monotonic() - began
+    runtime.sync()
+    took_s = time.monotonic() - began
+    lost = sum(peak for peak, _ in runtime.memory()) - sum(before)
+    size = sum(value.nbytes for value in taken.model.parameters())
+    is_finite = bool(runtime.to_cpu(taken.sums).isfinite().all())
+    text = f"{size / 4e6:.0f} M parameters; {AHEAD} steps were given out in {given_s:.2f} s and took"
+    text += f" {took_s:.2f} s; being ahead took {lost / 2**20:.1f} MiB more"
+    text += "" if is_finite else "; the loss is not finite"
+    return is_finite and lost <= size, text
 
 
 def precision(env: Environment) -> Found:
@@ -169,17 +243,45 @@ def out_of_memory(env: Environment) -> Found:
         return False, "4 TiB were given out without an error"
     except Exception as error:
         known, text = known_errors.match(str(error)), first_line(error)
+    with contextlib.suppress(Exception):  # torch_xla raises an error of allocation again, in its next call
+        runtime.to_cpu(runtime.put(torch.ones(1)))
     goes_on = multiplies(runtime)
     text = f"{'known' if known else 'not known'}: {text}" + ("" if goes_on else "; then it computed wrongly")
     return goes_on and (bool(known) or env.accelerator not in HARDWARE), text
 
 
 # The most telling first
-_IN_ORDER = (opens, step, training, all_reduce, all_cores, attention_kernels, replays, precision, overflow)
-CHECKS = {check.__name__: check for check in (*_IN_ORDER, out_of_memory)}
+_IN_ORDER = (opens, step, training, all_reduce, all_cores, attention_kernels, mshnet, replays, run_ahead)
+CHECKS = {check.__name__: check for check in (*_IN_ORDER, precision, overflow, out_of_memory)}
+ON_ALL_CORES = ("all_reduce", "all_cores")
 
 
 # What they share
+
+
+class Wide(Task):
+    """A sum of squares of a network of large layers."""
+
+    batch_size = 8
+
+    def model(self):
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        return nn.Sequential(*layers)
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), 1e-4)
+
+    def loss(self, model, batch, epoch):
+        return model(batch["x"]).square().mean()
+
+    def example(self, count):
+        return dict(x=np.ones((count, WIDTH), np.float32))
+
+
+def relative_error(found: list[torch.Tensor], known: list[torch.Tensor]) -> float:
+    """Return the norm of the difference of tensors, relative to that of the known ones."""
+    mine, other = (torch.cat([value.double().flatten() for value in values]) for values in (found, known))
+    return float((mine - other).norm() / other.norm())
 
 
 def new_step(runtime: Runtime) -> tuple[TrainingStep, dict[str, Any]]:
@@ -201,7 +303,7 @@ def train_digits(env: Environment, cores: int, precision="auto"):
         settings: Any = dict(epochs=2, channels=8, log_every=10, precision=precision)
         task = tpukit.MNIST(dataset_dir=data, batch_size=16 * env.cores, **settings)
         run = tpukit.Run.open(Path(folder) / "run", task)
-        scores = tpukit.launch(tpukit.train, task, run, cores=cores, hang_timeout_s=120)
+        scores = tpukit.launch(tpukit.train, task, run, cores=cores, hang_timeout_s=CORES_LIMIT_S)
         records = run.records("train")
         graphs, refused = graphs_of(run.records("compile"))
     fallbacks = (records[-1]["speed"]["counters"] or {}).get("fallbacks", {})
@@ -293,16 +395,18 @@ def describe(env: Environment) -> dict[str, Any]:
 
 def run_check(name: str, env: Environment) -> tuple[str, str]:
     """Run a check in a process of its own. Returns PASS, FAIL or SKIP, and what was found."""
-    if name in ("all_reduce", "all_cores") and env.accelerator in HARDWARE and env.cores == 1:
+    if name in ON_ALL_CORES and env.accelerator in HARDWARE and env.cores == 1:
         return SKIP, "one chip is here"
     if name == "attention_kernels" and env.backend != "torch_xla":
         return SKIP, "the kernels are for a TPU that is reached by torch_xla"
+    if name == "mshnet" and env.backend != "torch_xla":
+        return SKIP, "the network on tiles is for a TPU that is reached by torch_xla"
     if name == "overflow" and env.accelerator in ("tpu", "xla"):
         return SKIP, "a TPU computes in bf16, not in fp16"
     try:
         holds, text = subprocess_call.call(answer, name, timeout_s=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        holds, text = False, f"it did not end within {LIMIT_S} s and was stopped"
+    except subprocess.TimeoutExpired as error:
+        holds, text = False, f"it did not end within {LIMIT_S} s and was stopped{_at(error.stderr)}"
     except TpukitError as error:
         holds, text = False, f"its process ended without an answer: {error}"
     return PASS if holds else FAIL, text
@@ -310,12 +414,80 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
 
 def answer(name: str) -> Found:
     """In a check's process: return whether what it assumes holds, and what was found."""
+    if name not in ON_ALL_CORES:  # a forked process would wait for the thread of this timer
+        faulthandler.dump_traceback_later(LIMIT_S - 5)  # for `run_check`, which stops the check
+    Job.start_timeout_s = CORES_LIMIT_S
     try:
         return CHECKS[name](detect())
-    except Exception as error:
+    except CoreFailed as error:
+        return False, cause_of_cores(str(error))
+    except Exception as raised:
+        # tpukit raised an error of the device's with its fix; here its place counts.
+        error = raised.__cause__ if isinstance(raised, TpukitError) and raised.__cause__ else raised
         frame = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{Path(frame.filename).name} line {frame.lineno}"
         return False, f"{type(error).__name__} in {at}: {first_line(error)}"
+
+
+# How cores failed, from the message of a `CoreFailed`, see launching/supervisor.py
+
+FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+),? in (?P<function>.+)')
+RAISED_AT = re.compile(r"([\w.]*\.)?(?P<error>\w+)(: (?P<words>.*))?$")
+LAST_WORDS = (r"^F\d{4}|Check failed|what\(\)", r"Error\b|^Fatal ", "")  # the most telling first
+
+
+def cause_of_cores(message: str) -> str:
+    """Return in one line what made cores fail: the error of the one that failed first and its place; the
+    cause of death of those that died; or where each of those that hang is."""
+    first, *lines = [line for line in message.splitlines() if "What each core printed: " not in line]
+    if is_hang := re.match(r"(.*?)\. What each was doing", first):
+        return f"{is_hang[1]}: {_places(lines)}"
+    if " ended unexpectedly: " in first:
+        told = [
+            line for line in lines if not FRAME.match(line) and not line.startswith(("Thread", "Current"))
+        ]
+        words = next((line for kind in LAST_WORDS for line in told[::-1] if re.search(kind, line)), "")
+        return f"{first}{_at(chr(10).join(lines))}" + (f": {words}" if words else "")
+    where = first.removesuffix(":")
+    frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
+    if not frames:  # a sentence of tpukit's own
+        return " ".join(filter(None, [first, *lines]))
+    # The first line after the last frame, its source and its marks
+    words = next((line for line in lines[frames[-1] + 1 :] if line[:1].strip()), "")
+    found = RAISED_AT.match(words)
+    error, what = (found["error"], found["words"] or "") if found else ("an error", words)
+    return f"{where}: {error} in {_place(lines[frames[-1]])}" + (f": {what}" if what else "")
+
+
+def _place(line: str) -> str:
+    """Return the file, without its folder, and the line of one line of a traceback."""
+    frame = FRAME.match(line)
+    assert frame
+    return f"{Path(frame['file']).name} line {frame['line']}"
+
+
+def _innermost(lines: list[str]) -> str:
+    """Return the place of the first of tpukit's own lines of a stack, most recent call first, else of any."""
+    frames = [line for line in lines if FRAME.match(line)]
+    ours = [line for line in frames if re.search(r"/tpukit(_tools|_tasks|(?!/launching))/", line)]
+    return _place((ours or frames)[0]) if frames else "nowhere in Python"
+
+
+def _at(stacks: str | bytes | None) -> str:
+    """Return where a process was, by what faulthandler wrote to its stderr, in words; "" if it wrote none."""
+    text = stacks.decode(errors="replace") if isinstance(stacks, bytes) else stacks or ""
+    lines = re.split(r"(?m)^(?:Thread|Current thread) 0x", text)[-1].splitlines()  # the main thread is last
+    return f", in {_innermost(lines)}" if any(map(FRAME.match, lines)) else ""
+
+
+def _places(lines: list[str]) -> str:
+    """Return where cores hang, those at one place together."""
+    places = collections.defaultdict(list)
+    parts = re.split(r"(?m)^core (\d+) \(full stack: .*\)$", "\n".join(lines))
+    for core, stacks in zip(parts[1::2], parts[2::2]):
+        threads = re.split(r"(?m)^(?:Thread|Current thread) 0x", stacks)
+        places[_innermost(threads[-1].splitlines())].append(core)
+    return "; ".join(f"core {', '.join(cores)} in {place}" for place, cores in places.items())
 
 
 def scrub(text: str) -> str:

@@ -53,10 +53,12 @@ class ExportRuntime(XLARuntime):
 
 
 def _written_by_step(model, optimizer):
-    """Return the tensors that a traced step writes: changed parameters, buffers and optimizer state."""
+    """Return the tensors that a traced step writes: changed parameters, buffers, optimizer state, and
+    gradients."""
     kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
     state = [value for value in kept if value.device.type == "xla"]
-    return [value for value, is_pending in zip(state, xla_private.are_pending(state)) if is_pending]
+    changed = [value for value, is_pending in zip(state, xla_private.are_pending(state)) if is_pending]
+    return changed + [p.grad for p in model.parameters() if p.grad is not None]
 
 
 class _OneOf(World):

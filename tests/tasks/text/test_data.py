@@ -19,7 +19,7 @@ def test_a_text_fills_row_after_row_and_every_token_is_predicted_once(tmp_path, 
     assert batch["tokens"].shape[1] == 16
     stream, labels = (batch[name][batch["documents"] > 0].tolist() for name in ("tokens", "labels"))
     assert stream + labels[-1:] == stream[:1] + labels == tokenizer(text + TEXT_END)["input_ids"]
-    assert (batch["labels"][batch["documents"] == 0] == -1).all() and train.targets == 300 / len(train)
+    assert (batch["labels"][batch["documents"] == 0] == -1).all() and train.targets.sum() == 300
     assert parts_of(test, tokenizer)[-1] == ("x" * 8 + TEXT_END, "x" * 7 + TEXT_END)
     assert train.notes == "340 tokens to predict, in rows of 16" and not test.notes
 
@@ -61,21 +61,35 @@ def test_documents_are_held_out_of_lines_so_that_few_of_them_train(tmp_path, cha
     assert len(parts_of(train, chats)) == 18 and len(parts_of(test, chats)) == 2
 
 
-def test_a_conversation_longer_than_a_row_goes_on_in_the_next_one_and_is_counted(tmp_path, tokenizer):
+def test_a_conversation_longer_than_a_row_keeps_its_beginning_and_what_it_loses_is_counted(
+    tmp_path, tokenizer
+):
     rows = [dict(prompt="p" * 6, completion="c" * 40), *(dict(prompt="q", completion="r") for _ in range(9))]
-    rows += [dict(prompt="t" * 30, completion="u")]
+    rows += [dict(prompt="t" * 30, completion="u"), dict(prompt="s" * 15, completion="v")]
     write_lines(tmp_path / "train.jsonl", *rows)
     write_lines(tmp_path / "test.jsonl", rows[1])
     train, _ = opened(tmp_path, tokenizer)
-    found = [part for part in parts_of(train, tokenizer) if "q" not in part[0] and part[1]]
-    # As a text, of which each row goes on where the one before ended.
-    wanted = [
-        ("p" * 6 + "c" * 11, "c" * 11),
-        ("c" * 17, "c" * 16),
-        ("c" * 14 + TEXT_END, "c" * 13 + TEXT_END),
-    ]
-    assert found == [*wanted, ("t" * 12 + "u" + TEXT_END, "u" + TEXT_END)]
-    assert "2 conversations longer than that" in train.notes
+    found = [part for part in parts_of(train, tokenizer) if "q" not in part[0]]
+    wanted = ("p" * 6 + "c" * 11, "c" * 11), ("s" * 15 + "v" + TEXT_END, "v" + TEXT_END)
+    assert sorted(found) == sorted(wanted), "one has nothing to learn in its first row"
+    assert "2 conversations are longer than a row, up to 46 tokens" in train.notes
+    assert "lose their ends, 45 tokens, 32 of them to learn; 1 lose all answers" in train.notes
+
+
+def test_no_answer_is_learned_without_the_beginning_of_its_conversation(tmp_path, chats):
+    """Chats of all lengths, most of them a little too long for what is left of a row."""
+    rows = [dict(messages=turns("q" * (20 + n % 50), "a" * 20, "r", "b" * (n % 9))) for n in range(80)]
+    train, test = opened(write_lines(tmp_path / "chat.jsonl", *rows), chats, length=63)
+    documents = parts_of(train, chats) + parts_of(test, chats)
+    assert all(whole.startswith("<user>q") for whole, learned in documents if learned)
+    assert len(documents) >= 50 and "conversations are longer than a row" in train.notes
+
+
+def test_questions_are_learned_too_if_that_is_asked(tmp_path, chats):
+    path = write_lines(tmp_path / "chat.jsonl", *[said("q", "a")] * 4)
+    train, _ = data.open_sets(path, chats, 63, 0.3, learns_all=True)
+    assert parts_of(train, chats)[0] == ("<user>q</s><assistant>a</s>", "user>q</s><assistant>a</s>")
+    assert parts_of(opened(path, chats, length=63)[0], chats)[0][1] == "a</s>", "not of the same cache"
 
 
 def test_conversations_of_all_lengths_fit_in_rows_with_little_room_left(tmp_path, tokenizer):
@@ -126,8 +140,10 @@ def test_a_row_without_anything_to_learn_is_left_out_and_told_and_a_set_of_such_
 
 
 def test_a_set_whose_answers_are_all_empty_is_refused_with_their_number(tmp_path, chats):
+    path = write_lines(tmp_path / "a.jsonl", *[dict(prompt="a", completion=" ")] * 3)
     with refuses("nothing is left", f"3 {conversations.UNLEARNED}"):
-        opened(write_lines(tmp_path / "a.jsonl", *[dict(prompt="a", completion=" ")] * 3), chats)
+        opened(path, chats)
+    assert data.fitting_sizes(path, chats, 1024, 1) == (1, data.SHORTEST)
 
 
 def test_test_texts_that_are_training_texts_are_counted(tmp_path, chats):

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import refuses
-from tests.tasks.text.small import CONFIGS, plain_model, write_config, write_model
+from tests.tasks.text.small import CONFIGS, plain_model, task_of, write_config, write_model
 from tpukit_tasks.text import hub, network
 from tpukit_tasks.text.loss import cross_entropy as in_parts
 
@@ -17,8 +17,9 @@ peft = pytest.importorskip("peft")
 TOKENS = torch.randint(300, (3, 20), generator=torch.Generator().manual_seed(0))
 ONE = torch.ones_like(TOKENS)
 OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_PHI = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 TARGETS = dict.fromkeys(CONFIGS, OF_LLAMA) | dict(
-    gpt2=("c_attn", "c_proj", "c_fc")
+    gpt2=("c_attn", "c_proj", "c_fc"), phi3=OF_PHI, **{"phi3 longrope": OF_PHI}
 )  # all matrices of the layers
 
 
@@ -178,7 +179,15 @@ def test_the_shapes_that_travel_with_tpukit_have_the_published_numbers_of_parame
 @pytest.mark.parametrize(
     "changes, told",
     [
-        (dict(model_type="mamba"), ("mamba", "qwen3")),
+        (dict(model_type="mamba"), ("mamba", "qwen3", "not one that is tested")),
+        (dict(model_type="gemma2"), ("gemma2", "soft caps")),
+        (dict(model_type="gemma3"), ("gemma3", "images")),
+        (dict(model_type="qwen3_moe"), ("qwen3_moe", "experts")),
+        (dict(model_type="granite", logits_scaling=8.0), ("granite", "logits_scaling")),
+        (
+            dict(model_type="llama", rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+            ("llama", "dynamic"),
+        ),
         (dict(model_type="own", auto_map=dict(AutoConfig="own.Config")), ("custom code",)),
         (dict(quantization_config=dict(bits=4)), ("quantized",)),
         (dict(n_head=5), ("cannot be made",)),
@@ -190,6 +199,13 @@ def test_a_config_that_cannot_be_trained_is_refused(changes, told, tmp_path):
     with refuses(*told):
         config = hub.read_config(write_config(tmp_path, **changes))
         network.build(config, None, lora=None)
+
+
+def test_of_two_scales_of_positions_rows_stay_within_the_first(tmp_path):
+    config = hub.read_config(write_config(tmp_path, "phi3 longrope"))
+    assert hub.most_positions(config) == 64 and config.max_position_embeddings == 128
+    with refuses("at most 64"):
+        _ = task_of(tmp_path, sequence_length=65).length
 
 
 def test_a_folder_with_an_adapter_is_no_model(tmp_path):

@@ -104,7 +104,6 @@ BAD_LINES = {
     "no text": (dict(words="a"), "line 2", "it needs a text", "words"),
     "a list": ([1, 2], "line 2", "it needs a text"),
     "numbers": (dict(prompt=1, completion=2), "line 2", "prompt (int), completion (int)"),
-    "pairs to choose from": (dict(prompt="a", chosen="b", rejected="c"), "line 2", "chosen (str)"),
     "a list of Python": (dict(messages=str(turns("a", "b"))), "line 2", "messages (str)"),
     "no messages": (dict(messages=[]), "line 2", "messages, a list"),
     "no content": (dict(messages=[dict(role="user")]), "line 2", "messages, a list"),

@@ -16,6 +16,7 @@ from tests.tasks.text.small import (
     HEAD,
     START,
     everything,
+    opened,
     task_of,
     write_config,
     write_family,
@@ -25,12 +26,15 @@ from tests.tasks.text.small import (
 from tests.tpukit.training.conftest import train_in
 from tpukit import LanguageModel, Run, detect, export, predict, train
 from tpukit import test as score_run
+from tpukit.devices.distributed import World
+from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.inference.trained import task_of as task_of_run
 from tpukit.reporting import display
 from tpukit.runs import weights
+from tpukit.training.data import BatchLoader, training_index_batches
 from tpukit.training.prediction import predict_test_images
-from tpukit.training.step import TrainingStep
+from tpukit.training.step import TrainingStep, add_gradients
 from tpukit_tasks.text import conversations, data, hub, reading
 from tpukit_tools import cli
 
@@ -56,8 +60,6 @@ LORA = dict(pretrained="auto", lora_rank=2, lr=1e-2, sequence_length=64)
 @pytest.fixture(scope="module")
 def finished(chats, model, tmp_path_factory):
     """(task, run) of two epochs of LoRA."""
-    from tpukit.devices.runtime import Runtime
-
     task = task_of(model, chats, **LORA, epochs=2)
     return task, train_in(tmp_path_factory.mktemp("finished") / "run", task, Runtime("cpu"))
 
@@ -65,9 +67,11 @@ def finished(chats, model, tmp_path_factory):
 # Training
 
 
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("phi3 longrope", marks=pytest.mark.nightly)])
 def test_xla_trains_an_adapter_as_the_cpu_does_by_one_compiled_graph_of_each_kind_whatever_the_lengths(
-    chats, model, tmp_path, cpu, xla
+    family, chats, tmp_path, cpu, xla
 ):
+    model = write_model(tmp_path / "model", family, chat=CHAT)
     task = task_of(model, chats, epochs=2, log_every=1, **LORA)
     ours, other = (train_in(tmp_path / str(device), task, device) for device in (cpu, xla))
     losses = [[record["loss"] for record in run.records("train")] for run in (ours, other)]
@@ -103,6 +107,37 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(chats, tmp_path, cp
         found.append({name: p.grad for name, p in step.model.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cores, parts", [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
+def test_the_loss_of_a_step_is_the_mean_over_its_own_labels_on_all_cores_and_in_all_micro_batches(
+    cores, parts, tmp_path
+):
+    lengths = [*range(32, 63, 2)]  # of which no two fit into a row
+    rows = [dict(prompt="a" * (length - 1 - n), completion="b" * (n + 1)) for n, length in enumerate(lengths)]
+    write_lines(tmp_path / "train.jsonl", *rows)
+    write_lines(tmp_path / "test.jsonl", rows[0])
+    options: Any = dict(sequence_length=63, batch_size=8, micro_batches=parts)
+    task = task_of(write_config(tmp_path / "m"), tmp_path, gradient_checkpointing=False, **options)
+    rows, _ = task.datasets()
+    torch.manual_seed(0)
+    model = task.model()
+    for spec in training_index_batches(len(rows), 8, seed=0, epoch=0):
+        whole = {name: torch.as_tensor(values) for name, values in rows.batch(spec.indices).items()}
+        logits = model(whole["tokens"], whole["documents"]) @ model.head.t()
+        mean = cross_entropy(logits.flatten(0, 1), whole["labels"].flatten().long(), ignore_index=-1)
+        expected = torch.autograd.grad(mean, model.parameters())
+        losses, gradients = [], []
+        for rank in range(cores):
+            runtime = Runtime("cpu", world=World(rank, cores))
+            batch = next(BatchLoader(rows, runtime, workers=0).batches([spec]))
+            optimizer = task.optimizer(model)
+            optimizer.zero_grad()
+            losses.append(add_gradients(task, task.loss, model, optimizer, runtime, batch, 0))
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        torch.testing.assert_close(torch.stack(losses).mean(), mean.detach(), rtol=1e-5, atol=0)
+        for ours, wanted in zip(zip(*gradients), expected, strict=True):
+            torch.testing.assert_close(torch.stack(ours).mean(0), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_is_not_resumed_on_other_texts_or_tokens(chats, tmp_path, cpu):
@@ -163,7 +198,7 @@ def test_prompts_are_continued(finished, tmp_path, capsys):
     assert [one["prompt"] for one in found] == [f"<user>{text}</s><assistant>" for text in ("111", "22", "3")]
     again = predict(run.best(), files, progress=False, batch_size=1)  # the file alone
     assert again[0]["written"].startswith(found[0]["written"]) and len(again) == 3
-    assert (tmp_path / "out" / found[0]["picture"]).stat().st_size > 1000
+    assert "picture" not in found[0] and not (tmp_path / "out/pictures").exists(), "of texts"
 
 
 def test_an_adapter_and_the_merged_model_load_without_tpukit(finished, model, tmp_path):
@@ -225,6 +260,20 @@ def test_what_ends_the_learned_turns_ends_what_is_written_and_exported(tmp_path)
         assert loaded.chat_template == tokenizer.chat_template
 
 
+def test_the_layers_and_the_scale_of_lora_can_be_chosen_and_are_exported(tmp_path, capsys):
+    folder, options = write_model(tmp_path / "model", "qwen2"), LORA | dict(sequence_length=64)
+    task = task_of(folder, tmp_path, **options, lora_targets=("q_proj", "v_proj"), lora_alpha=5.0)
+    model = task.model()
+    assert {name.split(".")[-4] for name in model.trained} == {"q_proj", "v_proj"}
+    task.export_folder(model, "peft", tmp_path / "peft")
+    kept = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert kept["lora_alpha"] == 5 and set(kept["target_modules"]) == {"q_proj", "v_proj"}
+    task.export_folder(task.model(), "transformers", tmp_path / "transformers")
+    assert "convert_hf_to_gguf.py" in capsys.readouterr().out
+    with refuses("lora_targets", "c_attn"):
+        task_of(folder, tmp_path, **options, lora_targets=("c_attn",)).model()
+
+
 def test_the_template_of_a_base_model_is_exported_with_it(tmp_path):
     import transformers
 
@@ -232,6 +281,36 @@ def test_the_template_of_a_base_model_is_exported_with_it(tmp_path):
     task.export_folder(task.model(), "peft", tmp_path / "peft")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "peft")
     assert tokenizer.chat_template == conversations.TEMPLATE
+
+
+@pytest.mark.parametrize(
+    "count, tokens, more",
+    [(20, 70, 0), (20, 90, 0), (200, 290, 0), (60, 520, 0), (400, 600, 0), (200, 110, 70), (400, 150, 150)],
+)
+def test_little_of_the_rows_of_a_small_set_is_empty_and_each_holds_its_longest_conversation(
+    count, tokens, more, tmp_path, tokenizer
+):
+    """more: tokens that every tenth conversation has more than the others."""
+    sizes = [tokens - 10 - n % 9 + more * (n % 10 == 0) for n in range(count)]
+    rows = [dict(prompt="p" * size, completion="c" * 9) for size in sizes]
+    path = write_lines(tmp_path / "chats.jsonl", *rows)
+    batch, length = data.fitting_sizes(path, tokenizer, 2048, 1)
+    train_set, test_set = opened(path, tokenizer, length, test_share=0.1)
+    assert "longer than a row" not in train_set.notes
+    assert train_set.sizes.mean() / length > 0.7 and len(train_set) + len(test_set) >= min(count, 50)
+    assert len(train_set) // batch >= min(count * 0.9, 45)
+    assert data.fitting_sizes(path, tokenizer, 2048, 1, length=1024)[1] == 1024
+
+
+def test_bytes_at_random_are_shown_as_such_and_any_language_as_it_is(tmp_path):
+    task = task_of(write_model(tmp_path / "model"), tmp_path)
+    tokenizer = hub.load_tokenizer("tiny")
+    for text, shown in (("你好 é\n", "你好 é\n"), ("", ""), ("a\x01\x02\ufffd", "(random bytes)")):
+        ids = tokenizer(text)["input_ids"]
+        batch = dict(written=np.array([[65, *ids, 256]]), prompt=np.array([1]))
+        found = dict(batch, written=np.pad(batch["written"], ((0, 0), (0, 20))))
+        task = dataclasses.replace(task, new_tokens=len(ids) + 1)
+        assert task.panels({}, found)[0][0][1] == f"b\n\n{shown}" or not text
 
 
 SENTENCE = "The capital of France is Paris. It is a city of two million people with the Louvre. "
@@ -247,15 +326,14 @@ def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path, m
         path = write_lines(tmp_path / f"{count}.jsonl", *rows)
         task = LanguageModel(dataset_dir=path, **options).choose_settings(detect())
         sizes[count] = task.batch_size, task.sequence_length
-    assert sizes[20] == (1, 256) and sizes[1000][0] >= 2 and sizes[20_000] == (16, 1024)
+    assert sizes[20][0] == 1 and sizes[1000][0] >= 8 and sizes[20_000] == (16, 1024)
     task = LanguageModel(dataset_dir=tmp_path / "20.jsonl", **options)
     train_set, test_set = task.datasets()
-    assert (len(train_set), len(test_set)) == (9, 1), "two conversations in a row"
-    assert "27 optimizer steps, of 1 rows of 256" in train_set.notes and "WARNING" in train_set.notes
-    assert "WARNING" not in dataclasses.replace(task, epochs=9).datasets()[0].notes
+    assert (len(train_set), len(test_set)) == (18, 2), "a conversation in a row"
+    assert "54 optimizer steps, of 1 rows of " in train_set.notes and "% used)" in train_set.notes
+    assert "WARNING" not in train_set.notes
+    assert "WARNING" in dataclasses.replace(task, epochs=2).datasets()[0].notes
     assert "% of them learned" in train_set.notes
-    chinese = write_lines(tmp_path / "chinese.jsonl", dict(prompt="问", completion="答" * 900))
-    assert data.fitting_sizes(chinese, 4)[1] == 1024, "about 600 tokens of a model that knows Chinese"
     given = dataclasses.replace(task, batch_size=16, sequence_length=512)
     assert given.choose_settings(detect()) is given and given.length == 512
     without_data = LanguageModel(**options).choose_settings(detect())
@@ -324,6 +402,15 @@ def test_a_tokenizer_with_more_tokens_than_the_model_takes_is_refused(model, cha
     (tmp_path / "small/tokenizer.json").unlink()
     with refuses("tokenizer.json"):
         task_of(small, chats, **LORA).datasets()
+
+
+def test_a_prompt_file_is_a_chat_only_if_the_run_learned_chats(chats, model, tmp_path, cpu):
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 9)
+    (tmp_path / "prompt.txt").write_text("Once")
+    options: Any = LORA | dict(epochs=1, samples=0, batch_size=1, test_share=0.5)
+    for place, wanted in ((tmp_path / "text.txt", "Once"), (chats, "<user>Once</s><assistant>")):
+        run = train_in(tmp_path / place.stem, task_of(model, place, **options), cpu)
+        assert predict(run, [tmp_path / "prompt.txt"], progress=False)[0]["prompt"] == wanted
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(finished, tmp_path):

@@ -1,5 +1,6 @@
 """Fine-tuning gives the ids, labels, losses and gradients of TRL 1.16, predicting the text of `generate`."""
 
+import functools
 import itertools
 import json
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.tasks.text.small import END, TEMPLATES, TURNS, task_of, tokens_of, write_family
+from tests.tasks.text.trainers import make_trainer
 from tpukit.training.step import add_gradients
 from tpukit_tasks.text import conversations, hub
 
@@ -41,25 +43,7 @@ def folder(family, tmp_path):
 @pytest.fixture
 def sft(folder, monkeypatch):
     """A function of rows that returns a trainer of TRL, which has prepared them as its `train_dataset`."""
-    trl = pytest.importorskip("trl", reason="what tpukit is compared with (pip install trl==1.16.0)")
-    datasets, numbers = pytest.importorskip("datasets"), itertools.count()
-    hasher = datasets.fingerprint.Hasher  # which cannot hash all of pyarrow's types
-    monkeypatch.setattr(hasher, "hash", classmethod(lambda kind, value: f"{next(numbers):016x}"))
-    monkeypatch.setattr(hasher, "update", lambda self, value: None)
-    # On the CPU, also if this process has opened an XLA device.
-    accelerate = pytest.importorskip("accelerate")
-    for module in (accelerate.state, transformers.training_args, transformers.trainer):
-        monkeypatch.setattr(module, "is_torch_xla_available", lambda: False)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-    def trainer_of(rows, **settings):
-        settings = dict(report_to=[], use_cpu=True, bf16=False, max_length=None) | settings
-        options = trl.SFTConfig(str(folder.parent / "out"), gradient_checkpointing=False, **settings)
-        plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        rows, tokenizer = datasets.Dataset.from_list(rows), hub.load_tokenizer(str(folder))
-        return trl.SFTTrainer(plain, options, train_dataset=rows, processing_class=tokenizer)
-
-    return trainer_of
+    return functools.partial(make_trainer, monkeypatch, folder)
 
 
 def rows_of_trl(trainer):
@@ -68,9 +52,10 @@ def rows_of_trl(trainer):
     rows = []
     for row in trainer.train_dataset:
         ids, labels = np.array(row["input_ids"]), np.array(row.get("labels", row["input_ids"]))
-        ends = trainer.processing_class.convert_tokens_to_ids([END, trainer.processing_class.eos_token])
-        end = 1 + np.flatnonzero(np.isin(ids, ends))[-1]
-        assert trainer.processing_class.decode(ids[end:]).strip() == ""
+        tokenizer = trainer.processing_class
+        ends = [tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id]
+        end = 1 + np.flatnonzero(ids == ends[ends[0] not in ids])[-1]
+        assert tokenizer.decode(ids[end:]).strip() in ("", tokenizer.eos_token)
         labels[end:] = -100
         rows.append(dict(input_ids=ids.tolist(), labels=labels.tolist()))
     return rows

@@ -20,7 +20,7 @@ STEPS = 12
 
 @pytest.fixture(autouse=True)
 def without_a_trial(monkeypatch):
-    monkeypatch.setattr(trial, "try_out", lambda runtime: "")
+    monkeypatch.setattr(trial, "try_out", lambda *_: "")
 
 
 # One step function

@@ -26,3 +26,25 @@ def test_a_process_whose_heart_beats_is_left_alone_beyond_the_timeout_and_one_th
             assert "test_watchdog.py" in path.read_text()
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_compilation_that_runs_is_no_hang_and_what_hangs_after_it_is(tmp_path):
+    path, is_compiling = tmp_path / "stacks.txt", True
+    with open(path, "w") as stacks:
+        dog = watchdog.Watchdog(0.4, stacks, kills_process=False, is_compiling=lambda: is_compiling)
+        try:
+            time.sleep(1.5)
+            assert path.read_text() == ""
+            is_compiling = False
+            time.sleep(1)
+            assert "test_watchdog.py" in path.read_text()
+        finally:
+            dog.close()
+
+
+def test_what_is_watched_from_its_first_step_on_may_compile_before(tmp_path):
+    with open(tmp_path / "stacks.txt", "w") as stacks:
+        dog = watchdog.Watchdog(0.1, stacks, kills_process=False, from_start=False, is_compiling=lambda: True)
+        time.sleep(0.4)
+        dog.close()
+    assert (tmp_path / "stacks.txt").read_text() == ""

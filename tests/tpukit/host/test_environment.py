@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import loaded_by, refuses
 from tests.tpukit.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
 from tpukit import TpukitError, detect
+from tpukit.devices import open_runtime, runtime_class
 from tpukit.host import environment as module
 
 
@@ -228,6 +229,42 @@ def test_a_warning_in_place_of_a_variables_value_is_neither_several_hosts_nor_a_
     assert module.failed_lookups(whole, tmp_path) == {}
     env = detect(broken, tmp_path)
     assert env.device_name == (kind or "TPU") and "WARNING" not in str(env)
+
+
+KAGGLE = dict(KAGGLE_KERNEL_RUN_TYPE="Interactive", ISTPUVM="1", TPU_PROCESS_ADDRESSES="local")
+
+
+@pytest.mark.parametrize("environ, chips, folder, kind, bounds", [
+    (KAGGLE, 8, "", "v5litepod-8", "2,4,1"),
+    ({}, 8, "kaggle/working", "v5litepod-8", "2,4,1"),  # a shell that has inherited nothing
+    ({"COLAB_RELEASE_TAG": "x"}, 1, "", "v5litepod-1", "1,1,1"),
+    ({}, 8, "", None, None),  # a TPU VM, which asks its metadata server
+    (KAGGLE, 0, "", None, None),
+    (KAGGLE | {"TPU_WORKER_ID": "0"}, 8, "", None, None),  # somebody has chosen
+])  # fmt: skip
+def test_a_hosted_shell_without_the_variables_of_its_chips_gets_them(
+    environ, chips, folder, kind, bounds, tmp_path, versions, monkeypatch
+):
+    versions(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
+    add_chips(tmp_path, chips)
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    wanted = dict(
+        TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE=kind, TPU_WORKER_ID="0", TPU_HOST_BOUNDS="1,1,1"
+    )
+    wanted |= dict(TPU_WORKER_HOSTNAMES="localhost", TPU_CHIPS_PER_HOST_BOUNDS=bounds)
+    assert module.failed_lookups(environ, tmp_path) == (wanted if kind else {})
+    # what this process imports and starts reads them
+    monkeypatch.setattr(os, "environ", dict(environ))
+    assert detect(root=tmp_path).cores == (chips or 1)
+    assert os.environ == environ | (wanted if kind else {})
+
+
+def test_a_torch_xla_before_2_8_is_refused_with_what_is_needed(versions, tmp_path):
+    versions(torch="2.7.1", torch_xla="2.7.0")
+    env = detect({"PJRT_DEVICE": "CPU"}, tmp_path)
+    for use in (lambda: env.require("any"), lambda: open_runtime(env), lambda: runtime_class(env)):
+        with refuses("torch_xla 2.7.0 is too old", "2.8 or 2.9"):
+            use()
 
 
 @pytest.mark.parametrize("pci_id, name", [("0x0063", "v5litepod-8"), ("0x006f", "v6e-8"), ("0x005e", "TPU")])

@@ -228,7 +228,7 @@ def test_every_figure_is_as_wide_as_the_page_and_no_word_in_it_is_small():
         figures.live_figure(records, LABELS),
         MSHNet.figures(dict(roc=rates))["roc"],
         ImageClassifier.figures(dict(confusion=confusion))["confusion"],
-        figures.runs_figure({"a": ([1.0], [0.5])}, "iou"),
+        figures.runs_figure({"a": dict(iou=([1.0], [0.5]))}, "mshnet", ["a"], "iou"),
         figures.panels_figure([[picture]], "one", ["a.png"]),
         figures.panels_figure([[picture] * 3] * 2, "rows"),
     ):
@@ -309,6 +309,6 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
     axes = axes_of(figures.curves_figure(records))
     axes |= axes_of(figures.live_figure(records, findings.NO_LABELS))
     axes |= axes_of(figures.panels_figure([[(EVIL, np.eye(4))]], EVIL))
-    axes |= axes_of(figures.runs_figure({EVIL: ([1.0], [0.5])}, EVIL))
+    axes |= axes_of(figures.runs_figure({EVIL: {EVIL: ([1.0], [0.5])}}, EVIL, [EVIL], EVIL))
     formula_or_control = r"(?<!\\)\$|[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800]"  # but for lines
     assert len(axes) >= 8 and not [title for title in axes if re.search(formula_or_control, title)]

@@ -172,7 +172,7 @@ def test_a_run_has_the_scores_of_its_task_even_of_a_users_own_and_the_epochs_tha
 def test_a_table_of_scores_has_the_names_of_the_charts_and_no_number_twice():
     scores = dict(log_likelihood=-2.5, test_loss=2.5, perplexity=12.2, tokens=7, zero=0.0, none=-0.0)
     names = dict(test_loss="cross entropy", perplexity="perplexity of the test set", none="nothing")
-    rows = findings.scores_table(scores, names=names).rows
+    rows = findings.scores_table(scores, names).rows
     assert rows == [
         ("cross entropy", "2.5000"),
         ("perplexity of the test set", "12.2000"),
@@ -180,4 +180,4 @@ def test_a_table_of_scores_has_the_names_of_the_charts_and_no_number_twice():
         ("zero", "0.0000"),
         ("nothing", "-0.0000"),
     ]
-    assert [name for name, _ in findings.scores_table(scores).rows][:2] == ["log likelihood", "test loss"]
+    assert [name for name, _ in findings.scores_table(scores, {}).rows][:2] == ["log likelihood", "test loss"]

@@ -132,8 +132,8 @@ def test_without_a_page_or_without_ipywidgets_one_picture_is_shown(why, page, mo
         monkeypatch.setattr(environment, "is_interactive_notebook", lambda: False)
     else:
         monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    draw = functools.partial(figures.runs_figure, {})
-    widgets.show_with_controls(draw, name=("Dropdown", dict(value="iou", options=["iou", "loss"])))
+    draw = functools.partial(figures.runs_figure, {}, "mnist", [])
+    widgets.show_with_controls(draw, score=("Dropdown", dict(value="iou", options=["iou", "loss"])))
     assert len(page.shown) == 1 and page.shown[0].data.startswith(b"\x89PNG") and not page.updates
 
 
@@ -148,6 +148,19 @@ def options(box):
     return list(runs.options), list(runs.value), list(score.options), score.value
 
 
+def drawn_by(monkeypatch):
+    """What is drawn of the runs of a folder: (series of each run, score, task)."""
+    calls, draw = [], figures.runs_figure
+
+    def recording(curves, task, runs, score):
+        series = {run: curves[run][score] for run in runs if score in curves[run]}
+        calls.append((series, score, task))
+        return draw(curves, task, runs, score)
+
+    monkeypatch.setattr(figures, "runs_figure", recording)
+    return calls
+
+
 def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypatch, capsys):
     with refuses(tmp_path):
         widgets.show_runs(tmp_path)
@@ -158,8 +171,7 @@ def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypat
     broken = curved(tmp_path, "c", iou=0.75)
     (broken / "records.jsonl").write_bytes((broken / "records.jsonl").read_bytes()[:-30])
     Run.open(tmp_path / "empty", MNIST())
-    calls, draw = [], figures.runs_figure
-    monkeypatch.setattr(figures, "runs_figure", lambda *given: calls.append(given) or draw(*given))
+    calls = drawn_by(monkeypatch)
     with pytest.warns(UserWarning, match="damaged"):
         widgets.show_runs(tmp_path)
     box = page.shown[-2]
@@ -186,8 +198,7 @@ def test_runs_of_different_tasks_have_a_chart_for_each_task_and_the_names_of_its
         of_task(tmp_path, f"own-{name}", "../../my task", {}, loss=5.4)
     of_task(tmp_path, "mnist", "mnist", {}, accuracy=0.9)
     (curved(tmp_path, "damaged", iou=0.75) / "config.json").write_text("{")
-    calls, draw = [], figures.runs_figure
-    monkeypatch.setattr(figures, "runs_figure", lambda *given: calls.append(given) or draw(*given))
+    calls = drawn_by(monkeypatch)
     widgets.show_runs(tmp_path)
     assert [(sorted(series), *names) for series, *names in calls] == [
         (["mshnet-a", "mshnet-b"], "IoU", "mshnet"),

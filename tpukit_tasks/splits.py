@@ -4,7 +4,6 @@ split is named, and test samples that are training samples."""
 import hashlib
 import os
 import re
-import stat
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -136,26 +135,6 @@ def files_below(folder: Path) -> list[Path]:
     """Return the files below a folder, sorted, those in linked folders too, but for hidden ones. Raises
     OSError for a folder that cannot be read: none is left out silently."""
     return list(map(Path, Listing().files_below(str(folder))))
-
-
-def resolve(path: str, folders: dict[str, str]) -> str:
-    """Return a path without links, as `Path.resolve` does, in a fraction of its time for many files of a
-    folder.
-
-    Args:
-        path: a file that may be missing.
-        folders: the folders that earlier calls resolved; gets this one's.
-    """
-    folder, separator, name = path.rpartition(os.sep)
-    if name in ("", ".", ".."):
-        return str(Path(path).resolve())
-    if folder not in folders:
-        folders[folder] = os.path.join(Path(folder + separator).resolve(), "")
-    try:
-        is_link = stat.S_ISLNK(os.lstat(path).st_mode)
-    except OSError:
-        is_link = False
-    return str(Path(path).resolve()) if is_link else folders[folder] + name
 
 
 def some(names: Sequence[str]) -> str:

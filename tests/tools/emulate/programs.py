@@ -1,0 +1,222 @@
+"""What the tests run on emulated chips: python programs.py NAME ARGUMENTS. Prints lines of JSON."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def say(**facts):
+    os.write(1, f"{json.dumps(facts)}\n".encode())  # at once, so that ranks do not mix
+
+
+# tpukit
+
+CHOICES = [(None, 1), (0.1, 1), (None, 2), (0.1, 2)]  # clip, micro-batches
+
+
+def own_loop():
+    """A loop of one's own, four ways: the loss and the norm of each step, and the weights at the end."""
+    import torch
+    from torch import nn
+
+    import tpukit
+
+    core = tpukit.core()
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+    x, y = (a[core.rank :: core.size].to(core.device) for a in (inputs, 3 * inputs.sum(1, keepdim=True)))
+    made = {}
+    for clip, micro in CHOICES:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(core.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        norms = []
+        for _ in range(4):
+            for k in range(micro):
+                loss = (model(x[k::micro]) - y[k::micro]).square().mean() / micro
+                loss.backward()
+            core.average_gradients(optimizer)
+            if clip:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
+            optimizer.step()
+            optimizer.zero_grad()
+            core.end_step()
+        weights = [value for p in model.parameters() for value in p.detach().cpu().flatten().tolist()]
+        made[f"clip {clip}, {micro} micro-batches"] = [norm.item() for norm in norms] + weights
+    return made
+
+
+def train(folder, data, *settings):
+    import tpukit
+
+    say(own=tpukit.launch(own_loop))
+    run = Path(folder)
+    task = tpukit.MNIST(dataset_dir=Path(data), **SETTINGS)
+    tpukit.launch(tpukit.train, task, tpukit.Run.open(run, task))
+
+
+SETTINGS = dict(
+    epochs=2,
+    batch_size=16,
+    micro_batches=2,
+    clip_norm=0.1,
+    schedule="cosine",
+    ema_decay=0.9,
+    channels=4,
+    log_every=1,
+    precision="fp32",
+    save_every_s=0.0,
+)
+# The same, for a command line
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+
+
+# torch_xla
+
+
+def spawn(function, *arguments):
+    import torch_xla.distributed.xla_multiprocessing as xmp
+
+    xmp.spawn(function, args=arguments)
+
+
+def collectives_of(index):
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    device, rank, size = torch_xla.device(), xr.global_ordinal(), xr.world_size()
+    x = torch.arange(size * 6, dtype=torch.float32).reshape(size, 6) + 100 * rank
+    on, made = x.to(device), {}
+    for name in ("SUM", "MUL", "MIN", "MAX"):
+        for kind in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+            row = (x[0, :3] % 7 + 1).to(kind).to(device)
+            made[f"{name} {kind}"] = xm.all_reduce(getattr(xm, f"REDUCE_{name}"), row).cpu().tolist()
+    bits = torch.tensor([rank > 0, True, False]).to(device)
+    made["AND"], made["OR"] = (xm.all_reduce(op, bits).cpu().tolist() for op in (xm.REDUCE_AND, xm.REDUCE_OR))
+    made["gather 0"], made["gather 1"] = (xm.all_gather(on[:2], dim=dim).cpu().tolist() for dim in (0, 1))
+    for pin in (True, False):
+        scattered = xm.reduce_scatter(xm.REDUCE_SUM, on, 1.0, 0, size, pin_layout=pin)
+        across = xm.reduce_scatter(xm.REDUCE_SUM, on.t().contiguous(), 1.0, 1, size, pin_layout=pin)
+        made[f"scatter 0 {pin}"], made[f"scatter 1 {pin}"] = scattered.cpu().tolist(), across.cpu().tolist()
+        made[f"to all {pin}"] = xm.all_to_all(on, 0, 1, size, pin_layout=pin).cpu().tolist()
+    made["permute"] = xm.collective_permute(on, [[k, (k + 1) % size] for k in range(size)]).cpu().tolist()
+    made["permute one"] = xm.collective_permute(on, [[0, 1]]).cpu().tolist()
+    halves = [list(range(0, size, 2)), list(range(1, size, 2))]
+    made["groups"] = xm.all_reduce(xm.REDUCE_SUM, on, groups=halves).cpu().tolist()
+    made["groups gather"] = xm.all_gather(on[0], groups=halves).cpu().tolist()
+    say(rank=rank, made=made)
+
+
+def helpers_of(index):
+    """What examples of torch_xla use beside collectives; each rank has a program of its own."""
+    import torch
+    import torch.distributed
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.parallel_loader as loaders
+    import torch_xla.distributed.xla_backend  # noqa: F401  registers xla
+    import torch_xla.runtime as xr
+
+    torch.distributed.init_process_group("xla", init_method="xla://")
+    device, rank, closed = torch_xla.device(), xr.global_ordinal(), []
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(4, 1).to(device)
+    xm.broadcast_master_param(model)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.01)
+    for x in loaders.MpDeviceLoader([torch.full((1, 4), k + rank + 1.0) for k in range(3)], device):
+        optimizer.zero_grad()
+        loss = parallel(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        xm.add_step_closure(lambda value: closed.append(value.item()), args=(x.sum(),))
+    torch_xla.sync()
+    xm.rendezvous("all are here")
+    say(
+        rank=rank, weights=model.weight.cpu().tolist(), closed=closed, mesh=xm.mesh_reduce("m", rank + 1, sum)
+    )
+
+
+def part_of(index, how):
+    """Rank 1 never comes to the collective, or brings another size."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    rank, device = xr.global_ordinal(), torch_xla.device()
+    if rank == 1 and how == "never":
+        time.sleep(20)
+        return
+    xm.all_reduce(xm.REDUCE_SUM, torch.ones(5 if rank == 1 else 3).to(device)).cpu()
+
+
+def spmd():
+    import numpy
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    xr.use_spmd()
+    count = xr.global_runtime_device_count()
+    device = torch_xla.device()
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 1).to(device), torch.randn(8, 4).to(device)
+    xs.mark_sharding(x, xs.Mesh(numpy.arange(count), (count,), ("data",)), ("data", None))
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        torch_xla.sync()
+        losses.append(loss.item())
+    say(count=count, losses=losses)
+
+
+def memory():
+    """Hold ever more, until it does not fit; and ask for a program that never fits."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    device, held, used = torch_xla.device(), [], []
+    try:
+        for k in range(9):
+            held.append(torch.zeros(1 << 20, device=device) + k + 0.5)
+            torch_xla.sync(wait=True)
+            used.append(xm.get_memory_info(device)["bytes_used"])
+    except RuntimeError as error:
+        say(used=used, error=str(error))
+    del held[1:]
+    say(after=xm.get_memory_info(device))
+    errors = []
+    for _ in range(2):  # torch_xla says the error of an allocation once more, in the next call
+        try:
+            (held[0][:, None] * held[0]).cpu()
+        except RuntimeError as error:
+            errors.append(str(error))
+    say(error=errors[1])
+    os._exit(0)  # without what is still to compute
+
+
+def alone():
+    """One process, which opens all chips."""
+    import torch
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    sums = [(torch.ones(3).to(torch_xla.device(k)) * k).sum().item() for k in range(2)]
+    say(devices=xr.addressable_device_count(), sums=sums)
+
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    if f"{name}_of" in globals():
+        spawn(globals()[f"{name}_of"], *arguments)
+    else:
+        globals()[name](*arguments)
