@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.data import arrays, downloads
+from tpukit.data import arrays
 from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.host.text import printable
-from tpukit_tasks import pictures
+from tpukit_tasks import downloads, pictures
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tpukit import MNIST, find_dataset
-from tpukit.data import downloads
+from tpukit_tasks import downloads
 from tpukit_tasks.mnist_data import read_digit, read_split
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 28, 28), np.uint8)

@@ -7,10 +7,10 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tpukit.data import downloads
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, Unreadable, explained, first_line
 from tpukit.runs import weights
+from tpukit_tasks import downloads
 
 if TYPE_CHECKING:
     from torch.nn import Module

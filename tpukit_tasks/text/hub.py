@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from tpukit.data import downloads
 from tpukit.host.errors import TpukitError, explained, reading
+from tpukit_tasks import downloads
 
 # By the `model_type` of a config: those whose logits are tested to be transformers', and why others are not.
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text", "mistral", "ministral", "smollm3", "phi3")

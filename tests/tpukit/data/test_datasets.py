@@ -125,7 +125,7 @@ def test_an_accelerator_gets_a_larger_synthetic_set_and_the_number_is_printed(
 @pytest.mark.parametrize("name", ["mnist", "IRSTD-1k", "my-images", "eit"])
 def test_why_data_are_synthetic_is_one_sentence_without_brackets_in_brackets(name, here, monkeypatch, capsys):
     monkeypatch.setattr(leaves.find("mnist"), "synthesize", staticmethod(lambda *_: None))
-    monkeypatch.setattr("tpukit.data.downloads.urllib.request.urlopen", unreachable)
+    monkeypatch.setattr("tpukit_tasks.downloads.urllib.request.urlopen", unreachable)
     monkeypatch.delenv("TPUKIT_OFFLINE", raising=False)
     find_dataset(name, size=2, env=here)
     said = " ".join(capsys.readouterr().out.split())
