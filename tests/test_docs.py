@@ -269,7 +269,10 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
     assert code in allowed, f"{words}: {output.err[-2000:]}"
 
 
-@pytest.mark.parametrize("command", sorted({*written()} - {*chosen()}))
+# Without `tpukit emulate`, whose words after the machine are another program's
+@pytest.mark.parametrize(
+    "command", sorted(one for one in {*written()} - {*chosen()} if not one.startswith("tpukit emulate"))
+)
 def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkeypatch, capfd):
     from tpukit_tools.cli import commands
 

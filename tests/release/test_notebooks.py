@@ -50,7 +50,10 @@ def unpack(cell, home, **variables):
 def is_of_mnist(name):
     """Whether a file is the library's, MNIST's, or of what every notebook carries of the desk."""
     package, part, *_ = name.removesuffix(".py").split("/")
-    wanted = dict(tpukit_tasks=("__init__", "mnist", "mnist_data"), tpukit_tools=("__init__", *pack.DESK))
+    shared = ("finite", "pictures", "splits", "downloads")  # of several tasks
+    wanted = dict(
+        tpukit_tasks=("__init__", "mnist", "mnist_data", *shared), tpukit_tools=("__init__", *pack.DESK)
+    )
     return package == "tpukit" or part in wanted[package]
 
 
@@ -109,7 +112,7 @@ print(*leaves.tasks(), *filter(commands.is_offered, commands.NEEDED))
         ("finetune_images", "images doctor predict export"),
         ("finetune_llm", "text doctor predict export plan"),
         ("gpu_to_tpu_migration", "mnist doctor predict export migrate"),
-        ("hardware_check", "mnist cdeit doctor predict export simulate"),
+        ("hardware_check", "mnist mshnet cdeit doctor predict export simulate"),
         ("hardware_comparison", "mshnet doctor predict export plan compare"),
         ("kaggle_cdeit_tpu", "cdeit doctor predict export simulate"),
         ("your_own_loop", "mnist doctor predict export"),

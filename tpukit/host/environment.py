@@ -115,7 +115,10 @@ class Environment:
         return parent / name
 
     def check_versions(self) -> None:
-        """Raise TpukitError if torch_xla does not work with tpukit or torch."""
+        """Raise what `misfit` says.
+
+        Raises:
+            TpukitError: if torch_xla does not work with tpukit or torch."""
         if self.misfit:
             raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
 

@@ -69,7 +69,8 @@ def run_core(job: Job, index: int) -> None:
             result = portable(job.call(core), core)
             if world.rank == 0:
                 torch.save(result, job.file(index, "result"))
-        ending: dict[str, Any] = dict(outcome="done", core=index, alone=counted and counted.end())
+            alone = counted and counted.end()
+        ending: dict[str, Any] = dict(outcome="done", core=index, alone=alone)
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
         ending = _ending(error, describe(job, index, core))

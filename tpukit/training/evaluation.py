@@ -77,6 +77,9 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         return runtime.world.broadcast(scores)
 
 
+vars(test)["rounds_batch_up"] = True  # see `launched_call`
+
+
 def scores_of(task: Task, predictions: list) -> dict:
     """Return the scores of `task.evaluate`, with plain numbers in place of numpy's and torch's. Raises
     TpukitError if that cannot be recorded, or has no score that decides which weights are best."""

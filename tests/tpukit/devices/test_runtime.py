@@ -25,7 +25,7 @@ def test_every_backend_has_a_runtime_of_its_own_and_the_table_loads_none():
     assert ran.stdout.split() == ["False"], ran.stderr
     assert [*RUNTIMES] == [*get_args(Backend)]
     pytest.importorskip("torch_xla")
-    found = [runtime_class(SimpleNamespace(backend=backend)) for backend in RUNTIMES]
+    found = [runtime_class(SimpleNamespace(backend=backend, check_versions=list)) for backend in RUNTIMES]
     assert len({*found}) == 4 and all(issubclass(one, Runtime) for one in found)
 
 
@@ -156,7 +156,7 @@ def test_a_libtpu_without_a_bus_gets_no_launch_barrier_before_it_opens_the_chips
         monkeypatch.delenv("LIBTPU_INIT_ARGS")
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
     for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
-        env = SimpleNamespace(accelerator=accelerator, backend="torch_xla", versions={})
+        env = SimpleNamespace(accelerator=accelerator, backend="torch_xla", versions={}, check_versions=list)
         open_runtime(env)
     assert [environ.get("LIBTPU_INIT_ARGS") for environ in opened] == [given, wanted, wanted]
 

@@ -104,7 +104,11 @@ def test_a_name_that_a_core_lacks_names_those_that_it_has(name, cpu):
     with pytest.raises(AttributeError) as error:
         getattr(core, name)
     words = str(error.value)
-    assert f"{name!r}" in words and ", rank, runtime, size, state_dict, world;" in words and " _" not in words
+    assert (
+        f"{name!r}" in words
+        and ", rank, runtime, share, size, state_dict, world;" in words
+        and " _" not in words
+    )
     for of_world in words.partition("world has ")[2].split(", "):
         assert callable(getattr(core.world, of_world))
     for other in Core.__annotations__:  # every name that the class describes is there, and named
@@ -233,10 +237,10 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
-def test_a_process_that_launches_a_plain_function_loads_1240_lines_of_code_at_most(cores, tmp_path):
+def test_a_process_that_launches_a_plain_function_loads_1330_lines_of_code_at_most(cores, tmp_path):
     program = f"import tpukit\nassert tpukit.launch(lambda: tpukit.core().size, cores={cores}) == {cores}"
     _, parts, lines = loaded_by(program, tmp_path, CPU)
-    assert parts == {"devices", "host", "launching", "runs"} and lines <= 1_240
+    assert parts == {"devices", "host", "launching", "runs"} and lines <= 1_330
 
 
 def test_a_step_that_torch_xla_compiles_as_one_graph_trains_as_one_that_it_does_not(xla):

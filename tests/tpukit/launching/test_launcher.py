@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import tpukit
 from tests.conftest import best_weights, checkpoint, exact, refuses, same, scores_of, wait_for
 from tests.tpukit.launching.conftest import (
     CPU,
@@ -22,7 +23,7 @@ from tests.tpukit.launching.conftest import (
     steps_logged,
 )
 from tests.tpukit.launching.launched import RECIPE, Watched, machine
-from tpukit import CDEIT, MNIST, MSHNet, Run, launch, test, train
+from tpukit import CDEIT, MNIST, MSHNet, Run, launch, train
 from tpukit.devices import chip_access
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
@@ -205,8 +206,8 @@ def test_on_one_core_too_an_error_of_the_device_comes_with_its_fix(message, word
 def test_a_test_takes_any_batch_and_a_training_one_that_the_cores_share(digits, tmp_path):
     task = MNIST(dataset_dir=digits, batch_size=4)
     plan = launched_call(task, Run(tmp_path))
-    plan.check(test, 8)
-    plan.check(functools.partial(test, progress=False), 8)
+    plan.check(tpukit.test, 8)
+    plan.check(functools.partial(tpukit.test, progress=False), 8)
     with refuses("multiple of 8"):
         plan.check(train, 8)
 
