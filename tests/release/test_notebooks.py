@@ -50,7 +50,7 @@ def unpack(cell, home, **variables):
 def is_of_mnist(name):
     """Whether a file is the library's, MNIST's, or of what every notebook carries of the desk."""
     package, part, *_ = name.removesuffix(".py").split("/")
-    shared = ("finite", "pictures", "splits", "downloads")  # of several tasks
+    shared = ("pictures", "splits", "downloads")  # of several tasks
     wanted = dict(
         tpukit_tasks=("__init__", "mnist", "mnist_data", *shared), tpukit_tools=("__init__", *pack.DESK)
     )

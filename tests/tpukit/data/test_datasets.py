@@ -13,10 +13,9 @@ import pytest
 from tests.conftest import refuses
 from tests.tpukit.data.test_archives import make_archive
 from tpukit import TpukitError, find_dataset, leaves
-from tpukit.data import downloads
 from tpukit.data.datasets import Findable, make_synthetic
 from tpukit.leaves import part_of
-from tpukit_tasks import cdeit
+from tpukit_tasks import cdeit, downloads
 from tpukit_tasks.mshnet.lists import LISTS
 from tpukit_tasks.splits import SPLITS
 

@@ -237,10 +237,10 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
-def test_a_process_that_launches_a_plain_function_loads_1330_lines_of_code_at_most(cores, tmp_path):
+def test_a_process_that_launches_a_plain_function_loads_1350_lines_of_code_at_most(cores, tmp_path):
     program = f"import tpukit\nassert tpukit.launch(lambda: tpukit.core().size, cores={cores}) == {cores}"
     _, parts, lines = loaded_by(program, tmp_path, CPU)
-    assert parts == {"devices", "host", "launching", "runs"} and lines <= 1_330
+    assert parts == {"devices", "host", "launching", "runs"} and lines <= 1_350
 
 
 def test_a_step_that_torch_xla_compiles_as_one_graph_trains_as_one_that_it_does_not(xla):
