@@ -79,7 +79,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(tmp_path):
         "It ran on 2 x xla",
     ):
         assert words in output, words
-    assert ">iou<" in "".join(outputs(notebook, "text/html"))
+    assert ">IoU<" in "".join(outputs(notebook, "text/html"))
     assert len(outputs(notebook, "image/png")) == 6
     assert text(notebook).count("100%|") == 1  # the bar of core 0, as text
     assert not outputs(notebook, "application/vnd.jupyter.widget-view+json")
@@ -243,7 +243,7 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
     small["WEIGHTS"] = str(earlier.path / "best.safetensors")
     notebook = run_notebook("segment_your_own.ipynb", tmp_path, RUN_NAME="run", **small)
     tables = "".join(outputs(notebook, "text/html"))
-    assert "are mostly white" in tables and ">iou<" in tables
+    assert "are mostly white" in tables and ">IoU<" in tables
     # demo, labels, samples, curves, ROC, predictions, threshold, own
     assert len(outputs(notebook, "image/png")) == 8
     settings = json.loads((tmp_path / "outputs/run/config.json").read_text())["settings"]

@@ -242,7 +242,7 @@ def test_a_name_without_internet_a_gated_and_an_unknown_one_are_told_in_a_senten
     monkeypatch.setattr(hub.downloads, "check_reachable", lambda url: None)
     response = type("Response", (), dict(headers={}, status_code=403, request=None))()
     for kind, told in (
-        (library.errors.GatedRepoError, "gated"),
+        (library.errors.GatedRepoError, "accept its terms"),
         (library.errors.RepositoryNotFoundError, "check its name"),
     ):
 

@@ -207,7 +207,7 @@ def test_an_adapter_and_the_merged_model_load_without_tpukit(finished, model, tm
 
     task, run = finished
     exported = [export(run, to=to, out=tmp_path / to) for to in ("peft", "transformers")]
-    assert all(one.is_equal() for one in exported) and "MB" in str(exported[0])
+    assert all(one.is_equal() for one in exported) and "kB" in str(exported[0])
     assert not list(tmp_path.rglob("*.bin")) and (tmp_path / "peft/adapter_model.safetensors").is_file()
     task = task_of_run(run.config, run.path)
     ours: Any = dataclasses.replace(task, weights=run.best())
