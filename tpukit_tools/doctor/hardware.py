@@ -4,15 +4,11 @@ A check is a function whose docstring is what is assumed; it returns whether tha
 It runs in a process of its own, with a limit: one that hangs or fails costs itself alone. The report is one
 JSON file, without names, paths and data, that docs/hardware/ of tpukit's repository collects."""
 
-import collections
 import contextlib
 import copy
 import faulthandler
 import json
 import math
-import os
-import re
-import socket
 import subprocess
 import tempfile
 import time
@@ -33,13 +29,14 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files, known_errors
 from tpukit.host.environment import Environment, detect
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.text import GIB, printable, say
+from tpukit.host.text import GIB, say
 from tpukit.launching.job import Job
 from tpukit.launching.supervisor import CoreFailed
 from tpukit.training import trial
 from tpukit.training.step import TrainingStep
 from tpukit.training.task import Task
 from tpukit_tools import subprocess_call
+from tpukit_tools.doctor import causes
 
 FORMAT = "tpukit hardware 1"
 REPORT = "hardware.json"
@@ -49,14 +46,6 @@ LIMIT_S = 300  # for one check; all_cores trains twice
 CORES_LIMIT_S = (
     120  # for cores to start, and for a step of theirs; sooner than the check's, which has no cause
 )
-LONGEST_TEXT = 400  # characters of what was found
-# What begins like a path or a URL: as folders may have blanks, nobody can tell where it ends.
-# The files by which a chip is opened are the same on all machines.
-OF_A_CHIP = r"/(?:dev/(?:vfio/\d+|accel\d+)|tmp/libtpu_lockfile)(?![\w/.-])"
-PATH = re.compile(rf"(\w+://|(?<![\w.)])(?!{OF_A_CHIP})~?/(?=[\w.-])|\b[A-Za-z]:\\).*")
-# Mail addresses, and internet addresses of versions 4 and 6
-ADDRESS = re.compile(r"\S+@\S+|\b\d+(\.\d+){3}\b|(?<![\w:])([0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}(?![\w:])")
-
 MEAN_ERROR = 1e-3  # largest mean error of gradients in fp32 over all cores
 FP32_ERROR = 1e-5  # relative to a product's norm; with factors rounded to bf16 it is 3e-3, to TF32 3e-4
 NETWORK_ERROR = 5e-3  # largest relative one of MSHNet in fp32, which rounds its gradients by 4e-4
@@ -366,7 +355,9 @@ def check_hardware(env: Environment, path: Path, *, rehearse: bool = False) -> d
         say(f"{number}/{len(CHECKS)} {name}: {check.__doc__}")
         began = time.monotonic()
         outcome, text = run_check(name, env)
-        row = dict(name=name, outcome=outcome, text=scrub(text), seconds=round(time.monotonic() - began, 1))
+        row = dict(
+            name=name, outcome=outcome, text=causes.scrub(text), seconds=round(time.monotonic() - began, 1)
+        )
         report["checks"].append(row)
         files.write_atomic(path, json.dumps(report, indent=1) + "\n")
         say(f"    {outcome} in {row['seconds']} s: {row['text']}")
@@ -385,7 +376,7 @@ def describe(env: Environment) -> dict[str, Any]:
         host=env.host,
         accelerator=env.accelerator,
         backend=env.backend if env.accelerator in ("tpu", "xla") else None,
-        chip=chip.name if chip else scrub(env.device_name),
+        chip=chip.name if chip else causes.scrub(env.device_name),
         chips=env.cores,
         python=env.python,
         versions=env.versions,
@@ -406,7 +397,10 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
     try:
         holds, text = subprocess_call.call(answer, name, timeout_s=LIMIT_S)
     except subprocess.TimeoutExpired as error:
-        holds, text = False, f"it did not end within {LIMIT_S} s and was stopped{_at(error.stderr)}"
+        holds, text = (
+            False,
+            f"it did not end within {LIMIT_S} s and was stopped{causes.place_of(error.stderr)}",
+        )
     except TpukitError as error:
         holds, text = False, f"its process ended without an answer: {error}"
     return PASS if holds else FAIL, text
@@ -420,83 +414,10 @@ def answer(name: str) -> Found:
     try:
         return CHECKS[name](detect())
     except CoreFailed as error:
-        return False, cause_of_cores(str(error))
+        return False, causes.cause_of_cores(str(error))
     except Exception as raised:
         # tpukit raised an error of the device's with its fix; here its place counts.
         error = raised.__cause__ if isinstance(raised, TpukitError) and raised.__cause__ else raised
         frame = traceback.extract_tb(error.__traceback__)[-1]
         at = f"{Path(frame.filename).name} line {frame.lineno}"
         return False, f"{type(error).__name__} in {at}: {first_line(error)}"
-
-
-# How cores failed, from the message of a `CoreFailed`, see launching/supervisor.py
-
-FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+),? in (?P<function>.+)')
-RAISED_AT = re.compile(r"([\w.]*\.)?(?P<error>\w+)(: (?P<words>.*))?$")
-LAST_WORDS = (r"^F\d{4}|Check failed|what\(\)", r"Error\b|^Fatal ", "")  # the most telling first
-
-
-def cause_of_cores(message: str) -> str:
-    """Return in one line what made cores fail: the error of the one that failed first and its place; the
-    cause of death of those that died; or where each of those that hang is."""
-    first, *lines = [line for line in message.splitlines() if "What each core printed: " not in line]
-    if is_hang := re.match(r"(.*?)\. What each was doing", first):
-        return f"{is_hang[1]}: {_places(lines)}"
-    if " ended unexpectedly: " in first:
-        told = [
-            line for line in lines if not FRAME.match(line) and not line.startswith(("Thread", "Current"))
-        ]
-        words = next((line for kind in LAST_WORDS for line in told[::-1] if re.search(kind, line)), "")
-        return f"{first}{_at(chr(10).join(lines))}" + (f": {words}" if words else "")
-    where = first.removesuffix(":")
-    frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
-    if not frames:  # a sentence of tpukit's own
-        return " ".join(filter(None, [first, *lines]))
-    # The first line after the last frame, its source and its marks
-    words = next((line for line in lines[frames[-1] + 1 :] if line[:1].strip()), "")
-    found = RAISED_AT.match(words)
-    error, what = (found["error"], found["words"] or "") if found else ("an error", words)
-    return f"{where}: {error} in {_place(lines[frames[-1]])}" + (f": {what}" if what else "")
-
-
-def _place(line: str) -> str:
-    """Return the file, without its folder, and the line of one line of a traceback."""
-    frame = FRAME.match(line)
-    assert frame
-    return f"{Path(frame['file']).name} line {frame['line']}"
-
-
-def _innermost(lines: list[str]) -> str:
-    """Return the place of the first of tpukit's own lines of a stack, most recent call first, else of any."""
-    frames = [line for line in lines if FRAME.match(line)]
-    ours = [line for line in frames if re.search(r"/tpukit(_tools|_tasks|(?!/launching))/", line)]
-    return _place((ours or frames)[0]) if frames else "nowhere in Python"
-
-
-def _at(stacks: str | bytes | None) -> str:
-    """Return where a process was, by what faulthandler wrote to its stderr, in words; "" if it wrote none."""
-    text = stacks.decode(errors="replace") if isinstance(stacks, bytes) else stacks or ""
-    lines = re.split(r"(?m)^(?:Thread|Current thread) 0x", text)[-1].splitlines()  # the main thread is last
-    return f", in {_innermost(lines)}" if any(map(FRAME.match, lines)) else ""
-
-
-def _places(lines: list[str]) -> str:
-    """Return where cores hang, those at one place together."""
-    places = collections.defaultdict(list)
-    parts = re.split(r"(?m)^core (\d+) \(full stack: .*\)$", "\n".join(lines))
-    for core, stacks in zip(parts[1::2], parts[2::2]):
-        threads = re.split(r"(?m)^(?:Thread|Current thread) 0x", stacks)
-        places[_innermost(threads[-1].splitlines())].append(core)
-    return "; ".join(f"core {', '.join(cores)} in {place}" for place, cores in places.items())
-
-
-def scrub(text: str) -> str:
-    """Return a text without what tells whose machine it came from: what follows a path or a URL, addresses,
-    names of user and host."""
-    text = PATH.sub("(path)", printable(" ".join(text.split())[:LONGEST_TEXT]))
-    text = ADDRESS.sub("(address)", text)
-    host = socket.gethostname()
-    names = {host, host.partition(".")[0], os.environ.get("USER", "")} - {"root", ""}
-    for name in sorted(names, key=len, reverse=True):
-        text = re.sub(rf"\b{re.escape(name)}\b", "(name)", text)
-    return text
