@@ -7,7 +7,7 @@ torch_xla's own bridge to torch.compile, which takes no optimizer.) With several
 and the all-reduce is part of the graph.
 
     first call         capture: trace the step twice, check that both traces agree, compile and run the graph
-    later calls        replay: run the graph, move its outputs into the model, the optimizer, the gradients
+    later calls        replay: run the graph, move its outputs into the model and the optimizer
     another signature  refuse: a step is one graph
     now and then       check: capture again, to see that the step is still that graph
 """
@@ -120,8 +120,7 @@ class Graph(NamedTuple):
 
     hash: str  # torch_xla's name of it
     state: list[Tensor]  # on the device, which the step may write
-    written: list[int]  # indices of those of `state` that it writes; its first outputs
-    parameters: list[nn.Parameter]  # those that get a gradient; its next outputs, before the result
+    written: list[int]  # indices of those of `state` that it writes; its outputs before the result
     inputs: list[tuple[str, int]]  # in the graph's order: which "argument", "state" or "constant" each is
     constants: list[Tensor]
     draws_random_numbers: bool
@@ -132,7 +131,7 @@ class ReplayedStep(CompiledFunction):
     """A training step as a captured graph that is replayed, if that gives the same result.
 
     Its function takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters
-    and buffers of the model and the state of the optimizer.
+    and buffers of the model and the state of the optimizer. It leaves no gradients.
 
     may_replay: False if a replay would be wrong on some rank, so that all trace every step: it draws
     random numbers on the device, replaces numbers of the optimizer's state on the host, or has other
@@ -225,8 +224,7 @@ class ReplayedStep(CompiledFunction):
         result = self._compute(*arguments)
         host.measure()
         written = [i for i, is_changed in enumerate(xla_private.are_pending(state)) if is_changed]
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
+        outputs = [*(state[i] for i in written), result]
         ids, values = xla_private.graph_inputs(outputs)
         inputs, constants = [], []
         for handle, value in zip(xla_private.handles(values), values):
@@ -238,7 +236,7 @@ class ReplayedStep(CompiledFunction):
                 xla_private.set_donated(value, True)
         is_random = xla_private.random_seed_id() in ids
         name = xla_private.graph_hash(outputs)
-        return Graph(name, state, written, parameters, inputs, constants, is_random, host), outputs
+        return Graph(name, state, written, inputs, constants, is_random, host), outputs
 
     def _discard(self):
         """Undo the traced step, if there is one, except for the optimizer's numbers on the host."""
@@ -253,13 +251,10 @@ class ReplayedStep(CompiledFunction):
     def _replay(self, graph, tensors):
         current = dict(argument=tensors, state=graph.state, constant=graph.constants)
         inputs = [current[kind][number] for kind, number in graph.inputs]
-        *outputs, result = xla_private.run_graph(graph.hash, inputs)
+        *written, result = xla_private.run_graph(graph.hash, inputs)
         graph.host.advance()
-        written, gradients = outputs[: len(graph.written)], outputs[len(graph.written) :]
         for index, value in zip(graph.written, written):
             graph.state[index].data = value
-        for p, gradient in zip(graph.parameters, gradients):
-            p.grad = gradient
         # Keeps the state that this graph reads until the next replay: the host would wait here for the graph
         # to release it.
         self.kept = [*self.kept[-1:], written]

@@ -21,7 +21,7 @@ MIN_LOSS_SCALE = 2.0**-14
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, grad_norm=0.0)
 """Metrics summed on the device over an interval, with their initial values. bad_step: the first step whose
 loss was not finite, counted from 0 at the start of the interval, -1 for none. grad_norm: the last step's,
-if gradients are clipped; otherwise `sync` computes the norm of the last gradient."""
+if it is clipped or compiled; otherwise `sync` computes the norm of the last gradient."""
 
 
 def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
@@ -65,15 +65,15 @@ def sync(
     model: nn.Module,
     runtime: Runtime,
     *,
-    clipped: bool,
+    has_norm: bool,
     stop_signal: int | None,
     save_due: bool,
 ) -> Interval:
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the
     device and the ranks.
 
-    clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's."""
-    grad_norm = sums[-1:] if clipped else gradient_norm(model).to(sums.device)
+    has_norm: whether the steps compute their gradient norm. stop_signal, save_due: this rank's."""
+    grad_norm = sums[-1:] if has_norm else gradient_norm(model).to(sums.device)
     values = runtime.to_cpu(torch.cat([sums[:-1], grad_norm])).tolist()
     mine = dict(zip(SUMS, values), memory=runtime.memory(), stop=stop_signal or 0, save=save_due)
     ranks = runtime.world.all_gather(mine)
@@ -89,8 +89,7 @@ def sync(
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the norm of the last step's gradient, (1,); 0 if there was none. Not part of the step: only the
-    last one before a sync is used."""
+    """Return the norm of the last step's gradient, (1,); 0 if there was none."""
     gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
     return nn.utils.get_total_norm(gradients).reshape(1)
 

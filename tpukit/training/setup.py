@@ -135,7 +135,7 @@ class Trainer:
             self.step.sums,
             self.model,
             self.runtime,
-            clipped=self.task.clip_norm is not None,
+            has_norm=self.task.clip_norm is not None or self.runtime.compiles,
             stop_signal=self.stop_asked(),
             save_due=self.saver.is_due(),
         )

@@ -43,14 +43,17 @@ def train_step(
     epoch: from 0, as `Runtime.as_graph_input` gives it.
     lr_factor: of `schedule.lr_factor`, given in the same way.
 
-    The gradients stay until the next step, so that their norm can be computed when the
-    metrics are synced."""
+    The gradients stay until the next step, so that their norm can be computed when the metrics are synced;
+    but not of a compiled graph, whose outputs cost memory: it returns their norm."""
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)
     value = add_gradients(task, loss, model, optimizer, runtime, batch, epoch)
     runtime.all_reduce_gradients(optimizer)
     grad_norm = clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
+    if runtime.compiles:
+        grad_norm = metrics.gradient_norm(model)[0] if grad_norm is None else grad_norm
+        optimizer.zero_grad(set_to_none=True)
     return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler.is_enabled())
 
 

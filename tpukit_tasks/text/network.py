@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
 
 ATTENTION = "tpukit"  # name of `_attention` in transformers
+PART = 128  # queries at a time on a TPU, whose weights then fit into the memory on its chip
 STEPS = 16  # tokens that are written before the host looks whether all rows have ended
 
 
@@ -65,6 +67,9 @@ def build(
         with named, warnings.catch_warnings():  # it reads a name that transformers will drop
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+            for module in model.modules():
+                if isinstance(module, peft.tuners.lora.LoraLayer):
+                    module.forward = types.MethodType(_with_adapter, module)
     network = Network(model)
     if recompute:
         for module in network.causal.modules():
@@ -143,6 +148,19 @@ class Network(nn.Module):
             difference = (plain.eval()(rows).logits.float() - expected).abs().max()
         return float(difference / expected.abs().max().clamp(min=1.0))
 
+    def adapt_to(self, precision: str) -> None:
+        """Keep what is frozen in a dtype that the device computes in: a T4 has no bfloat16. precision: as of
+        `Runtime.precision`."""
+        if precision != "fp16":
+            return
+        embedding = self.causal.get_input_embeddings().weight
+        for parameter in self.parameters():
+            if parameter.dtype == torch.bfloat16:
+                # Matrices as autocast would make them for each product. The rest is added to and normalised
+                # in float32, in which nothing overflows.
+                is_matrix = parameter.dim() >= 2 and parameter is not embedding
+                parameter.data = parameter.data.to(torch.float16 if is_matrix else torch.float32)
+
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         state = super().state_dict(*arguments, **options)
         return {name: state[name] for name in self.trained}
@@ -156,6 +174,22 @@ class Network(nn.Module):
         super()._apply(fn, recurse)
         self.causal.tie_weights()  # on XLA moving makes new parameters, here two of one
         return self
+
+
+def _with_adapter(module: Any, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Return what peft's forward does of a layer with an adapter. That scales and adds by passes of their own
+    over the layer's output; here the small matrix is scaled, and its product added in place."""
+    is_plain = not (module.disable_adapters or module.merged or arguments or options)
+    if not is_plain or is_on_xla(x) or torch.compiler.is_compiling():  # a compiler fuses the passes
+        return type(module).forward(module, x, *arguments, **options)
+    first, second = module.lora_A["default"], module.lora_B["default"]
+    out = module.base_layer(x)
+    low = first(module.lora_dropout["default"](module._cast_input_dtype(x, first.weight.dtype)))
+    if low.dtype != out.dtype:  # frozen in bf16, and computed without autocast
+        return (out + second(low) * module.scaling["default"]).to(out.dtype)
+    scaled = (second.weight * module.scaling["default"]).to(out.dtype)
+    out.flatten(0, -2).addmm_(low.flatten(0, -2), scaled.t())
+    return out
 
 
 def _attention(
@@ -179,12 +213,27 @@ def _attention(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, allowed, scaling=scale)
-    # Written out, because torch would multiply in float32 there, in six passes of a TPU.
-    grouped = query.unflatten(1, (key.shape[1], -1))  # (B, H / G, G, T, D)
+    if cache:  # a few queries, or prompts that nothing differentiates
+        out = _written_out(query, key, value, allowed, scale)
+    else:
+        part = functools.partial(_written_out, scale=scale)
+        if torch.is_grad_enabled() and query.requires_grad:
+            part = functools.partial(recomputed, part)  # rather than write the weights of all parts to memory
+        outs, ends = [], range(PART, query.shape[2] + PART, PART)
+        for q, rows, end in zip(query.split(PART, 2), allowed.split(PART, 2), ends):
+            outs.append(part(q, key[:, :, :end], value[:, :, :end], rows[..., :end]))  # none sees what follows
+        out = torch.cat(outs, 2)
+    return out.transpose(1, 2), None
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float) -> Tensor:
+    """Return (B, H, t, D), the attention of t queries to L keys. query: (B, H, t, D). key, value: (B, H / G,
+    L, D). allowed: (B, 1, t, L). Written out, because torch would multiply in float32 on a TPU, in six
+    passes."""
+    grouped = query.unflatten(1, (key.shape[1], -1))  # (B, H / G, G, t, D)
     logits = (grouped * scale) @ key[:, :, None].mT
     weights = logits.float().masked_fill(~allowed[:, :, None], float("-inf")).softmax(-1)
-    out = weights.to(value.dtype) @ value[:, :, None]
-    return out.flatten(1, 2).transpose(1, 2), None
+    return (weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2)
 
 
 def write(

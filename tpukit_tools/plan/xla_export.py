@@ -53,12 +53,10 @@ class ExportRuntime(XLARuntime):
 
 
 def _written_by_step(model, optimizer):
-    """Return the tensors that a traced step writes: changed parameters, buffers, optimizer state, and
-    gradients."""
+    """Return the tensors that a traced step writes: changed parameters, buffers and optimizer state."""
     kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
     state = [value for value in kept if value.device.type == "xla"]
-    changed = [value for value, is_pending in zip(state, xla_private.are_pending(state)) if is_pending]
-    return changed + [p.grad for p in model.parameters() if p.grad is not None]
+    return [value for value, is_pending in zip(state, xla_private.are_pending(state)) if is_pending]
 
 
 class _OneOf(World):

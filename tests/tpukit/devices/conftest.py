@@ -42,6 +42,8 @@ def outcome(runtime, optimizer, captured, dropout=False, steps=8, ragged_at=None
         calls.append(epoch)
         loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"])
         take_step(runtime, loss * (epoch + 1), made)
+        if runtime.compiles:
+            made.zero_grad(set_to_none=True)
         return total + loss.detach().reshape(1) * (epoch + 1)
 
     compiled = runtime.compile(step, name="step", mutates=(model, made) if captured else None)
@@ -52,7 +54,7 @@ def outcome(runtime, optimizer, captured, dropout=False, steps=8, ragged_at=None
         epoch = runtime.as_graph_input("epoch", number // (steps // 2))
         runtime.seed_device(5, number)
         totals.append(compiled(runtime.put_batch(batch), epoch, totals[-1]))
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     kept = [value for state in made.state_dict()["state"].values() for value in state.values()]
     kept = [value for value in kept if torch.is_tensor(value)]
     state = [value.detach().cpu() for value in (*model.state_dict().values(), *gradients, *kept)]
