@@ -133,7 +133,7 @@ def make_task(folder: Path, *, lora: bool) -> LanguageModel:
         eval_every=2,
         samples=0,
         log_every=WARM_UP,
-        gradient_checkpointing=False,
+        gradient_checkpointing="no",
     )
 
 

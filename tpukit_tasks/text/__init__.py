@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import numpy as np
 
 from tpukit.host import environment
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, explained
 from tpukit.runs import weights
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
@@ -90,8 +90,9 @@ class LanguageModel(Task):
     test_share: float = 0.1
     """Share to hold out for testing if the data has no test split: of the documents, evenly spaced, or of the
     rows if there are text files."""
-    gradient_checkpointing: bool = True
-    """Compute each layer again for the backward pass: a third more time for a fraction of the memory."""
+    gradient_checkpointing: Literal["auto", "yes", "no"] = setting("auto", free=True)
+    """yes: compute each layer again for the backward pass, a third more time for a fraction of the memory. auto:
+    where the memory of this machine asks for it; a GPU takes micro-batches instead, if that is enough."""
     samples: int = setting(4, free=True)
     """Texts to generate at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)
@@ -118,7 +119,25 @@ class LanguageModel(Task):
             chosen["batch_size"] = shares * math.ceil(rows / shares)
         if self.sequence_length is None:
             chosen["sequence_length"] = self._fitting_sizes[1]
-        return dataclasses.replace(self, **chosen) if chosen else self
+        task = dataclasses.replace(self, **chosen) if chosen else self
+        return task._fit_memory(env) if self.gradient_checkpointing == "auto" else task
+
+    def _fit_memory(self, env: Environment) -> Self:
+        """Return the task with a choice of gradient_checkpointing, by a count of what a step keeps. With more
+        micro-batches a GPU holds fewer rows at a time; of a TPU's step they would make a larger graph."""
+        from tpukit_tasks.text import memory
+
+        assert self.batch_size is not None
+        rows = self.batch_size // env.cores
+        parts = [n for n in range(self.micro_batches, rows + 1) if n % self.micro_batches == rows % n == 0]
+        if env.accelerator != "cuda":
+            parts = parts[:1]
+        with explained(f"the model of {self.model_name} cannot be made"):
+            fixed, row = memory.step_bytes(self.config, self._lora, self.length, self.precision != "fp32")
+        fitting = (n for n in parts if fixed + rows // n * row <= memory.SHARE * memory.device_bytes(env))
+        if fits := next(fitting, 0):
+            return dataclasses.replace(self, gradient_checkpointing="no", micro_batches=fits)
+        return dataclasses.replace(self, gradient_checkpointing="yes")
 
     @functools.cached_property
     def _fitting_sizes(self) -> tuple[int, int]:
@@ -202,13 +221,17 @@ class LanguageModel(Task):
         from tpukit_tasks.text import network
 
         folder = self._folder if self.is_pretrained and not self._is_planned else None
-        lora = None
-        if self.uses_lora:
-            alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
-            targets = list(self.lora_targets) or "all-linear"
-            lora = dict(r=self.lora_rank, lora_alpha=alpha, target_modules=targets)
-        options: Any = dict(recompute=self.gradient_checkpointing, dtype=dtype)
-        return network.build(self.config, folder, lora=lora, **options)
+        options: Any = dict(recompute=self.gradient_checkpointing == "yes", dtype=dtype)
+        return network.build(self.config, folder, lora=self._lora, **options)
+
+    @property
+    def _lora(self) -> dict[str, Any] | None:
+        """peft's settings of LoRA, None without it."""
+        if not self.uses_lora:
+            return None
+        alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        targets = list(self.lora_targets) or "all-linear"
+        return dict(r=self.lora_rank, lora_alpha=alpha, target_modules=targets)
 
     def optimizer(self, model: Network) -> optim.Optimizer:
         from tpukit.devices.optimizers import adamw

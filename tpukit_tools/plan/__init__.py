@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpukit.devices.chips import Chip
-from tpukit.host import environment
+
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, Table
 from tpukit.host.text import GIB
@@ -57,7 +57,7 @@ def plan(
     if chip not in MACHINES:
         raise TpukitError(f"unknown chip {chip!r}: choose one of {', '.join(MACHINES)}")
     machine = MACHINES[chip]
-    task = task.choose_settings(environment.detect())
+    task = task.choose_settings(machine.environment())
     sizes = sorted(set(batch_sizes or [task.batch_size]))
     for size in sizes:  # before minutes of compilation
         check_batch(size, machine.chips, task.micro_batches)
@@ -68,6 +68,7 @@ def plan(
 def compile_step(task: Task, size: int, machine: Machine, log: Log) -> dict[str, Any]:
     """Return what `trace_step` and `compile_graph` say of the graph of a step at a global batch size."""
     install_compiler(log)  # which has the jax that lowers kernels, too
+    task = dataclasses.replace(task, batch_size=size).choose_settings(machine.environment())
     log(f"batch {size}: tracing the step")
     with tempfile.TemporaryDirectory() as folder:
         graph = trace_step(task, size, machine, Path(folder))

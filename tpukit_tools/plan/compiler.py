@@ -1,5 +1,6 @@
 """The TPU's compiler without a TPU: installed, given the graph of a step; its answer read."""
 
+import dataclasses
 import hashlib
 import json
 import signal
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from tpukit.devices.chips import V5E, V6E, Chip
 from tpukit.host import cache, files
+from tpukit.host.environment import Environment, detect
 from tpukit.host.errors import TpukitError
 from tpukit.host.folders import atomic_folder
 from tpukit.host.known_errors import fix_for
@@ -30,6 +32,11 @@ class Machine(NamedTuple):
     chips: int
     topology: str
     """Its name in the compiler (`jax.experimental.topologies`)."""
+
+    def environment(self) -> Environment:
+        """Return what `detect()` would find there, as far as a task asks."""
+        name = f"{self.chip.cloud_type}-{self.chips}"
+        return dataclasses.replace(detect(), accelerator="tpu", cores=self.chips, device_name=name)
 
 
 MACHINES = {

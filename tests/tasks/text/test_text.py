@@ -87,7 +87,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(tmp_path):
     for number in range(9):  # several in a row, of which the first tokens are not predicted
         (tmp_path / f"train-{number}.txt").write_text("abc" * number)
     (tmp_path / "test.txt").write_text("abc")
-    task = task_of(write_config(tmp_path / "m"), tmp_path, sequence_length=63, gradient_checkpointing=False)
+    task = task_of(write_config(tmp_path / "m"), tmp_path, sequence_length=63, gradient_checkpointing="no")
     rows, _ = task.datasets()
     batch = {name: torch.as_tensor(values) for name, values in everything(rows).items()}
     network = task.model()
@@ -118,7 +118,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_own_labels_on_all_cores_and_in_
     write_lines(tmp_path / "train.jsonl", *rows)
     write_lines(tmp_path / "test.jsonl", rows[0])
     options: Any = dict(sequence_length=63, batch_size=8, micro_batches=parts)
-    task = task_of(write_config(tmp_path / "m"), tmp_path, gradient_checkpointing=False, **options)
+    task = task_of(write_config(tmp_path / "m"), tmp_path, gradient_checkpointing="no", **options)
     rows, _ = task.datasets()
     torch.manual_seed(0)
     model = task.model()
