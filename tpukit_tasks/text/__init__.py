@@ -91,8 +91,8 @@ class LanguageModel(Task):
     """Share to hold out for testing if the data has no test split: of the documents, evenly spaced, or of the
     rows if there are text files."""
     gradient_checkpointing: Literal["auto", "yes", "no"] = setting("auto", free=True)
-    """yes: compute each layer again for the backward pass, a third more time for a fraction of the memory. auto:
-    where the memory of this machine asks for it; a GPU takes micro-batches instead, if that is enough."""
+    """yes: compute each layer again for the backward pass: a third more time for a fraction of the memory.
+    auto: if this machine's memory asks for it; a GPU takes micro-batches instead if these are enough."""
     samples: int = setting(4, free=True)
     """Texts to generate at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)

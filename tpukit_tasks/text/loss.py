@@ -87,7 +87,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in float32. In fp16 a sum over thousands of positions could overflow."""
     if a.dtype != torch.float16:
         return (a @ b).float()
-    if a.is_cuda:
+    if a.is_cuda and not torch.compiler.is_compiling():  # torch 2.9 cannot trace a product with out_dtype
         return torch.mm(a, b, out_dtype=torch.float32)
     with torch.autocast(a.device.type, enabled=False):
         return a.float() @ b.float()

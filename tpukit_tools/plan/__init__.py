@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpukit.devices.chips import Chip
-
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, Table
 from tpukit.host.text import GIB

@@ -52,11 +52,16 @@ def assert_same_gradients(found, expected):
             torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-5, atol=atol)
 
 
-def test_on_a_tpu_logits_and_gradients_are_those_of_plain_transformers(family, tmp_path, monkeypatch):
-    """With layers that are computed again; the test of LoRA has what a GPU computes."""
+@pytest.mark.parametrize("recompute", [True, False])
+def test_on_a_tpu_logits_and_gradients_are_those_of_plain_transformers(
+    recompute, family, tmp_path, monkeypatch
+):
+    """In three parts of the queries. With layers that are computed again and without; the test of LoRA has
+    what a GPU computes."""
     plain = plain_model(family, tmp_path)
-    ours = network_of(plain, recompute=True)
+    ours = network_of(plain, recompute=recompute)
     monkeypatch.setattr(network, "is_on_xla", lambda tensor: True)
+    monkeypatch.setattr(network, "PART", 8)
     assert_same_as_plain(ours, plain)
     assert_same_gradients(dict(ours.causal.named_parameters()), dict(plain.named_parameters()))
 
@@ -89,6 +94,35 @@ def test_lora_gives_the_logits_and_gradients_of_peft_itself(family, tmp_path):
     ours.net.load_state_dict(theirs.state_dict())
     assert_same_as_plain(ours, theirs)
     assert_same_gradients(dict(ours.net.named_parameters()), dict(theirs.named_parameters()))
+
+
+class Kept:
+    """The most numbers per pair of two positions that a tensor has which is kept for the backward pass."""
+
+    def __init__(self, length):
+        self.length, self.most = length, 0
+
+    def __call__(self, tensor):
+        if tensor.shape[-2:].numel() >= self.length**2 // 4 and tensor.shape[-1] >= self.length // 2:
+            self.most = max(self.most, tensor[..., 0, 0].numel())
+        return tensor
+
+
+def test_on_a_tpu_no_weight_of_the_attention_is_kept_for_the_backward_pass(tmp_path, monkeypatch):
+    """Only the mask is, which is the same for all heads."""
+    length, found = 64, []
+    config = hub.read_config(write_config(tmp_path, n_positions=length, n_head=4))
+    ours = network.build(config, None, lora=None).train()
+    monkeypatch.setattr(network, "is_on_xla", lambda tensor: True)
+    monkeypatch.setattr(network, "PART", 16)
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    for again in (network.recomputed, lambda function, *tensors: function(*tensors)):
+        monkeypatch.setattr(network, "recomputed", again)
+        kept = Kept(length)
+        with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+            ours(tokens, torch.ones_like(tokens))
+        found.append(kept.most)
+    assert found == [1, 4]
 
 
 class CastsToFloat32(TorchDispatchMode):
@@ -269,3 +303,48 @@ def test_of_a_hub_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path)
     assert hub.find_folder("gpt2", "tokenizer") == tmp_path
     assert asked == [("*.json", "*.jinja", "*/*")] and hub.find_folder("gpt2", "weights") == tmp_path
     assert asked[1] == ("*.json", "*.jinja", "*.safetensors", "*/*")
+
+
+def test_on_a_gpu_without_bf16_what_is_frozen_is_kept_in_what_its_autocast_computes(family, tmp_path):
+    """Matrices in fp16, all else in fp32, so that the states between layers are in fp32."""
+    config = hub.read_config(write_config(tmp_path, family))
+    torch.manual_seed(0)
+    ours = network.build(config, None, lora=3).eval()
+    theirs = copy.deepcopy(ours)
+    theirs.adapt_to("bf16")
+    assert {p.dtype for p in theirs.parameters()} == {torch.bfloat16, torch.float32}
+    ours.adapt_to("fp16")
+    assert {p.dtype for p in ours.parameters()} == {torch.float16, torch.float32}
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        found, expected = (model(TOKENS, ONE).float() for model in (ours, theirs.float()))
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)  # 2**-11 an operation, some dozens
+    assert found.isfinite().all() and expected.abs().max() > 0.5
+
+
+class Passes(TorchDispatchMode):
+    """Operations that write a tensor of some shape, but for products."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.names = shape, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and out.numel() == self.shape.numel():
+            self.names.append(function.overloadpacket.__name__)
+        return out
+
+
+def test_an_adapter_adds_its_product_in_place(tmp_path):
+    config = hub.read_config(write_config(tmp_path, "llama"))
+    layer = network.build(config, None, lora=3).adapters[0]
+    passes = []
+    for forward in (layer.forward, lambda x: type(layer).forward(layer, x)):
+        x = torch.ones(2, 50, layer.in_features)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            Passes(torch.Size((2, 50, layer.out_features))) as counted,
+        ):
+            forward(x)
+        passes.append([name for name in counted.names if name in ("mul", "add", "addmm_")])
+    assert passes == [["addmm_"], ["mul", "add"]]

@@ -334,7 +334,7 @@ def test_rows_and_batches_fit_the_training_set_unless_they_are_given(tmp_path, m
     assert "WARNING" not in train_set.notes
     assert "WARNING" in dataclasses.replace(task, epochs=2).datasets()[0].notes
     assert "% of them learned" in train_set.notes
-    given = dataclasses.replace(task, batch_size=16, sequence_length=512)
+    given = dataclasses.replace(task, batch_size=16, sequence_length=512, gradient_checkpointing="no")
     assert given.choose_settings(detect()) is given and given.length == 512
     without_data = LanguageModel(**options).choose_settings(detect())
     assert (without_data.batch_size, without_data.sequence_length) == (16, 1024), "as for a plan"
