@@ -142,7 +142,7 @@ def test_a_launched_script_gets_todays_names_and_is_told_what_to_write_by_hand()
 
 # The end of the body of a loop over batches, as it is and once it is fixed.
 SYNCED = {
-    "optimizer.step()  # now\n    scheduler.step()": "optimizer.step()  # now\n    <SYNC>\n    scheduler.step()",
+    "optimizer.step()  # now\n    decay.step()": "optimizer.step()  # now\n    <SYNC>\n    decay.step()",
     "if step % 4 == 0:\n     scaler.step(optimizer); scaler.update()": "<SAME>\n     <SYNC>",
     "for each in optimizers:\n        each.step()\n        seen += 1": "<SAME>\n    <SYNC>",
     "optD.step()\n    optG.step()\n    seen += 1": "optD.step()\n    optG.step()\n    <SYNC>\n    seen += 1",
