@@ -119,10 +119,8 @@ def part_of_network(
     if len(fitting) != 1:
         return loaded
     if others := [name for name in loaded if not name.startswith(fitting[0])]:
-        named = ", ".join(others[:3])
-        say(
-            f"weights {path}: {fitting[0]}* is the network; left out are {len(others)} other tensors ({named})"
-        )
+        left_out = f"{len(others)} other tensors ({', '.join(others[:3])})"
+        say(f"weights {path}: {fitting[0]}* is the network; left out are {left_out}")
     return parts[fitting[0]]
 
 

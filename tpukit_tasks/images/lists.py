@@ -179,9 +179,8 @@ def _read_rows(path, rows, columns, files):
         written_otherwise += [name] * is_other
         earlier, known = first.setdefault(file, (line, class_name))
         if known != class_name:
-            raise TpukitError(
-                f"{where}: {one_line(name)} is {class_name} here and {known} in row {earlier}: an image has one class"
-            )
+            classes = f"{class_name} here and {known} in row {earlier}"
+            raise TpukitError(f"{where}: {one_line(name)} is {classes}: an image has one class")
         if (file, of_row) in listed:
             repeated.append(name)
             continue
