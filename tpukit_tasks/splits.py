@@ -8,6 +8,8 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from tpukit.host.text import one_line
+
 SPLITS = {  # names of folders, of files and in a column of splits, in lower case
     **dict.fromkeys(("train", "training", "trn"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "evaluation"), "val"),
@@ -139,7 +141,7 @@ def files_below(folder: Path) -> list[Path]:
 
 def some(names: Sequence[str]) -> str:
     """Return the first names of several, for a sentence."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(map(one_line, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def find_copies(learned: Iterable, tested: Iterable, names: Sequence[str], kind: str) -> list[str]:

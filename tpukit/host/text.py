@@ -18,6 +18,11 @@ def printable(text: object) -> str:
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
+def one_line(name: object) -> str:
+    """Escape the line breaks, too, of a file's name, which could otherwise look like a message."""
+    return re.sub(r"[\n\r\t]", lambda match: repr(match[0])[1:-1], printable(name))
+
+
 def notebook_kernel() -> Any:
     """Return this process's kernel, in which all that is displayed becomes part of a notebook; None in a
     shell."""

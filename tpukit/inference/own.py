@@ -16,7 +16,7 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.spreadsheets import as_csv
-from tpukit.host.text import format_bytes, printable
+from tpukit.host.text import format_bytes, one_line, printable
 from tpukit.inference.own_files import OwnFiles, Sample, list_files, predict_files, stem_of
 from tpukit.inference.trained import find_trained, task_of
 from tpukit.leaves import part_of
@@ -72,7 +72,7 @@ def result_of(task: Task, sample: Sample) -> dict:
     try:
         [result] = part_of(task, OwnFiles, "results")(sample.batch, sample.prediction)
     except TpukitError as error:
-        result = dict(error=f"{sample.name}: {error}")
+        result = dict(error=f"{one_line(sample.name)}: {error}")
     return dict(name=sample.name, **result)
 
 

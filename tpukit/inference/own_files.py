@@ -20,7 +20,7 @@ from tpukit.data.arrays import Arrays
 from tpukit.data.datasets import is_demo
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.errors import TpukitError, explained
-from tpukit.host.text import printable
+from tpukit.host.text import one_line, printable
 from tpukit.inference.trained import DEMO_FOLDER
 from tpukit.leaves import part_of
 from tpukit.training.prediction import BATCH_SIZE, open_predictor, predict_batches
@@ -146,7 +146,8 @@ def _read_samples(task: Task, best: Path, paths: Iterable[Path]) -> Iterator[tup
         try:
             batch, names = read_files([path], best)
         except TpukitError as error:
-            yield _Waiting(Sample(path.name, error=printable(error))), []
+            told = str(error).replace(str(path), one_line(path)).replace(path.name, one_line(path.name))
+            yield _Waiting(Sample(path.name, error=printable(told))), []
             continue
         for index, name in enumerate(names):
             one = {key: values[index : index + 1] for key, values in batch.items()}
@@ -189,11 +190,11 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
         files = [entry for entry in entries if entry.is_file()]
         if path.is_dir() and (folders := [entry.name for entry in entries if entry.is_dir()]):
             told = f"{path}: {len(folders)} folders in it are not searched ({', '.join(folders[:3])})"
-            print(printable(told))
+            print(one_line(told))
         if not files:
             other = "a device or a named pipe" if path.exists() else "no such file"
             what = "no file in it" if path.is_dir() else other
-            raise TpukitError(f"{path}: {what}. Give a file, a folder of files or a pattern.")
+            raise TpukitError(f"{one_line(path)}: {what}. Give a file, a folder of files or a pattern.")
         found += files
     if not found:
         raise TpukitError("no files: name a file, or a folder of files")
@@ -201,7 +202,8 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     for path in found:
         first = by_stem.setdefault(stem_of(path.name).lower(), path)
         if first is not path:
-            raise TpukitError(f"the results of {first} and {path} would have one name: rename one of the two")
+            names = f"{one_line(first)} and {one_line(path)}"
+            raise TpukitError(f"the results of {names} would have one name: rename one of the two")
     return found
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 KEYS = ("state_dict", "model_state_dict", "model", "net")
+COUNTER = "num_batches_tracked"
 PREFIXES = ("module.", "_orig_mod.", "model.")  # added by DataParallel, torch.compile, Lightning
 
 
@@ -95,7 +96,8 @@ def _without_prefixes(content: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
 def load(model: "torch.nn.Module", path: str | Path) -> None:
     """Load a weight file into a model. Raises TpukitError naming the first entries that differ."""
-    loaded, expected = read(path), model.state_dict()
+    expected = model.state_dict()
+    loaded = part_of_network(read(path), expected, path)
     if different := differences(loaded, expected):
         raise TpukitError(
             f"weights {path} belong to another model (see --model-name, --network): {different}"
@@ -103,10 +105,29 @@ def load(model: "torch.nn.Module", path: str | Path) -> None:
     model.load_state_dict({name: loaded.get(name, tensor) for name, tensor in expected.items()})
 
 
+def part_of_network(
+    loaded: "dict[str, Tensor]", expected: "Mapping[str, Tensor]", path: Path | str
+) -> "dict[str, Tensor]":
+    """Return the tensors of a network that a file has in one part: of a Lightning module, which may have
+    losses and metrics beside it, and then say so. Return all if no part fits, or several.
+
+    expected: the network's, of which neither shapes nor counters of batch norm matter."""
+    names = {name for name in expected if not name.endswith(COUNTER)}
+    owners = {".".join(name.split(".")[:depth]) + "." for name in loaded for depth in (1, 2, 3)}
+    parts = {o: {n.removeprefix(o): t for n, t in loaded.items() if n.startswith(o)} for o in owners}
+    fitting = [o for o, part in parts.items() if names <= part.keys() <= {*expected}]
+    if len(fitting) != 1:
+        return loaded
+    if others := [name for name in loaded if not name.startswith(fitting[0])]:
+        left_out = f"{len(others)} other tensors ({', '.join(others[:3])})"
+        say(f"weights {path}: {fitting[0]}* is the network; left out are {left_out}")
+    return parts[fitting[0]]
+
+
 def differences(loaded: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]") -> str:
     """Describe how weights differ from those of a model; "" if neither names nor shapes do."""
     # Counters of batch norm do not change what a model computes; old files lack them.
-    missing = [n for n in expected if n not in loaded and not n.endswith("num_batches_tracked")]
+    missing = [n for n in expected if n not in loaded and not n.endswith(COUNTER)]
     unknown = [n for n in loaded if n not in expected]
     shapes = [n for n in expected if n in loaded and expected[n].shape != loaded[n].shape]
     if not (missing or unknown or shapes):

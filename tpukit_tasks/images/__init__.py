@@ -17,6 +17,7 @@ from tpukit.data import arrays
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, explained, reading
 from tpukit.host.spreadsheets import as_csv
+from tpukit.host.text import say
 from tpukit.runs import weights
 from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tpukit.host.tables import Table
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
+IMAGENET_CLASSES = 1000
 NOT_FINITE = "not finite"  # in the place of a class: the network gave NaN or infinity
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
 MOST_NAMED = 20  # classes in a sentence about their order
@@ -192,12 +194,19 @@ class ImageClassifier(Task):
     @functools.cached_property
     def class_names(self) -> list[str]:
         """Names of the classes: of the run that `weights` is from, or of the dataset; without both numbers,
-        as many as ImageNet has classes."""
+        as many as the file has outputs, or ImageNet has classes."""
         if kept := self._classes_of_weights():
             return kept
-        if self.dataset_dir is None:
-            return [f"class {number}" for number in range(1000)]
-        return self._find_samples().classes
+        if self.dataset_dir is not None:
+            return self._find_samples().classes
+        count = models.outputs(self._network(), self.weights) if self.weights else None
+        names = [f"class {number}" for number in range(count or IMAGENET_CLASSES)]
+        if count:
+            say(
+                f"{self.weights} does not name its classes: they are called {names[0]} to {names[-1]}, by the"
+                " numbers of its outputs"
+            )
+        return names
 
     def _classes_of_weights(self):
         """Names of the classes that a run kept with its weights; None for a file from elsewhere."""

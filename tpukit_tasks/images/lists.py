@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tpukit.data.arrays import resolve
 from tpukit.host.errors import TpukitError, explained, reading
+from tpukit.host.text import one_line
 from tpukit_tasks import pictures
 from tpukit_tasks.names import MISSING, Lookup, composed, number
 from tpukit_tasks.splits import Listing, files_below, some, split_of
@@ -146,7 +147,7 @@ class _Files:
                 path, is_other = found, not found.startswith(os.path.normpath(path))
             path = resolve(path, self.folders)
         if not f"{path}{os.sep}".startswith(os.path.join(self.base, "")):
-            told = f"{where}: {name} is not in {self.base}"
+            told = f"{where}: {one_line(name)} is not in {self.base}"
             raise TpukitError(f"{told}: write paths relative to it, or to images_dir")
         return path, is_other
 
@@ -178,9 +179,8 @@ def _read_rows(path, rows, columns, files):
         written_otherwise += [name] * is_other
         earlier, known = first.setdefault(file, (line, class_name))
         if known != class_name:
-            raise TpukitError(
-                f"{where}: {name} is {class_name} here and {known} in row {earlier}: an image has one class"
-            )
+            classes = f"{class_name} here and {known} in row {earlier}"
+            raise TpukitError(f"{where}: {one_line(name)} is {classes}: an image has one class")
         if (file, of_row) in listed:
             repeated.append(name)
             continue

@@ -1,6 +1,7 @@
 """Networks by name, of timm or, if that is not installed, of torchvision; and where their pretrained weights
 are."""
 
+import contextlib
 import copy
 import difflib
 import functools
@@ -86,7 +87,8 @@ def build(
             trial(torch.zeros(2, 3, size, size))
     if pretrained is None:
         return model
-    state, own = weights.read(pretrained), model.state_dict()
+    own = model.state_dict()
+    state = weights.part_of_network(weights.read(pretrained), own, pretrained)
     for name in [f"{head}.{part}" for head in heads(model) for part in ("weight", "bias")]:
         if name in own and (replace_head or name not in state or state[name].shape != own[name].shape):
             state[name] = own[name]
@@ -98,6 +100,15 @@ def build(
             f"weights {pretrained} do not fit {network.name}; if they are another network's, name it"
             f" (--model-name, MODEL in a notebook): {different}"
         ) from error
+
+
+def outputs(network: Network, file: Path) -> int | None:
+    """Return how many classes a file of weights has; None if it is of another network."""
+    model = _make(network, 1, network.size)
+    with contextlib.redirect_stdout(None):  # what there is to say is said where they are loaded
+        state = weights.part_of_network(weights.read(file), model.state_dict(), file)
+    counts = [len(state[f"{head}.weight"]) for head in heads(model) if f"{head}.weight" in state]
+    return counts[0] if counts else None
 
 
 def heads(model: "Module") -> list[str]:

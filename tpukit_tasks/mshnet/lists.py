@@ -52,6 +52,7 @@ def read_list(folder: Path, split: str) -> tuple[Path, dict[int, str]]:
         return found[0], _read_lines(found[0])
     places = _find_folders(folder, "images")
     if places and not any(lists.values()):
+        _require_masks_of_splits(folder, places)
         return places.get("", folder), _split_by_name(places, split)
     here = ", ".join(sorted(path.name for path in folder.glob("*"))[:8]) or "nothing"
     raise TpukitError(
@@ -74,6 +75,22 @@ def _read_lines(path):
     lines = (composed(line.strip()) for line in text.splitlines())
     names = (line.replace("\\", "/").removeprefix("./") for line in lines)  # as Windows writes paths
     return {number: name for number, name in enumerate(names, 1) if name}
+
+
+def _require_masks_of_splits(folder, places):
+    """Raise TpukitError if the images of a split have a folder, and masks have one for other splits alone."""
+    masks = _find_folders(folder, "masks")
+    of_splits = {split or split_of(path.name): path for split, path in masks.items()}
+    if len(places) < 2 or not of_splits or None in of_splits or places.keys() <= of_splits.keys():
+        return
+    lacking = [path for split, path in places.items() if split not in of_splits]
+    images, here = (
+        ", ".join(f"{path.relative_to(folder)}/" for path in paths) for paths in (lacking, of_splits.values())
+    )
+    raise TpukitError(
+        f"{folder}: no folder has masks of the images in {images}; masks are in {here} alone. Add theirs, or"
+        f" move {images} out of {folder}: then a fifth of the other images is held out to test on"
+    )
 
 
 def _split_by_name(places, split):

@@ -25,8 +25,7 @@ from tpukit_tools.cli.functions import to_stderr
 from tpukit_tools.cli.help import ALIASES, annotate_help, other_names
 
 # Parameters of the library's functions, as a shell gives them
-FILES = Annotated[functions.Files, conf.arg(help="files, folders or patterns such as 'night/*.png'")]
-IN_SHELL = dict(run=functions.Trained, files=FILES, task=functions.TaskName, out=Path | None)
+IN_SHELL = dict(run=functions.Trained, task=functions.TaskName, out=Path | None)
 
 
 def of_library(function: Callable, is_good: Callable[[Any], bool] = bool, **defaults: Any) -> Callable:
@@ -35,8 +34,6 @@ def of_library(function: Callable, is_good: Callable[[Any], bool] = bool, **defa
 
     def command(**settings: Any) -> int:
         made = function(**settings)
-        if isinstance(made, list):  # predictions, which are saved
-            return int(any("error" in one for one in made))
         print(printable(made))
         return 0 if is_good(made) else 1
 
@@ -75,7 +72,7 @@ COMMANDS: dict[str, Callable[..., Any]] = dict(
     migrate=functions.migrate,
 )
 if is_offered("predict"):
-    COMMANDS["predict"] = of_library(functions.telling(tpukit.predict), device="auto")
+    COMMANDS["predict"] = functions.predict
 if is_offered("export"):
     COMMANDS["export"] = of_library(tpukit.export, lambda exported: exported.is_equal())
 if is_offered("plan"):

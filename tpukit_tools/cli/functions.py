@@ -1,11 +1,9 @@
 """The functions that are commands and not functions of the library."""
 
 import dataclasses
-import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +16,7 @@ from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable
 from tpukit.host.tables import Sentences
-from tpukit.host.text import printable
+from tpukit.host.text import one_line, printable
 from tpukit.leaves import part_of
 from tpukit.runs import weights
 from tpukit.training.task import Task
@@ -31,6 +29,10 @@ Trained = Annotated[
 ]
 TaskName = Annotated[str | None, conf.arg(help="the task, if a weights file does not name its own")]
 Cores = Annotated[int | None, conf.arg(help="TPU cores, GPUs or processes; by default all, or one on a CPU")]
+FilesToPredict = Annotated[
+    conf.Positional[tuple[str, ...]],
+    conf.arg(metavar="FILE ...", help="files, folders or patterns such as 'night/*.png'"),
+]
 Files = Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="FILE ...")]
 
 
@@ -83,11 +85,7 @@ def test(
     env = tpukit.detect()
     trained, weights_file = find_trained(run, task)
     options = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
-    options |= dict(model_name=model_name, network=network)
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - {field.name for field in dataclasses.fields(trained)}:
-        raise TpukitError(f"the task {trained.name} has no --{name.replace('_', '-')}")
-    trained = dataclasses.replace(trained, **given)
+    trained = with_options(trained, **options, model_name=model_name, network=network)
     trained = with_dataset_of_test(trained, env, weights_file) if is_demo(run) else with_dataset(trained, env)
     scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
     if not run.is_dir():
@@ -194,22 +192,52 @@ def migrate(files: Files, fix: bool = False) -> int:
 SHOWN = 10  # samples whose results are printed
 
 
-def telling(predict: Callable[..., list[dict]]) -> Callable[..., list[dict]]:
-    """Return `tpukit.predict` as a shell needs it: it chooses a folder, and tells what it found."""
+def predict(
+    run: Trained,
+    files: FilesToPredict,
+    out: Path | None = None,
+    batch_size: int = 16,
+    device: Literal["cpu", "auto"] = "auto",
+    task: TaskName = None,
+    model_name: str | None = None,
+    network: str | None = None,
+    progress: bool = True,
+) -> int:
+    """Predict your own files with the best weights of a run. A file that cannot be read is left out.
 
-    @functools.wraps(predict)
-    def predict_and_tell(*files: Any, out: Path | None = None, **settings: Any) -> list[dict]:
-        folder = out or unused_folder(Path("predictions"))
-        results = predict(*files, out=folder, **settings)
-        good = [result for result in results if "error" not in result]
-        for result in good[:SHOWN]:
-            print(printable(f"{result['name']}: {as_words(result)}"))
-        if len(good) > SHOWN:
-            print(f"and {len(good) - SHOWN} more")
-        print(printable(f"pictures: {folder / 'pictures'}"))
-        return results
+    Args:
+        out: a new or empty folder for the results, with a picture of each sample; by default predictions, or
+            a new one beside it.
+        batch_size: samples, or windows of large images, that are predicted at once.
+        device: cpu, or auto, what this machine has.
+        model_name: the network that a weights file is of, which does not say so (images and text).
+        network: published or small, for a weights file that does not say so (mshnet and cdeit).
+        progress: show a progress bar.
+    """
+    from tpukit.inference.trained import find_trained
 
-    return predict_and_tell
+    folder = out or unused_folder(Path("predictions"))
+    known: Task | str | None = task
+    if model_name or network:
+        known, _ = find_trained(run, task)
+        known = with_options(known, model_name=model_name, network=network)
+    settings: dict[str, Any] = dict(batch_size=batch_size, device=device, progress=progress)
+    results = tpukit.predict(run, files, task=known, out=folder, **settings)
+    good = [result for result in results if "error" not in result]
+    for result in good[:SHOWN]:
+        print(printable(f"{one_line(result['name'])}: {as_words(result)}"))
+    if len(good) > SHOWN:
+        print(f"and {len(good) - SHOWN} more")
+    print(printable(f"pictures: {folder / 'pictures'}"))
+    return int(len(good) < len(results))
+
+
+def with_options(task: Task, **options: Any) -> Task:
+    """Return the task with the options that are not None. Raises TpukitError for one that it has not."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() - {field.name for field in dataclasses.fields(task)}:
+        raise TpukitError(f"the task {task.name} has no --{name.replace('_', '-')}")
+    return dataclasses.replace(task, **given)
 
 
 def unused_folder(path: Path) -> Path:

@@ -6,8 +6,10 @@ import re
 
 from tpukit_tools.migrate.findings import TABLES
 from tpukit_tools.migrate.launches import Launches
+from tpukit_tools.migrate.slices import Slices
 from tpukit_tools.migrate.source import Located, Source, parse
 from tpukit_tools.migrate.surroundings import Surroundings
+from tpukit_tools.migrate.syncs import syncs
 
 # Rules that code which runs only on CUDA cannot break.
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
@@ -25,16 +27,20 @@ class Checker:
         self.findings = []
         self.edits = []  # (start, end, new text), in bytes of the code
         self.unsure = {}  # an edit -> (its finding, a pattern that no fixed code may have; see rules.toml)
+        self.unsynced = {}  # a finding of an update of weights without a sync -> the call
         self.covered = set()  # (node, a rule that is not reported again in it, or "" for all of them)
         names = {self.source.name(node) for node in self.source.nodes}
         self.text = "\n".join([ast.unparse(self.source.tree), *names])
         for call in Launches(self.source).too_early:
             self._add(call, dict(rule="launch"))
+        for node in Slices(self.source, self.around).found:
+            self._add(node, dict(rule="slice-in-loop"))
         for node in self.source.nodes:  # an outer one before what is in it
             self._check(node)
         for call in self.source.calls:  # last: what asks for CUDA may be a part of a device's name
             self._check_condition(call)
         self._check_device()
+        self._sync()
         self._take_back()
         self.fixed = self._apply([*self.edits, *self._imports()])
 
@@ -225,9 +231,20 @@ class Checker:
             node, use = next(outer for outer in outers if isinstance(outer, ast.JoinedStr)), ""
         finding = (node.lineno, node.col_offset + 1, rule, found, advice, bool(use))
         self.findings.append(finding)
+        if rule == "no-sync":
+            self.unsynced[finding] = node
         self.edits += [(start, end, use)] if use else []
         if use and "unless_left" in entry:
             self.unsure[start, end, use] = finding, entry["unless_left"]
+
+    def _sync(self):
+        """Insert the syncs that training steps lack, in a file that chooses an XLA device, or does once it is
+        fixed."""
+        if self.unsynced and re.search(TABLES["knows_xla"], self._apply(self.edits)):
+            edits = syncs(self.source, self.around, list(self.unsynced.values()))
+            self.edits += edits
+            fixed = self.unsynced if edits else ()
+            self.findings = [(*one[:5], True) if one in fixed else one for one in self.findings]
 
     def _take_back(self):
         """Leave out the fixes that are right only if the others fix all of something."""

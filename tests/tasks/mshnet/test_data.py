@@ -248,6 +248,24 @@ def test_folders_of_splits_in_images_are_the_splits(tmp_path):
         assert InfraredSet(tmp_path, split).names == [f"{split}/{number}.png" for number in range(6)]
 
 
+@pytest.mark.parametrize("layout", ["{split}/{kind}", "{split}_{kind}"])
+def test_test_images_without_masks_are_named_and_without_them_the_set_is_read(layout, tmp_path):
+    place = tmp_path / "set"
+    for split, kinds in dict(train=("images", "masks"), test=("images",)).items():
+        write_set(tmp_path / split, [f"{split}{number}" for number in range(6)], lists=())
+        for kind in kinds:
+            (place / layout.format(split=split, kind=kind)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(tmp_path / split / kind, place / layout.format(split=split, kind=kind))
+    images, masks = (
+        layout.format(split=split, kind=kind) for split, kind in (("test", "images"), ("train", "masks"))
+    )
+    with refuses(f"masks of the images in {images}/; masks are in {masks}/ alone", f"move {images}/ out of"):
+        InfraredSet(place, "train")
+    shutil.move(place / images, tmp_path / "elsewhere")
+    counts = [len(InfraredSet(place, split)) for split in ("train", "test")]
+    assert sum(counts) == 6 and min(counts) > 0
+
+
 @pytest.mark.parametrize("layout", ["{split}/{kind}", "{split}_{kind}", "Set_{split}/IRSTD_{kind}"])
 def test_folders_of_splits_above_images_and_masks_are_the_splits(layout, tmp_path):
     for split, start in (("train", 0), ("test", 6)):

@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
+from PIL import Image
 
 import tpukit
 from tests.conftest import ROOT
@@ -133,6 +134,27 @@ MISSPELT = [
     ("doctor --hardwear", "--hardware"),
     ("doctor --json", "has no option --json"),
 ]
+
+
+def test_a_weights_file_of_few_classes_predicts_as_the_network_that_is_named(tmp_path, capsys):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    network = timm.create_model("test_vit", num_classes=5)
+    inside = {f"model.{name}": value for name, value in network.state_dict().items()}
+    torch.save({"state_dict": inside | {"accuracy.total": torch.zeros(1)}}, tmp_path / "w.ckpt")
+    picture = torch.arange(160 * 160 * 3).reshape(160, 160, 3).remainder(251).byte()
+    Image.fromarray(picture.numpy()).save(tmp_path / "one.png")
+    line = ["predict", str(tmp_path / "w.ckpt"), str(tmp_path / "one.png"), "--task", "images", "--out"]
+    assert cli.main([*line, str(tmp_path / "other")]) == 1
+    assert "(see --model-name, --network)" in capsys.readouterr().err
+    assert cli.main([*line, str(tmp_path / "out"), "--model-name", "test_vit"]) == 0
+    told = capsys.readouterr().out
+    assert "w.ckpt does not name its classes: they are called class 0 to class 4" in told
+    values = picture.permute(2, 0, 1)[None].float() / 255
+    mean, std = (torch.tensor(network.default_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
+    with torch.no_grad():
+        expected = network.eval()((values - mean) / std).softmax(1)
+    assert f"one.png: class class {int(expected.argmax())}, probability {float(expected.max()):.3g}" in told
 
 
 @pytest.mark.parametrize("line, meant", MISSPELT, ids=[line for line, _ in MISSPELT])

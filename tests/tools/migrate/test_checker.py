@@ -37,6 +37,12 @@ for step, (x, y) in enumerate(loader):
     optimizer.step()
     torch_xla.sync()
 """,
+    "<UPDATE>\n": """
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    torch_xla.sync()
+""",
     "<FORWARD>\n": """
 class Net(nn.Module):
     def forward(self, x, y):
@@ -50,7 +56,7 @@ def read_cases():
     cases = re.split("^### ", Path(__file__).with_name("cases.txt").read_text(), flags=re.MULTILINE)[1:]
     for case in cases:
         rules, _, code = re.split(r"( \| |\n)", case, maxsplit=1)
-        code = re.sub("<(STEP|FORWARD)>\n", lambda match: TEXTS[match[0]], code)
+        code = re.sub("<(STEP|UPDATE|FORWARD)>\n", lambda match: TEXTS[match[0]], code)
         yield set(rules.split()) - {"sound"}, IMPORTS + code
 
 
@@ -165,3 +171,25 @@ def test_a_file_that_runs_no_model_needs_no_device():
 def test_an_argument_is_shown_with_its_name():
     [finding] = Checker("import torch_xla\nsettings = dict(fp16=True)\n").findings
     assert finding[3] == "`fp16=True`"
+
+
+def test_a_slice_by_numbers_is_compiled_anew_in_each_step_and_what_is_advised_is_not(xla):
+    """As torch_xla 2.9 has it, which the rule slice-in-loop is about."""
+    import torch
+    import torch_xla
+    import torch_xla.debug.metrics as met
+
+    data = torch.arange(400.0)
+    moved = data.to("xla")
+
+    def compilations(part):
+        counts = []
+        for i in (3, 11, 20, 32, 43, 58):
+            torch.testing.assert_close((part(i) * 2).cpu(), data[i : i + 8] * 2)
+            torch_xla.sync()
+            counts.append((met.metric_data("CompileTime") or (0,))[0])
+        return counts[-1] - counts[0]
+
+    assert compilations(lambda i: moved[i : i + 8]) == 5
+    assert compilations(lambda i: moved[torch.arange(i, i + 8)]) == 0
+    assert compilations(lambda i: data[i : i + 8].to("xla")) == 0

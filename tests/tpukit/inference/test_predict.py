@@ -320,3 +320,21 @@ def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(
     difference = np.abs(row["image"].astype(int) - test.batch([0])["image"][0])
     # a grey level, by rounding
     assert row["image"].shape == (3, base_size, base_size) and difference.max() <= 1
+
+
+BROKEN_NAME = "a\n1 samples predicted: \tall good.png"
+
+
+def test_a_line_break_in_a_files_name_ends_no_line_of_what_is_printed(tmp_path, capsys):
+    (tmp_path / BROKEN_NAME).write_bytes(b"no image")
+    assert cli.main(words("demo", tmp_path / BROKEN_NAME, "--out", tmp_path / "none")) == 1
+    assert cli.main(words("demo", tmp_path / "no\nsuch.png", "--out", tmp_path / "none")) == 1
+    Image.new("L", (16, 16)).save(tmp_path / f"b{BROKEN_NAME}")
+    assert cli.main(words("demo", tmp_path, "--out", tmp_path / "one")) == 1
+    printed = capsys.readouterr()
+    lines = [*printed.out.splitlines(), *printed.err.splitlines()]
+    assert len([line for line in lines if "1 samples predicted" in line]) == 5
+    assert [line for line in lines if line.startswith("1 samples")] == [
+        f"1 samples predicted: {tmp_path / 'one/predictions.csv'}"
+    ]
+    assert any("no\\nsuch.png: no such file" in line for line in lines)

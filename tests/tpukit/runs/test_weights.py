@@ -113,6 +113,37 @@ def test_of_several_weights_in_a_file_it_is_said_which_are_used(kind, tmp_path, 
         assert f"has {name} and {second}: {name} is used" in told and len(told.splitlines()) == 1
 
 
+# What a Lightning module has beside its network, by name: all are of one kind with it in the file.
+BESIDE = {
+    "a metric": ["accuracy.total", "val_accuracy.total"],
+    "a loss": ["criterion.weight"],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_the_network_of_a_lightning_module_is_loaded_without_its_losses_and_metrics(
+    kind, tmp_path, model, capsys
+):
+    used = {name: value + 1 for name, value in model.state_dict().items()}
+    beside = {name: torch.tensor(3) for name in BESIDE[kind]}
+    torch.save({"state_dict": with_prefix("model.net.")(used) | beside}, tmp_path / "last.ckpt")
+    weights.load(model, tmp_path / "last.ckpt")
+    assert torch.equal(model[0].weight, used["0.weight"])
+    told = capsys.readouterr().out
+    assert ("model.net.* is the network" in told) == bool(beside) and all(name in told for name in beside)
+
+
+def test_of_two_networks_in_a_module_and_of_a_larger_one_none_is_taken_for_the_network(tmp_path, model):
+    state = model.state_dict()
+    two = with_prefix("student.")(state) | with_prefix("teacher.")(state)
+    larger = with_prefix("net.")(state | {"2.weight": torch.ones(2)}) | {"accuracy.total": torch.ones(1)}
+    for content in (two, larger):
+        torch.save({"state_dict": content}, tmp_path / "last.ckpt")
+        with refuses(tmp_path / "last.ckpt", "belong to another model"):
+            weights.load(model, tmp_path / "last.ckpt")
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("pwned",)
