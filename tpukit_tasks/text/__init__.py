@@ -255,7 +255,7 @@ class LanguageModel(Task):
         options: Any = dict(learns_all=self.learn_questions)
         place, tokenizer = Path(self.dataset_dir), self._tokenizer
         train, test = data.open_sets(place, tokenizer, self.length, self.test_share, **options)
-        steps = self.epochs * (len(train) // batch_size)
+        steps = self.max_steps or self.epochs * (len(train) // batch_size)
         size, learned = train.sizes.mean(), train.targets.sum() / train.sizes.sum()
         used = size / self.length
         train.notes += (
