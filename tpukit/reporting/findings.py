@@ -174,8 +174,9 @@ def steps_per_epoch(records: list) -> int:
 
 def planned_epochs(records: list) -> float:
     """Return the epochs that the last session was to train; 0 if nothing tells."""
-    epochs = [start.get("epochs") for start in of_kind(records, "start")][-1:]
-    return epochs[0] if epochs and are_numbers(epochs[0]) else 0
+    starts: list[Any] = of_kind(records, "start")
+    epochs = starts[-1].get("epochs") if starts else 0
+    return epochs if are_numbers(epochs) else 0
 
 
 class Labels(NamedTuple):

@@ -13,9 +13,9 @@ def planned_epochs(task: Task, steps_per_epoch: int) -> float:
 def lr_factor(task: Task, step: int, steps_per_epoch: int, epochs: float | None = None) -> float | None:
     """Return the factor of the optimizer's learning rates in a step; None if they never change.
 
-    step: from 0. epochs: in place of those that the task plans. It depends on these arguments alone, so a resumed run
-    continues where it was. As torch's LinearLR from 1 / (W + 1) over the W steps of the warm-up, then
-    CosineAnnealingLR over all that remain."""
+    step: from 0. epochs: in place of those that the task plans. It depends on these arguments alone, so a
+    resumed run continues where it was. As torch's LinearLR from 1 / (W + 1) over the W steps of the warm-up,
+    then CosineAnnealingLR over all that remain."""
     if task.schedule == "constant" and not task.warmup_epochs:
         return None
     warm_up = round(task.warmup_epochs * steps_per_epoch)

@@ -27,6 +27,7 @@ from tpukit_tools.cli.help import ALIASES, annotate_help, other_names
 # Parameters of the library's functions, as a shell gives them
 FILES = Annotated[functions.Files, conf.arg(help="files, folders or patterns such as 'night/*.png'")]
 IN_SHELL = dict(run=functions.Trained, files=FILES, task=functions.TaskName, out=Path | None)
+IN_SHELL |= functions.OF_TEXT
 
 
 def of_library(function: Callable, is_good: Callable[[Any], bool] = bool, **defaults: Any) -> Callable:

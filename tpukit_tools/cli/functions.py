@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import os
 import sys
@@ -21,6 +22,7 @@ from tpukit.host.tables import Sentences
 from tpukit.host.text import printable
 from tpukit.leaves import part_of
 from tpukit.runs import weights
+from tpukit.runs.settings import replaced
 from tpukit.training.task import Task
 
 # Parameters that several commands have.
@@ -84,10 +86,7 @@ def test(
     trained, weights_file = find_trained(run, task)
     options = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
     options |= dict(model_name=model_name, network=network)
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - {field.name for field in dataclasses.fields(trained)}:
-        raise TpukitError(f"the task {trained.name} has no --{name.replace('_', '-')}")
-    trained = dataclasses.replace(trained, **given)
+    trained = replaced(trained, {name: value for name, value in options.items() if value is not None})
     trained = with_dataset_of_test(trained, env, weights_file) if is_demo(run) else with_dataset(trained, env)
     scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
     if not run.is_dir():
@@ -192,23 +191,44 @@ def migrate(files: Files, fix: bool = False) -> int:
 
 
 SHOWN = 10  # samples whose results are printed
+OF_TEXT = {  # settings of a language model that `tpukit predict` may replace
+    name: Annotated[kind | None, conf.arg(help=f"{what} (text); by default as in training")]
+    for name, kind, what in (
+        (
+            "temperature",
+            float,
+            "what logits are divided by before a token is drawn; 0: the most probable one",
+        ),
+        ("top_p", float, "draw from the most probable tokens whose probabilities add up to this"),
+        ("new_tokens", int, "tokens of an answer, at most"),
+        ("seed", int, "the same seed draws the same answers"),
+    )
+}
 
 
 def telling(predict: Callable[..., list[dict]]) -> Callable[..., list[dict]]:
-    """Return `tpukit.predict` as a shell needs it: it chooses a folder, and tells what it found."""
+    """Return `tpukit.predict` as a shell needs it: it chooses a folder, and tells what it found. Of a task's
+    settings it takes those `OF_TEXT`."""
 
     @functools.wraps(predict)
-    def predict_and_tell(*files: Any, out: Path | None = None, **settings: Any) -> list[dict]:
+    def predict_and_tell(*files: Any, out: Path | None = None, **options: Any) -> list[dict]:
         folder = out or unused_folder(Path("predictions"))
-        results = predict(*files, out=folder, **settings)
+        given = {name: value for name, value in options.items() if name not in OF_TEXT or value is not None}
+        results = predict(*files, out=folder, **given)
         good = [result for result in results if "error" not in result]
         for result in good[:SHOWN]:
             print(printable(f"{result['name']}: {as_words(result)}"))
         if len(good) > SHOWN:
             print(f"and {len(good) - SHOWN} more")
-        print(printable(f"pictures: {folder / 'pictures'}"))
+        if (folder / "pictures").is_dir():
+            print(printable(f"pictures: {folder / 'pictures'}"))
         return results
 
+    kept = [one for one in inspect.signature(predict).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    options = dict(kind=inspect.Parameter.KEYWORD_ONLY, default=None)
+    kept += [inspect.Parameter(name, annotation=kind, **options) for name, kind in OF_TEXT.items()]
+    vars(predict_and_tell)["__signature__"] = inspect.Signature(kept)
+    predict_and_tell.__annotations__ = {one.name: one.annotation for one in kept}
     return predict_and_tell
 
 

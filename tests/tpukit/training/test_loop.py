@@ -14,8 +14,8 @@ from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tests.tasks.cdeit.small import Tiny
 from tests.tasks.mshnet.small import Narrow
 from tests.tpukit.training.conftest import DIGITS, train_in
-from tpukit import MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitError, train
 from tests.tpukit.training.test_saver import interrupt_at
+from tpukit import MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitError, train
 from tpukit.reporting import display, figures, findings
 from tpukit.reporting.findings import last_and_kept_table
 from tpukit.runs import weights
