@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tpukit.host import environment, known_errors
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable, names_in
 from tpukit.host.text import printable
+from tpukit.runs.settings import replaced
 
 if TYPE_CHECKING:
     from tpukit.runs.run import Run
@@ -27,6 +28,7 @@ def predict(
     batch_size: int = 16,
     device: Literal["cpu", "auto"] = "cpu",
     progress: bool = True,
+    **settings: Any,
 ) -> list[dict]:
     """Predict your own files with the best weights of a run. A file that cannot be read is left out.
 
@@ -41,6 +43,7 @@ def predict(
         batch_size: samples, or windows of large images, that are predicted at once.
         device: cpu, or auto, what this machine has. After auto on a TPU, this process can launch no cores.
         progress: show a progress bar.
+        **settings: settings of the task to replace, such as temperature=0.8 of a language model.
 
     Returns:
         A dict for each sample: the `name`, and what the task's `results` gives, or the `error` of a file that
@@ -56,6 +59,7 @@ def predict(
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
     task, best = find_trained(run, task)
+    task = replaced(task, settings)
     with known_errors.explain_known_errors(), own_files.as_files(files) as paths:
         if out is not None:
             out = Path(out)

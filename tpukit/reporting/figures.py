@@ -68,7 +68,7 @@ def live_figure(records: list, labels: findings.Labels) -> "Figure":
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
     intervals = findings.of_kind(findings.last_session(records), "train")
     done = [record["step"] / steps_per_epoch for record in intervals]
-    end = max([labels.epochs, *done, *(epochs[-1] for epochs, _ in series.values())])
+    end = max([findings.planned_epochs(records), *done, *(epochs[-1] for epochs, _ in series.values())])
     scores = [name for name in series if name not in findings.NO_SCORES]
     for axis, name in ((loss, "loss"), (score, labels.score or next(iter(scores), "score"))):
         plot_curve(axis, name, *series.get(name, ((), ())), labels, end)

@@ -110,10 +110,13 @@ def last_and_kept_table(records: list, names: dict) -> Table | None:
         return None
     last, starts = evaluations[-1], of_kind(records, "start")
     kind = f" · {SYNTHETIC}" if starts and starts[-1].get("synthetic") else ""
+    places = [f"epoch {one['epoch'] + 1}" for one in (last, kept)]
+    if any(one["step"] % steps_per_epoch(records) for one in (last, kept)):
+        places = [f"step {one['step']}" for one in (last, kept)]
     if kept is last:
-        title = f"Scores after epoch {last['epoch'] + 1}{kind}"
-        return scores_table(last["scores"], names, title, "last, kept" if last["kept"] else "last")
-    title = f"Scores after epoch {last['epoch'] + 1} (last) and epoch {kept['epoch'] + 1} (kept){kind}"
+        column = "last, kept" if last["kept"] else "last"
+        return scores_table(last["scores"], names, f"Scores after {places[0]}{kind}", column)
+    title = "Scores after {} (last) and {} (kept)".format(*places) + kind
     beside = {"kept": kept["scores"], **(last["scores"].get("beside") or {})}
     return scores_table(dict(last["scores"], beside=beside), names, title, "last")
 
@@ -169,6 +172,13 @@ def steps_per_epoch(records: list) -> int:
     return starts[-1]["steps_per_epoch"] if starts else 1
 
 
+def planned_epochs(records: list) -> float:
+    """Return the epochs that the last session was to train; 0 if nothing tells."""
+    starts: list[Any] = of_kind(records, "start")
+    epochs = starts[-1].get("epochs") if starts else 0
+    return epochs if are_numbers(epochs) else 0
+
+
 class Labels(NamedTuple):
     """A task's names of its scores."""
 
@@ -176,8 +186,6 @@ class Labels(NamedTuple):
     """The one that decides which weights are best."""
     names: dict[str, str]
     """The scores worth a curve, with unit; all if there are none."""
-    epochs: int = 0
-    """Those that the run is to train; 0 if its settings do not say."""
 
 
 NO_LABELS = Labels(None, {})
@@ -185,9 +193,9 @@ NO_LABELS = Labels(None, {})
 
 def labels_of(config: dict) -> Labels:
     """Return the `Labels` of a run. config: `Run.config`, a file in which anybody may have written."""
-    epochs, score, names = config["settings"].get("epochs"), config.get("score"), config.get("score_names")
+    score, names = config.get("score"), config.get("score_names")
     names = names if isinstance(names, dict) and all(isinstance(unit, str) for unit in names.values()) else {}
-    return Labels(score if isinstance(score, str) else None, names, epochs if are_numbers(epochs) else 0)
+    return Labels(score if isinstance(score, str) else None, names)
 
 
 # A run that is still training

@@ -28,8 +28,8 @@ class TrainState:
     step: int = 0
     epoch_loss: float = 0.0
     """summed over the steps of this epoch that were synced so far"""
-    evaluated: int = 0
-    """epochs evaluated, or skipped"""
+    evaluated: float = 0
+    """epochs that had passed at the last evaluation or end of an epoch"""
     best: float | None = None
     """the best score so far"""
     evaluations_without_best: int = 0

@@ -17,7 +17,7 @@ from tpukit.host import environment, files, known_errors
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
-from tpukit.host.text import GIB
+from tpukit.host.text import GIB, moment
 from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.runs.settings import model_settings
@@ -111,10 +111,10 @@ def evaluation_batch(batch_size: int, loader: BatchLoader) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """An epoch of a training run whose scores are being computed: on rank 0."""
+    """A step of a training run whose scores are being computed: on rank 0."""
 
     step: int
-    epoch: int
+    epochs: float  # that have passed
     loss: float
     predict_s: float
     weights: dict[str, Tensor]
@@ -122,8 +122,7 @@ class Scoring:
 
 
 class Evaluator:
-    """Evaluates the epochs of a training run: predicts at once, and computes the scores while the next epoch
-    trains."""
+    """Evaluates a training run: predicts at once, and computes the scores while the run goes on."""
 
     def __init__(
         self, task: Task, run: Run, runtime: Runtime, loader: BatchLoader, train_data: Any, saver: Saver
@@ -135,12 +134,12 @@ class Evaluator:
         self.pending: Scoring | None = None
         self.scores: dict | None = None  # the last ones
 
-    def evaluate(self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal) -> None:
-        """Predict the test set with the weights of an epoch, and start scoring the predictions. A process on
+    def evaluate(self, model: nn.Module, step: int, epochs: float, loss: float, stop: StopSignal) -> None:
+        """Predict the test set with the weights of a step, and start scoring the predictions. A process on
         its own stops between two batches if a signal came; several ranks stop together, afterwards."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
         kept = self.runtime.to_cpu(model.state_dict() if is_rank_0 else {})
-        size, predicted = self.batch_size, []
+        size, predicted, epoch = self.batch_size, [], math.ceil(epochs) - 1
         batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=size)
         with buffers_of_rank_0(model, self.runtime), contextlib.closing(batches):
             for pairs in batches:
@@ -149,41 +148,43 @@ class Evaluator:
                     stop.check()
         if is_rank_0:
             scores = self.executor.submit(scores_of, self.task, predicted)
-            self.pending = Scoring(step, epoch, loss, time.monotonic() - started, kept, scores)
+            self.pending = Scoring(step, epochs, loss, time.monotonic() - started, kept, scores)
 
     def has_scores(self) -> bool:
-        """Return True if there is an epoch to collect, and `collect` need not wait."""
+        """Return True if there are scores to collect, and `collect` need not wait."""
         return self.pending is not None and self.pending.scores.done()
 
     def collect(self, state: TrainState) -> None:
-        """Wait for the scores that are being computed, if there are any, and record their epoch, in the
-        `TrainState` too; keep the best weights."""
+        """Wait for the scores that are being computed, if there are any, and record them, in the `TrainState`
+        too; keep the best weights."""
         task, done = self.task, self.pending
         if done is None:
             return
-        # First what may raise: then nothing of the epoch is recorded, and it can be scored again.
+        # First what may raise: then nothing is recorded, and the weights can be scored again.
         self.scores = done.scores.result()
         score = self.scores[task.score]
         is_best = state.best is None or score > (-math.inf if math.isnan(state.best) else state.best)
         metadata = task.metadata(self.train_data) if is_best else {}
         self.pending = None
         numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
-        self.record_epoch(state, done.step, done.epoch, done.loss, dict(numbers))
-        speed = dict(seconds=done.predict_s)
-        self.run.log("evaluation", done.step, epoch=done.epoch, scores=self.scores, kept=is_best, speed=speed)
+        self.record_end(state, done.step, done.epochs, done.loss, dict(numbers))
+        speed, epoch = dict(seconds=done.predict_s), math.ceil(done.epochs) - 1
+        self.run.log("evaluation", done.step, epoch=epoch, scores=self.scores, kept=is_best, speed=speed)
         state.evaluations_without_best += 1
         if is_best:
             state.best, state.evaluations_without_best = score, 0
             settings = json.dumps(model_settings(task))
-            values = dict(task=task.name, step=done.step, epoch=done.epoch, settings=settings)
+            values = dict(task=task.name, step=done.step, epoch=epoch, settings=settings)
             self.saver.best = (done.weights, {**values, task.score: score, **metadata})
 
-    def record_epoch(self, state: TrainState, step: int, epoch: int, loss: float, shown: dict) -> None:
-        """Record and print an epoch that is over. shown: scores to print, if it was evaluated."""
-        self.run.log("epoch", step, epoch=epoch, loss=loss)
+    def record_end(self, state: TrainState, step: int, epochs: float, loss: float, shown: dict) -> None:
+        """Record and print the end of an epoch, or an evaluation within one. loss: the mean of this epoch so
+        far. shown: scores to print, if there are any."""
+        if epochs == int(epochs):
+            self.run.log("epoch", step, epoch=int(epochs) - 1, loss=loss)
         words = "".join(f", {name} {value:.4g}" for name, value in shown.items())
-        self.run.print(f"epoch {epoch + 1}: loss {loss:.4f}{words}")
-        state.evaluated = epoch + 1
+        self.run.print(f"{moment(step, epochs)}: loss {loss:.4f}{words}")
+        state.evaluated = epochs
 
 
 @contextlib.contextmanager

@@ -45,11 +45,11 @@ def fit(trainer: Trainer, progress: bool) -> dict:
     try:
         trainer.log_start()
         with trainer.open_bar(progress):
-            end_epoch(trainer)  # an interrupted session may have left this undone
+            end_part(trainer)  # an interrupted session may have left this undone
             with contextlib.closing(trainer.batches()) as batches:
                 while state.step < trainer.total:
-                    train_epoch(trainer, batches)
-                    end_epoch(trainer)
+                    train_part(trainer, batches)
+                    end_part(trainer)
             trainer.saver.wait()
             trainer.run.update_backup()  # an earlier session may have been killed before it did that
             trainer.run.check_records()
@@ -64,16 +64,17 @@ def fit(trainer: Trainer, progress: bool) -> dict:
     return trainer.runtime.world.broadcast(trainer.last_scores())
 
 
-def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
-    """Train from the next step to the end of its epoch. batches: of this epoch and later ones."""
+def train_part(trainer: Trainer, batches: Iterator[Batch]) -> None:
+    """Train from the next step to the end of its epoch, or to an evaluation within it. batches: of this epoch
+    and later ones."""
     state = trainer.state
-    epoch, first = divmod(state.step, trainer.steps_per_epoch)
+    epoch, end = state.step // trainer.steps_per_epoch, trainer.next_end()
     trainer.model.train()
     trainer.throughput.restart()  # an evaluation came before
-    for batch in trainer.throughput.timed(itertools.islice(batches, trainer.steps_per_epoch - first)):
+    for batch in trainer.throughput.timed(itertools.islice(batches, end - state.step)):
         trainer.is_between_steps = False
         trainer.take_step(batch, epoch)
-        syncs = trainer.ends_epoch() or state.step % trainer.task.log_every == 0
+        syncs = state.step == end or state.step % trainer.task.log_every == 0
         save_due = record_interval(trainer, epoch) if syncs else trainer.saver.is_due()
         trainer.is_between_steps = True
         trainer.write_progress(epoch)
@@ -104,22 +105,24 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
     return interval.save_due
 
 
-def end_epoch(trainer: Trainer) -> None:
-    """Evaluate the epoch that ends here, unless that was already done. The next epoch trains while the scores
-    are computed; with `patience` it waits for them, because they decide whether there is one."""
-    state, task, evaluator = trainer.state, trainer.task, trainer.evaluator
-    epochs = state.step // trainer.steps_per_epoch
-    if not trainer.ends_epoch() or state.evaluated >= epochs:
+def end_part(trainer: Trainer) -> None:
+    """Evaluate after the last step, if that is due and was not already done. The run goes on while the scores
+    are computed; with `patience` it waits for them, because they decide whether it does."""
+    state, evaluator = trainer.state, trainer.evaluator
+    steps = state.step % trainer.steps_per_epoch  # of an epoch that has not ended
+    is_evaluated = state.step == trainer.total or state.step % trainer.eval_interval() == 0
+    if state.evaluated >= trainer.epochs_done() or (steps and not is_evaluated):
         return
     evaluator.collect(state)  # one at a time
-    loss = state.epoch_loss / trainer.steps_per_epoch
-    if epochs % task.eval_every == 0 or epochs >= task.epochs:
-        trainer.predict_test_set(epochs - 1, loss)  # a stop within it repeats all of it
+    loss = state.epoch_loss / (steps or trainer.steps_per_epoch)
+    if is_evaluated:
+        trainer.predict_test_set(loss)  # a stop within it repeats all of it
     else:
-        evaluator.record_epoch(state, state.step, epochs - 1, loss, {})
-    state.epoch_loss = 0.0
-    if task.patience and state.step < trainer.total:
+        evaluator.record_end(state, state.step, trainer.epochs_done(), loss, {})
+    if not steps:
+        state.epoch_loss = 0.0
+    if trainer.task.patience and state.step < trainer.total:
         evaluator.collect(state)
-        trainer.stop_early(epochs)
+        trainer.stop_early()
     if state.step >= trainer.total:
         trainer.save()

@@ -1,6 +1,7 @@
 """`Trainer`: model, optimizer, data and state of a training run, ready on the device for the loop."""
 
 import itertools
+import math
 import signal
 import time
 from collections.abc import Generator
@@ -14,6 +15,7 @@ from tpukit.host import environment
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.signals import StopSignal
+from tpukit.host.text import moment
 from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule, trial
@@ -78,14 +80,15 @@ class Trainer:
         self.step.compile(self.loader.compose)
         self.total = self.state.step
         if not self.patience_exhausted():
-            self.total = max(task.epochs * self.steps_per_epoch, self.state.step)
+            planned = round(schedule.planned_epochs(task, self.steps_per_epoch) * self.steps_per_epoch)
+            self.total = max(planned, self.state.step)
 
     # Batches and steps
 
     def batches(self, *, endless: bool = False) -> Generator[Batch, None, None]:
-        """Generate the batches from the next step to the last epoch, without a pause between two
+        """Generate the batches from the next step to the end of the last epoch, without a pause between two
         epochs. endless: those of a training run without an end, for tools that time or trace `take_step`."""
-        task = self.task
+        task, last = self.task, math.ceil(self.total / self.steps_per_epoch)
         first, start = divmod(self.state.step, self.steps_per_epoch)
         plans = (
             training_index_batches(
@@ -96,7 +99,7 @@ class Trainer:
                 num_uniforms=self.data.num_uniforms,
                 start=start if epoch == first else 0,
             )
-            for epoch in (itertools.count(first) if endless else range(first, task.epochs))
+            for epoch in (itertools.count(first) if endless else range(first, last))
         )
         return self.loader.batches(itertools.chain.from_iterable(plans))
 
@@ -125,8 +128,18 @@ class Trainer:
         factor = self.lr_factor(steps_back=1)
         return max(group["lr"] for group in self.optimizer.param_groups) * (1.0 if factor is None else factor)
 
-    def ends_epoch(self) -> bool:
-        return self.state.step % self.steps_per_epoch == 0
+    def epochs_done(self) -> float:
+        """Return the epochs that have passed, which are not always whole."""
+        return self.state.step / self.steps_per_epoch
+
+    def eval_interval(self) -> int:
+        """Return the steps between two evaluations."""
+        return self.task.eval_every_steps or self.task.eval_every * self.steps_per_epoch
+
+    def next_end(self) -> int:
+        """Return the number of the step that next ends an epoch, or the run, or is evaluated."""
+        sizes = self.steps_per_epoch, self.eval_interval()
+        return min(self.total, *(size * (self.state.step // size + 1) for size in sizes))
 
     def sync(self) -> metrics.Interval:
         """Return the `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises
@@ -169,17 +182,16 @@ class Trainer:
         patience = self.task.patience
         return patience is not None and self.state.evaluations_without_best >= patience
 
-    def stop_early(self, epochs: int) -> None:
-        """End the run here, after this many epochs, if its patience is exhausted: on every rank."""
+    def stop_early(self) -> None:
+        """End the run here if its patience is exhausted: on every rank."""
         if not self.runtime.world.broadcast(self.patience_exhausted()):
             return
-        self.total = self.state.step
-        self.write_progress(epochs - 1)
+        self.total, epoch = self.state.step, math.ceil(self.epochs_done()) - 1
+        self.write_progress(epoch)
         patience, score = self.task.patience, self.task.score
-        self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=patience)
-        self.run.print(
-            f"stopped early after epoch {epochs}: no better {score} within a patience of {patience}"
-        )
+        self.run.log("stopped", self.state.step, epoch=epoch, patience=patience)
+        after = moment(self.state.step, self.epochs_done())
+        self.run.print(f"stopped early after {after}: no better {score} within a patience of {patience}")
 
     def save(self) -> None:
         """Start writing a checkpoint. It waits for the scores of the last epoch, because a resumed run could
@@ -217,13 +229,12 @@ class Trainer:
         else:
             self.run.print(f"an error ends the training run, which is saved at step {self.state.step}")
 
-    def predict_test_set(self, epoch: int, loss: float) -> None:
-        """Predict the test set with the weights of an epoch, or their average once there is one, and start
-        scoring."""
+    def predict_test_set(self, loss: float) -> None:
+        """Predict the test set with the weights, or their average once there is one, and start scoring."""
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
-        self.evaluator.evaluate(model, self.state.step, epoch, loss, self.stop)
+        self.evaluator.evaluate(model, self.state.step, self.epochs_done(), loss, self.stop)
         log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
 
@@ -236,10 +247,11 @@ class Trainer:
         do."""
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:
             return self.evaluator.scores
-        epochs = self.state.step // self.steps_per_epoch
-        why = f"already has {epochs} epochs; {self.task.epochs} were requested"
+        planned = schedule.planned_epochs(self.task, self.steps_per_epoch)
+        why = f"already has {self.epochs_done():g} epochs; {planned:g} were requested"
         if self.patience_exhausted():
-            why = f"stopped early after epoch {epochs}; raise patience to continue"
+            after = moment(self.state.step, self.epochs_done())
+            why = f"stopped early after {after}; raise patience to continue"
         self.run.print(f"nothing left to do: the run {why}")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}
@@ -253,8 +265,8 @@ class Trainer:
         run.print(
             f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {stands}"
         )
-        starts = run.records("start")
-        planned = starts[-1].get("epochs", task.epochs) if starts and 0 < step < self.total else task.epochs
+        starts, epochs = run.records("start"), schedule.planned_epochs(task, self.steps_per_epoch)
+        planned = starts[-1].get("epochs", epochs) if starts and 0 < step < self.total else epochs
         if note := schedule.note(task, step, self.steps_per_epoch, planned):
             run.print(note)
         log_notes(run, self.data, self.test_data, runtime)
@@ -273,7 +285,7 @@ class Trainer:
         cores = dict(cores=runtime.cores, processes=runtime.world.size)
         graphs = dict(compile=task.compile, max_graphs=self.step.max_graphs)
         data = dict(batch_size=task.batch_size, steps_per_epoch=self.steps_per_epoch, synthetic=synthetic)
-        run.log("start", step, **cores, **device, **graphs, **data, epochs=task.epochs)
+        run.log("start", step, **cores, **device, **graphs, **data, epochs=epochs)
         runtime.world.heartbeat(step)
 
     def open_bar(self, shown: bool) -> tqdm:

@@ -141,6 +141,8 @@ class Task:
     """Folder of the dataset; `find_dataset` finds it."""
     epochs: int = setting(10, free=True)
     """Passes over the training set."""
+    max_steps: int | None = setting(None, free=True)
+    """Optimizer steps to train, in place of `epochs`; None: all steps of the epochs."""
     batch_size: int = 16
     """Global batch size: samples in one optimizer step, over all cores."""
     lr: float = 0.01
@@ -155,7 +157,7 @@ class Task:
     clip_norm: float | None = None
     """Largest norm of the gradients; larger ones are scaled down to it. None: no clipping."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """The learning rate after the warm-up. cosine: down to 0 at the end of `epochs`."""
+    """The learning rate after the warm-up. cosine: down to 0 at the last step."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
     freeze: tuple[str, ...] = ()
@@ -173,7 +175,9 @@ class Task:
     log_every: int = setting(20, free=True)
     """Steps between two records. Reading the loss waits for the device, so don't record every step."""
     eval_every: int = setting(1, free=True)
-    """Epochs between two evaluations; the last epoch is always evaluated."""
+    """Epochs between two evaluations; the last step is always followed by one."""
+    eval_every_steps: int | None = setting(None, free=True)
+    """Optimizer steps between two evaluations, in place of `eval_every`; None: epochs."""
     save_every_s: float = setting(60.0, free=True)
     """Seconds between two checkpoints."""
     batch_norm: Literal["per-core", "frozen"] = "per-core"
@@ -204,6 +208,7 @@ class Task:
             value = as_declared(field.name, getattr(self, field.name), declared[field.name])
             object.__setattr__(self, field.name, value)
         ones = ("batch_size", "log_every", "eval_every", "micro_batches", "patience")
+        ones += ("max_steps", "eval_every_steps")
         zeros = ("epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
         require_at_least(self, 1, *ones)
         require_at_least(self, 0, *zeros)

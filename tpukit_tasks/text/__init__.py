@@ -22,7 +22,7 @@ from tpukit.runs.settings import require_at_least, require_shares, setting
 from tpukit.training.task import Task
 from tpukit_tasks import finite
 from tpukit_tasks.splits import SPLITS
-from tpukit_tasks.text import conversations, data, hub, reading
+from tpukit_tasks.text import conversations, data, hub, reading, sampling
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,8 @@ class LanguageModel(Task):
     """Rank of the matrices of LoRA."""
     lora_alpha: float | None = None
     """What the matrices are scaled by, times `lora_rank`. None: twice the rank."""
+    lora_dropout: float = 0.0
+    """Share of the inputs of LoRA's matrices that each step sets to zero."""
     lora_targets: tuple[str, ...] = ()
     """Layers that get matrices of LoRA, by the ends of their names, such as q_proj and v_proj. Empty: all
     linear layers but the head."""
@@ -97,12 +99,27 @@ class LanguageModel(Task):
     """Texts to generate at each evaluation, from the beginnings of test rows."""
     new_tokens: int = setting(64, free=True)
     """Tokens of each generated text, at most half of what the model takes."""
+    temperature: float = setting(0.0, free=True)
+    """What the logits are divided by before a token of a generated text is drawn. 0: always the most probable
+    one."""
+    top_p: float = setting(1.0, free=True)
+    """Draw from the most probable tokens whose probabilities add up to this, where `temperature` is not 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(self, 1, "lora_rank", "sequence_length", "new_tokens")
-        require_at_least(self, 0, "weight_decay", "samples")
-        require_shares(self, "test_share")
+        require_at_least(self, 0, "weight_decay", "samples", "temperature")
+        if not 0 < self.top_p <= 1:
+            raise TpukitError(f"top_p={self.top_p!r}: it must be more than 0, and at most 1")
+        require_shares(self, "test_share", "lora_dropout")
+        if self.lora_dropout == 1:
+            raise TpukitError("lora_dropout=1.0: it must be less than 1, or LoRA's matrices see nothing")
+        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+            if getattr(self, name) and not self.uses_lora:
+                raise TpukitError(
+                    f"{name}={getattr(self, name)!r}: all weights train, so there is no LoRA; choose"
+                    " adapter='lora', or leave it out"
+                )
 
     def choose_settings(self, env: Environment) -> Self:
         """Return the task with a batch size and a row length for its texts, by the sizes of their files.
@@ -231,7 +248,8 @@ class LanguageModel(Task):
             return None
         alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         targets = list(self.lora_targets) or "all-linear"
-        return dict(r=self.lora_rank, lora_alpha=alpha, target_modules=targets)
+        dropout = dict(lora_dropout=self.lora_dropout)
+        return dict(r=self.lora_rank, lora_alpha=alpha, target_modules=targets) | dropout
 
     def optimizer(self, model: Network) -> optim.Optimizer:
         from tpukit.devices.optimizers import adamw
@@ -278,7 +296,7 @@ class LanguageModel(Task):
         options: Any = dict(learns_all=self.learn_questions)
         place, tokenizer = Path(self.dataset_dir), self._tokenizer
         train, test = data.open_sets(place, tokenizer, self.length, self.test_share, **options)
-        steps = self.epochs * (len(train) // batch_size)
+        steps = self.max_steps or self.epochs * (len(train) // batch_size)
         size, learned = train.sizes.mean(), train.targets.sum() / train.sizes.sum()
         used = size / self.length
         train.notes += (
@@ -334,18 +352,22 @@ class LanguageModel(Task):
         that continues a batch of prompts, see `read_files`."""
         from tpukit_tasks.text import network
 
-        score, left = super().predictor(model, runtime, epoch), self.samples
-        ends = sorted({*self._ends, *self._tokenizer.all_special_ids})
-        write = functools.partial(network.write, model, runtime, new=self._new, ends=ends)
+        score, left, rng = super().predictor(model, runtime, epoch), self.samples, None
+        ends, options = sorted({*self._ends, *self._tokenizer.all_special_ids}), {}
+        if self.temperature:
+            rng = np.random.default_rng(self.seed)
+            options["draw"] = functools.partial(sampling.draw, temperature=self.temperature, top_p=self.top_p)
+        write = functools.partial(network.write, model, runtime, new=self._new, ends=ends, **options)
 
         def predict(batch):
             nonlocal left
             if "written" in batch:
-                return dict(batch, written=write(batch["written"], batch["prompt"]))
+                return dict(batch, written=write(batch["written"], batch["prompt"], draws=batch.get("draws")))
             found: Any = score(batch)
             if left > 0:
                 left -= len(batch["tokens"])
-                return dict(found, written=write(found["written"], found["prompt"]))
+                draws = rng and runtime.put(rng.random(found["written"].shape, np.float32))
+                return dict(found, written=write(found["written"], found["prompt"], draws=draws))
             return dict(found, prompt=runtime.put(np.zeros(len(batch["tokens"]), np.int32)))
 
         return predict
@@ -405,7 +427,10 @@ class LanguageModel(Task):
             if not 0 < len(ids) <= most:
                 raise TpukitError(f"{name}: it must have from 1 to {most} tokens, and has {len(ids)}")
             rows[number, : len(ids)], lengths[number] = ids, len(ids)
-        return dict(written=rows, prompt=lengths), [name for name, _ in prompts]
+        batch, names = dict(written=rows, prompt=lengths), [name for name, _ in prompts]
+        if self.temperature:
+            batch["draws"] = sampling.draws_of(names, size, self.seed)
+        return batch, names
 
     def results(self, batch: Any, predictions: Any) -> list[dict[str, str]]:
         """Return prompt and written."""

@@ -9,7 +9,7 @@ import functools
 import math
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tpukit.devices.tensors import is_on_xla, recomputed
 from tpukit.host.errors import TpukitError, explained
-from tpukit_tasks.text import hub
+from tpukit_tasks.text import dropout, hub
 
 if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
@@ -88,6 +88,7 @@ class Network(nn.Module):
         self.net = net
         self.trained = [name for name, value in self.named_parameters() if value.requires_grad]
         self.adapters: list[Any] = [m for m in self.modules() if hasattr(m, "cast_input_dtype_enabled")]
+        self.dropouts = dropout.replace_torchs(net)
 
     @property
     def causal(self) -> Any:
@@ -119,6 +120,10 @@ class Network(nn.Module):
         peft_casts = not torch.is_autocast_enabled(embedded.device.type)
         for adapter in self.adapters:
             adapter.cast_input_dtype_enabled = peft_casts
+        if self.training and self.dropouts:  # drawn here, since layers that are computed again may not
+            seed = (2**24 * torch.rand((), device=tokens.device)).int()
+            for module in self.dropouts:
+                module.seed = seed
         options = dict(position_ids=positions, use_cache=False, seen=(mask, places, *cache))
         return self.causal.base_model(inputs_embeds=embedded, **options).last_hidden_state
 
@@ -239,28 +244,35 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, sca
 
 
 def write(
-    model: Network, runtime: Runtime, tokens: Tensor, prompt: Tensor, new: int, ends: Sequence[int] = ()
+    model: Network,
+    runtime: Runtime,
+    tokens: Tensor,
+    prompt: Tensor,
+    new: int,
+    ends: Sequence[int] = (),
+    draws: Tensor | None = None,
+    draw: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return (B, L): prompts on the device, and up to `new` tokens that the model writes after each, if there
-    is room, always the most probable one.
+    is room: the most probable ones, or what `draw` makes of their logits (B, V) and of (B, 1) of the `draws`.
 
     tokens: (B, L), each row's prompt first. prompt: (B,) their lengths, 1 or more. ends: tokens after which
-    nothing counts: it stops once each row has one."""
+    nothing counts: it stops once each row has one. draws: (B, L), for the token that follows each."""
     rows, size = tokens.shape
     whole, config = tokens, model.causal.config
     if not runtime.compiles:  # where another shape is not another graph
         needed = STEPS * math.ceil((int(runtime.to_cpu(prompt).max()) + new) / STEPS)
         size = min(size, needed)
-        tokens = tokens[:, :size]
+        tokens, draws = tokens[:, :size], None if draws is None else draws[:, :size]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     empty = torch.zeros(rows, heads, size, config.head_dim, dtype=model.head.dtype)
     # From the host: made on an XLA device, they would be a graph of their own.
     layers = runtime.put([(empty, empty)] * config.num_hidden_layers)
     ended, stops = runtime.put([np.zeros((rows, 1), bool), np.array([*ends, -1], np.int32)])
     state = runtime.inference(functools.partial(read_prompts, model))(tokens, prompt, layers, ended)
-    step = runtime.inference(functools.partial(write_token, model))
+    step = runtime.inference(functools.partial(write_token, model, draw=draw))
     for number in range(1, new + 1):
-        state = step(state, stops)
+        state = step(state, stops, draws)
         if number % STEPS == 0 and bool(runtime.to_cpu(state["ended"]).all()):
             break
     return torch.cat([state["tokens"], whole[:, size:]], 1) if size < whole.shape[1] else state["tokens"]
@@ -275,10 +287,12 @@ def read_prompts(model: Network, tokens: Tensor, prompt: Tensor, layers: Any, en
     return dict(tokens=tokens, place=(prompt[:, None] - 1).clamp(min=0), layers=layers, ended=ended)
 
 
-def write_token(model: Network, state: dict, ends: Tensor) -> dict:
+def write_token(
+    model: Network, state: dict, ends: Tensor, draws: Tensor | None = None, *, draw: Callable | None = None
+) -> dict:
     """Return the state after one more token of each row: `tokens` (B, L); `place` (B, 1), of the last one;
     `layers`, the cache of `Network.run`; `ended` (B, 1), whether one of `ends` (E,) was written or the row is
-    full."""
+    full. draws, draw: see `write`."""
     tokens, place, layers = state["tokens"], state["place"], list(state["layers"])
     there = torch.arange(tokens.shape[1], device=tokens.device)
     is_here, is_next = there == place, there == place + 1  # (B, L)
@@ -286,7 +300,11 @@ def write_token(model: Network, state: dict, ends: Tensor) -> dict:
     seen, is_new = (there <= place)[:, None, None], is_here[:, None, :, None]  # (B, 1, 1, L), (B, 1, L, 1)
     hidden = model.run(token, place.clamp(max=len(there) - 1), seen, place[:, None], layers, is_new)[:, 0]
     logits = (hidden @ model.head.t()).float()  # (B, V)
-    found = logits.argmax(-1, keepdim=True).to(tokens.dtype)
+    if draw is None or draws is None:
+        found = logits.argmax(-1, keepdim=True)
+    else:
+        found = draw(logits, torch.where(is_here, draws, 0.0).sum(1, keepdim=True))
+    found = found.to(tokens.dtype)
     tokens = torch.where(is_next, found, tokens)
     ended = state["ended"] | (found == ends).any(1, keepdim=True) | (place + 2 >= len(there))
     return dict(tokens=tokens, place=place + 1, layers=layers, ended=ended)

@@ -19,6 +19,7 @@ from tpukit.host.tables import Sentences
 from tpukit.host.text import one_line, printable
 from tpukit.leaves import part_of
 from tpukit.runs import weights
+from tpukit.runs.settings import replaced
 from tpukit.training.task import Task
 
 # Parameters that several commands have.
@@ -85,7 +86,8 @@ def test(
     env = tpukit.detect()
     trained, weights_file = find_trained(run, task)
     options = dict(dataset_dir=dataset_dir, batch_size=batch_size, precision=precision)
-    trained = with_options(trained, **options, model_name=model_name, network=network)
+    options |= dict(model_name=model_name, network=network)
+    trained = replaced(trained, {name: value for name, value in options.items() if value is not None})
     trained = with_dataset_of_test(trained, env, weights_file) if is_demo(run) else with_dataset(trained, env)
     scored = tpukit.Run(run if run.is_dir() else env.outputs / f"{trained.name}-test")
     if not run.is_dir():
@@ -191,7 +193,6 @@ def migrate(files: Files, fix: bool = False) -> int:
 
 SHOWN = 10  # samples whose results are printed
 
-
 def predict(
     run: Trained,
     files: FilesToPredict,
@@ -201,6 +202,10 @@ def predict(
     task: TaskName = None,
     model_name: str | None = None,
     network: str | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    new_tokens: int | None = None,
+    seed: int | None = None,
     progress: bool = True,
 ) -> int:
     """Predict your own files with the best weights of a run. A file that cannot be read is left out.
@@ -212,32 +217,26 @@ def predict(
         device: cpu, or auto, what this machine has.
         model_name: the network that a weights file is of, which does not say so (images and text).
         network: published or small, for a weights file that does not say so (mshnet and cdeit).
+        temperature: what logits are divided by before a token is drawn (text); 0: the most probable one.
+        top_p: draw from the most probable tokens whose probabilities add up to this (text).
+        new_tokens: tokens of an answer, at most (text).
+        seed: the same seed draws the same answers (text).
         progress: show a progress bar.
     """
-    from tpukit.inference.trained import find_trained
-
     folder = out or unused_folder(Path("predictions"))
-    known: Task | str | None = task
-    if model_name or network:
-        known, _ = find_trained(run, task)
-        known = with_options(known, model_name=model_name, network=network)
+    of_task = dict(model_name=model_name, network=network)
+    of_task |= dict(temperature=temperature, top_p=top_p, new_tokens=new_tokens, seed=seed)
     settings: dict[str, Any] = dict(batch_size=batch_size, device=device, progress=progress)
-    results = tpukit.predict(run, files, task=known, out=folder, **settings)
+    settings |= {name: value for name, value in of_task.items() if value is not None}
+    results = tpukit.predict(run, files, task=task, out=folder, **settings)
     good = [result for result in results if "error" not in result]
     for result in good[:SHOWN]:
         print(printable(f"{one_line(result['name'])}: {as_words(result)}"))
     if len(good) > SHOWN:
         print(f"and {len(good) - SHOWN} more")
-    print(printable(f"pictures: {folder / 'pictures'}"))
+    if (folder / "pictures").is_dir():
+        print(printable(f"pictures: {folder / 'pictures'}"))
     return int(len(good) < len(results))
-
-
-def with_options(task: Task, **options: Any) -> Task:
-    """Return the task with the options that are not None. Raises TpukitError for one that it has not."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - {field.name for field in dataclasses.fields(task)}:
-        raise TpukitError(f"the task {task.name} has no --{name.replace('_', '-')}")
-    return dataclasses.replace(task, **given)
 
 
 def unused_folder(path: Path) -> Path:

@@ -11,6 +11,7 @@ from tyro import conf
 # As published training scripts and the old guides call options.
 ALIASES = {
     "--data-path": "--dataset-dir",
+    "--eval-steps": "--eval-every-steps",
     "--global-batch-size": "--batch-size",
     "--model": "--model-name",
     "--num-cores": "--cores",

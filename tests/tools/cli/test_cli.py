@@ -95,7 +95,7 @@ def test_a_weights_file_is_tested_as_the_network_that_is_named(tmp_path, shapes,
     assert "belong to another model" in error and "--model-name" in error
     assert cli.main([*words, "--model-name", "test_vit"]) == 0
     assert cli.main([*words, "--network", "small"]) == 1
-    assert "images has no --network" in capsys.readouterr().err
+    assert "images has no setting network (--network)" in capsys.readouterr().err
 
 
 # Command line -> what must stand in its explanation: what was wrong, and the choices or the command that

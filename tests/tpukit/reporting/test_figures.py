@@ -200,7 +200,7 @@ def test_a_live_chart_shows_loss_the_deciding_score_and_speed_from_the_first_mom
     unknown = axes_of(figures.live_figure(records_of([0.5]), findings.NO_LABELS))
     assert list(unknown) == ["loss", "iou", "samples per second"]
     for planned, end in ((20, 20.4), (1, 2.04)):
-        axes = axes_of(figures.live_figure(records_of([0.25, 0.75]), LABELS._replace(epochs=planned)))
+        axes = axes_of(figures.live_figure(records_of([0.25, 0.75], epochs=planned), LABELS))
         assert {axis.get_xlim() for axis in axes.values()} == {(0, end)}
     still = [record | {"loss": 1 - 1e-7 * n} for n, record in enumerate(records_of([0.25, 0.75]))]
     flat = figures.live_figure(still, LABELS)

@@ -156,16 +156,16 @@ def test_no_scores_of_a_users_own_task_get_another_tasks_sentence_for_their_name
         assert findings.verdict(scored(scores)) == ""
 
 
-def test_a_run_has_the_scores_of_its_task_even_of_a_users_own_and_the_epochs_that_it_is_to_train(tmp_path):
+def test_a_run_has_the_scores_of_its_task_even_of_a_users_own(tmp_path):
     class Mine(MNIST):
         name = "mine"
         score_names = dict(accuracy="share that is right")
 
     run = Run.open(tmp_path / "run", Mine(epochs=7))
     labels = findings.labels_of(run.config)
-    assert labels == findings.Labels("accuracy", dict(accuracy="share that is right"), 7)
+    assert labels == findings.Labels("accuracy", dict(accuracy="share that is right"))
     assert findings.labels_of(dict(settings={})) == findings.NO_LABELS
-    wrong = dict(score=["iou"], score_names=dict(iou=3), settings=dict(epochs="7"))
+    wrong = dict(score=["iou"], score_names=dict(iou=3), settings={})
     assert findings.labels_of(wrong) == findings.NO_LABELS
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import math
 import time
 import weakref
 
@@ -13,8 +14,10 @@ from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tests.tasks.cdeit.small import Tiny
 from tests.tasks.mshnet.small import Narrow
 from tests.tpukit.training.conftest import DIGITS, train_in
+from tests.tpukit.training.test_saver import interrupt_at
 from tpukit import MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitError, train
-from tpukit.reporting import display
+from tpukit.reporting import display, figures, findings
+from tpukit.reporting.findings import last_and_kept_table
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
 
@@ -161,3 +164,66 @@ def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equal
     _, more = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=3)
     assert more == 9 and same(best_weights(run), best_weights(straight))
     assert [r for r in exact(run) if r["step"] != 10 or r["kind"] != "stopped"] == exact(straight)
+
+
+# Steps in place of epochs
+
+
+STEPPED = dict(schedule="cosine", warmup_epochs=0.2, max_steps=33, eval_every_steps=10, log_every=7)
+
+
+def test_max_steps_and_evaluations_count_in_steps_and_the_last_step_is_evaluated(digits, tmp_path, cpu):
+    """Of epochs of 25 steps: the second ends within."""
+    task = MNIST(dataset_dir=digits, epochs=1, **DIGITS | STEPPED)
+    run = train_in(tmp_path, task, cpu)
+    places = [(r["step"], r["epoch"]) for r in run.records("evaluation")]
+    assert places == [(10, 0), (20, 0), (30, 1), (33, 1)]
+    assert [(r["step"], r["epoch"]) for r in run.records("epoch")] == [(25, 0)]
+    last = task.lr * (1 + math.cos(math.pi * 27 / 28)) / 2  # after 5 steps of warm-up
+    assert run.records("train")[-1]["lr"] == pytest.approx(last)
+    log = (run.path / "log.txt").read_text()
+    assert "step 10: loss" in log and "epoch 1: loss" in log and "step 33: loss" in log
+    train_in(tmp_path, task, cpu)
+    assert "already has 1.32 epochs; 1.32 were requested" in (run.path / "log.txt").read_text()
+    display.show(run)
+    assert figures.live_figure(run.records(), findings.NO_LABELS).axes[0].get_xlim()[1] > 1.32
+
+
+def test_evaluations_in_steps_change_no_step_and_whole_epochs_in_steps_are_those_epochs(
+    digits, tmp_path, cpu
+):
+    settings = dict(DIGITS, dataset_dir=digits, schedule="cosine", log_every=1)
+    names = ("epochs", "steps", "evaluated")
+    ways = (dict(epochs=2), dict(epochs=9, max_steps=50), dict(epochs=2, eval_every_steps=7))
+    runs = [train_in(tmp_path / name, MNIST(**settings, **way), cpu) for name, way in zip(names, ways)]
+    assert exact(runs[0]) == exact(runs[1])
+    steps = [[record for record in exact(run) if record["kind"] == "train"] for run in runs]
+    assert steps[0] == steps[2] and len(steps[0]) == 50
+    losses = [record["loss"] for record in exact(runs[0]) if record["kind"] == "train"]
+    line = (runs[2].path / "log.txt").read_text().partition("step 35: loss ")[2]
+    assert float(line.partition(",")[0]) == pytest.approx(sum(losses[25:35]) / 10, abs=1e-4), "of its epoch"
+
+
+@pytest.mark.parametrize("stops_at", [9, 10, 11, 25, 30, 33])
+def test_a_run_that_counts_in_steps_is_the_same_if_it_is_interrupted(
+    stops_at, digits, tmp_path, cpu, monkeypatch
+):
+    task = MNIST(dataset_dir=digits, **DIGITS | STEPPED)
+    straight = train_in(tmp_path / "straight", task, cpu)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, stops_at)
+        train_in(tmp_path / "run", task, cpu)
+    run = train_in(tmp_path / "run", task, cpu)
+    assert exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
+    assert same(checkpoint(run)["model"], checkpoint(straight)["model"])
+    assert checkpoint(run)["state"] == checkpoint(straight)["state"]
+
+
+def test_patience_counts_evaluations_within_an_epoch(digits, tmp_path, cpu):
+    run, _ = scripted(tmp_path, cpu, digits, patience=1, batch_size=8, eval_every_steps=10)
+    assert [record["step"] for record in run.records("evaluation")] == [10, 20]
+    assert [(r["step"], r["epoch"]) for r in run.records("stopped")] == [(20, 0)]
+    _, epochs = scripted(tmp_path, cpu, digits, earlier=2, patience=1, batch_size=8, eval_every_steps=10)
+    assert (run.path / "log.txt").read_text().count("stopped early after step 20") == 2 and not epochs
+    title = last_and_kept_table(run.records(), {}).title
+    assert title.startswith("Scores after step 20 (last) and step 10 (kept)")

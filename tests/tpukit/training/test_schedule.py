@@ -13,7 +13,7 @@ STEPS = 5  # of an epoch
 
 def cosine_after_warm_up(optimizer, task):
     warm_up = round(task.warmup_epochs * STEPS)
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, task.epochs * STEPS - warm_up)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, (task.max_steps or task.epochs * STEPS) - warm_up)
     if not warm_up:
         return cosine
     linear = lr_scheduler.LinearLR(optimizer, 1 / (warm_up + 1), total_iters=warm_up)
@@ -27,6 +27,7 @@ def warm_up_alone(optimizer, task):
 SCHEDULES = {
     "cosine": (dict(schedule="cosine"), cosine_after_warm_up),
     "after a warm-up": (dict(schedule="cosine", warmup_epochs=1.4), cosine_after_warm_up),
+    "over steps": (dict(schedule="cosine", warmup_epochs=1.4, max_steps=23), cosine_after_warm_up),
     "warm-up alone": (dict(warmup_epochs=2.0), warm_up_alone),
 }
 OPTIMIZERS = {
@@ -52,7 +53,7 @@ def test_steps_are_those_of_torchs_schedulers_with_every_optimizer(
     our_optimizer, their_optimizer = optimizer(ours.parameters()), optimizer(theirs.parameters())
     schedule = scheduler(their_optimizer, task)
     start = ours.weight.detach().clone()
-    for step in range(task.epochs * STEPS):
+    for step in range(task.max_steps or task.epochs * STEPS):
         x = torch.randn(8, 4, dtype=torch.float64)
         factor = lr_factor(task, step, STEPS)
         assert 0.1 * factor == pytest.approx(schedule.get_last_lr()[0], rel=1e-9, abs=1e-12)
@@ -81,5 +82,5 @@ def test_a_resumed_run_says_that_more_epochs_bend_the_cosine(digits, tmp_path, c
 
     assert not said(2, schedule="cosine") and not said(2, schedule="cosine")
     [line] = said(4, schedule="cosine")
-    assert "planned for 2 epochs and is now for 4" in line and "50.0% of lr instead of 0.0%" in line
+    assert "planned for 2 epochs and is now for 4:" in line and "50.0% of lr instead of 0.0%" in line
     assert said(4, schedule="cosine") == said(3, schedule="cosine") == [line]  # nothing left to do

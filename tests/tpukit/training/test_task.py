@@ -72,7 +72,7 @@ WRONG = [
     *(dict(batch_size=size) for size in (0, -4)),
     *(dict(lr=rate) for rate in (-1.0, math.nan, math.inf)),
     *(dict(seed=seed) for seed in (-1, 2**63, 10**20)),
-    *({name: 0} for name in ("log_every", "eval_every")),
+    *({name: 0} for name in ("log_every", "eval_every", "max_steps")),
     dict(num_workers=-1),
     *({name: -1.0} for name in ("clip_norm", "save_every_s")),
     dict(warmup_epochs=math.nan),
