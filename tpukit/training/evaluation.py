@@ -25,7 +25,7 @@ from tpukit.training.checkpoint import TrainState
 from tpukit.training.data import BatchLoader
 from tpukit.training.notes import log_notes
 from tpukit.training.prediction import predict_set
-from tpukit.training.saver import Saver
+from tpukit.training.saver import Best, Saver
 from tpukit.training.task import Task, check_dataset_dir
 
 EVALUATION_BATCH = 32
@@ -117,8 +117,10 @@ class Scoring:
     epoch: int
     loss: float
     predict_s: float
-    weights: dict[str, Tensor]
     scores: concurrent.futures.Future[dict]
+    model: nn.Module
+    weights: dict[str, Tensor] | None
+    """on the CPU; None if they are not the best"""
 
 
 class Evaluator:
@@ -135,11 +137,16 @@ class Evaluator:
         self.pending: Scoring | None = None
         self.scores: dict | None = None  # the last ones
 
-    def evaluate(self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal) -> None:
+    def evaluate(
+        self, model: nn.Module, state: TrainState, epoch: int, loss: float, stop: StopSignal, waits: bool
+    ) -> None:
         """Predict the test set with the weights of an epoch, and start scoring the predictions. A process on
-        its own stops between two batches if a signal came; several ranks stop together, afterwards."""
-        started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
-        kept = self.runtime.to_cpu(model.state_dict() if is_rank_0 else {})
+        its own stops between two batches if a signal came; several ranks stop together, afterwards.
+
+        The weights are copied if they are the best so far, or if scoring takes longer than a tenth of the
+        time of predicting: then the next epoch trains meanwhile. waits: whether the caller will `collect`
+        before that."""
+        started = time.monotonic()
         size, predicted = self.batch_size, []
         batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=size)
         with buffers_of_rank_0(model, self.runtime), contextlib.closing(batches):
@@ -147,9 +154,20 @@ class Evaluator:
                 predicted += pairs
                 if self.runtime.world.size == 1:
                     stop.check()
-        if is_rank_0:
-            scores = self.executor.submit(scores_of, self.task, predicted)
-            self.pending = Scoring(step, epoch, loss, time.monotonic() - started, kept, scores)
+        if self.runtime.world.rank == 0:
+            scores, predict_s = (
+                self.executor.submit(scores_of, self.task, predicted),
+                time.monotonic() - started,
+            )
+            concurrent.futures.wait([scores], None if waits else predict_s / 10)
+            is_kept = not scores.done() or not scores.exception() and self.is_best(scores.result(), state)
+            kept = self.runtime.to_cpu(model.state_dict()) if is_kept else None
+            self.pending = Scoring(state.step, epoch, loss, predict_s, scores, model, kept)
+
+    def is_best(self, scores: dict, state: TrainState) -> bool:
+        """Return whether scores are better than those of all evaluations before."""
+        best = -math.inf if state.best is None or math.isnan(state.best) else state.best
+        return state.best is None or scores[self.task.score] > best
 
     def has_scores(self) -> bool:
         """Return True if there is an epoch to collect, and `collect` need not wait."""
@@ -163,8 +181,7 @@ class Evaluator:
             return
         # First what may raise: then nothing of the epoch is recorded, and it can be scored again.
         self.scores = done.scores.result()
-        score = self.scores[task.score]
-        is_best = state.best is None or score > (-math.inf if math.isnan(state.best) else state.best)
+        is_best = self.is_best(self.scores, state)
         metadata = task.metadata(self.train_data) if is_best else {}
         self.pending = None
         numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
@@ -173,10 +190,12 @@ class Evaluator:
         self.run.log("evaluation", done.step, epoch=done.epoch, scores=self.scores, kept=is_best, speed=speed)
         state.evaluations_without_best += 1
         if is_best:
-            state.best, state.evaluations_without_best = score, 0
+            state.best, state.evaluations_without_best = self.scores[task.score], 0
             settings = json.dumps(model_settings(task))
             values = dict(task=task.name, step=done.step, epoch=done.epoch, settings=settings)
-            self.saver.best = (done.weights, {**values, task.score: score, **metadata})
+            values |= {task.score: state.best, **metadata}
+            assert done.weights is not None
+            self.saver.best = Best(done.weights, values, done.model)
 
     def record_epoch(self, state: TrainState, step: int, epoch: int, loss: float, shown: dict) -> None:
         """Record and print an epoch that is over. shown: scores to print, if it was evaluated."""

@@ -2,13 +2,22 @@
 
 import concurrent.futures
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpukit.runs.run import Run
 
-Best = tuple[dict[str, Tensor], dict[str, Any]]  # the arguments of `Run.save_best`
+
+class Best(NamedTuple):
+    """The best weights of a training run so far."""
+
+    tensors: dict[str, Tensor]
+    """on the CPU"""
+    values: dict[str, Any]
+    """metadata, as `Run.save_best` takes it"""
+    model: nn.Module | None = None
+    """whose weights they were at step values["step"]"""
 
 
 class Saver:
@@ -48,6 +57,12 @@ class Saver:
         """Wait until all is written. Raises what made the last save fail."""
         if self.pending is not None:
             self.pending.result()
+            self.writing = None
+
+    def copy_of(self, model: nn.Module, step: int) -> dict[str, Tensor] | None:
+        """Return the weights that a model has at this step, if they are the best ones, whose copy is here."""
+        best = self.best
+        return best.tensors if best and best.model is model and best.values["step"] == step else None
 
     def close(self) -> None:
         """Wait until all is written, and end the thread."""
@@ -56,6 +71,5 @@ class Saver:
 
 def _write(run: Run, best: Best | None, state: dict, step: int, records: dict) -> None:
     if best is not None:
-        tensors, values = best
-        run.save_best(tensors, **values)
+        run.save_best(best.tensors, **best.values)
     run.save(state, step, records)
