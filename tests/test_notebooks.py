@@ -71,9 +71,9 @@ def printed(notebook, cell_id, folder):
 
 
 @pytest.mark.slow
-def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(tmp_path):
+def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(infrared, tmp_path):
     pytest.importorskip("torch_xla")
-    small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4)
+    small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4, DATASET_DIR=str(infrared))
     narrow = imported("tests.tasks.mshnet.small", "Narrow")
     notebook = run_notebook("kaggle_tpu_v5e.ipynb", tmp_path, replace=("tpukit.MSHNet(", narrow), **small)
     output = text(notebook)
@@ -149,11 +149,12 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
 
 
 @pytest.mark.slow
-def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_path):
+def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(digits, tmp_path):
     pytest.importorskip("torch_xla")
     own = tmp_path / "own.py"
     own.write_text("model = model.cuda()\n")
-    notebook = run_notebook("gpu_to_tpu_migration.ipynb", tmp_path, SCRIPT=str(own))
+    few = dict(DATASET_DIR=str(digits), BATCH_SIZE=8)
+    notebook = run_notebook("gpu_to_tpu_migration.ipynb", tmp_path, SCRIPT=str(own), **few)
     output = text(notebook)
     _, script, found, _, own_table = outputs(notebook, "text/html")
     assert "GradScaler" in script and "errors: 7, warnings: 3; --fix can repair" in found
