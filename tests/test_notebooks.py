@@ -80,7 +80,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(infrared, tmp_path)
     for words in (
         "core 0: ",
         "core 1: CPU",
-        "2 samples",
+        "16 samples",
         "all 2 cores started",
         "epoch 1: loss",
         "No operation fell back",

@@ -78,9 +78,8 @@ class BatchLoader:
             )
         where = f"{workers} threads prepare batches in advance" if workers else "batches are made on demand"
         if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):
-            limit = max(
-                [MAX_BYTES, *(total // 8 for _, total in runtime.memory() if runtime.device.type == "cuda")]
-            )
+            gpus = runtime.memory() if runtime.device.type == "cuda" else []
+            limit = max([MAX_BYTES, *(total // 8 for _, total in gpus)])
             if on == "device" or data.device_nbytes() <= limit:
                 self.resident = runtime.put_dataset(data.device_arrays())
                 self.resident_bytes = sum(stored.rows.nbytes for stored in self.resident.values())  # padded

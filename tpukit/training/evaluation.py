@@ -25,7 +25,7 @@ from tpukit.training.checkpoint import TrainState
 from tpukit.training.data import BatchLoader
 from tpukit.training.notes import log_notes
 from tpukit.training.prediction import predict_set
-from tpukit.training.saver import Best, Saver
+from tpukit.training.saver import Saver
 from tpukit.training.task import Task, check_dataset_dir
 
 EVALUATION_BATCH = 32
@@ -119,8 +119,8 @@ class Scoring:
     predict_s: float
     scores: concurrent.futures.Future[dict]
     model: nn.Module
-    weights: dict[str, Tensor] | None
-    """on the CPU; None if they are not the best"""
+    weights: dict[str, Tensor]
+    """on the CPU; {} if they are not the best"""
 
 
 class Evaluator:
@@ -138,14 +138,13 @@ class Evaluator:
         self.scores: dict | None = None  # the last ones
 
     def evaluate(
-        self, model: nn.Module, state: TrainState, epoch: int, loss: float, stop: StopSignal, waits: bool
+        self, model: nn.Module, state: TrainState, epoch: int, loss: float, stop: StopSignal
     ) -> None:
         """Predict the test set with the weights of an epoch, and start scoring the predictions. A process on
         its own stops between two batches if a signal came; several ranks stop together, afterwards.
 
         The weights are copied if they are the best so far, or if scoring takes longer than a tenth of the
-        time of predicting: then the next epoch trains meanwhile. waits: whether the caller will `collect`
-        before that."""
+        time of predicting: then the next epoch trains meanwhile, unless patience waits for the scores."""
         started = time.monotonic()
         size, predicted = self.batch_size, []
         batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=size)
@@ -155,13 +154,11 @@ class Evaluator:
                 if self.runtime.world.size == 1:
                     stop.check()
         if self.runtime.world.rank == 0:
-            scores, predict_s = (
-                self.executor.submit(scores_of, self.task, predicted),
-                time.monotonic() - started,
-            )
-            concurrent.futures.wait([scores], None if waits else predict_s / 10)
+            predict_s = time.monotonic() - started
+            scores = self.executor.submit(scores_of, self.task, predicted)
+            concurrent.futures.wait([scores], predict_s / 10 if self.task.patience is None else None)
             is_kept = not scores.done() or not scores.exception() and self.is_best(scores.result(), state)
-            kept = self.runtime.to_cpu(model.state_dict()) if is_kept else None
+            kept = self.runtime.to_cpu(model.state_dict() if is_kept else {})
             self.pending = Scoring(state.step, epoch, loss, predict_s, scores, model, kept)
 
     def is_best(self, scores: dict, state: TrainState) -> bool:
@@ -193,9 +190,7 @@ class Evaluator:
             state.best, state.evaluations_without_best = self.scores[task.score], 0
             settings = json.dumps(model_settings(task))
             values = dict(task=task.name, step=done.step, epoch=done.epoch, settings=settings)
-            values |= {task.score: state.best, **metadata}
-            assert done.weights is not None
-            self.saver.best = Best(done.weights, values, done.model)
+            self.saver.best = (done.weights, {**values, task.score: state.best, **metadata}, done.model)
 
     def record_epoch(self, state: TrainState, step: int, epoch: int, loss: float, shown: dict) -> None:
         """Record and print an epoch that is over. shown: scores to print, if it was evaluated."""

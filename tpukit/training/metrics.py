@@ -30,23 +30,12 @@ def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
     return runtime.put(torch.tensor([values[name] for name in SUMS], dtype=torch.float32))
 
 
-def accumulate(
-    sums: Tensor, loss: Tensor, grad_norm: Tensor | None, *, overflow_is_skipped: bool, on_host: bool = False
-) -> Tensor:
+def accumulate(sums: Tensor, loss: Tensor, grad_norm: Tensor | None, *, overflow_is_skipped: bool) -> Tensor:
     """Add one step to the sums, on the device. loss: scalar. grad_norm: scalar, or None if the step does not
     compute it.
 
     overflow_is_skipped: a loss scaler skips steps whose gradient overflows, so an infinite norm is not yet an
-    error. on_host: a CPU computes this step now: then Python's numbers are faster, and round in the same
-    way."""
-    if on_host:
-        loss_sum, steps, bad_step, last_norm = sums.tolist()
-        values = [value.item() for value in (loss, grad_norm) if value is not None]
-        checked = values[:1] if overflow_is_skipped else values
-        if bad_step < 0 and not all(map(math.isfinite, checked)):
-            bad_step = steps
-        last_norm = [last_norm, *values[1:]][-1]
-        return torch.tensor([loss_sum + values[0], steps + 1, bad_step, last_norm], dtype=sums.dtype)
+    error."""
     loss_sum, steps, bad_step, last_norm = sums.unbind()
     is_bad = ~torch.isfinite(loss)
     if grad_norm is not None:

@@ -2,22 +2,14 @@
 
 import concurrent.futures
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from tpukit.runs.run import Run
 
-
-class Best(NamedTuple):
-    """The best weights of a training run so far."""
-
-    tensors: dict[str, Tensor]
-    """on the CPU"""
-    values: dict[str, Any]
-    """metadata, as `Run.save_best` takes it"""
-    model: nn.Module | None = None
-    """whose weights they were at step values["step"]"""
+# The arguments of `Run.save_best`, and the model that had these weights at step values["step"]
+Best = tuple[dict[str, Tensor], dict[str, Any], nn.Module]
 
 
 class Saver:
@@ -59,10 +51,10 @@ class Saver:
             self.pending.result()
             self.writing = None
 
-    def copy_of(self, model: nn.Module, step: int) -> dict[str, Tensor] | None:
-        """Return the weights that a model has at this step, if they are the best ones, whose copy is here."""
-        best = self.best
-        return best.tensors if best and best.model is model and best.values["step"] == step else None
+    def copy_of(self, model: nn.Module | None, step: int) -> dict[str, Tensor]:
+        """Return a copy of the weights that a model has at this step, if they are the best; else {}."""
+        tensors, values, best_model = self.best or ({}, {}, None)
+        return tensors if best_model is model and values.get("step") == step else {}
 
     def close(self) -> None:
         """Wait until all is written, and end the thread."""
@@ -71,5 +63,6 @@ class Saver:
 
 def _write(run: Run, best: Best | None, state: dict, step: int, records: dict) -> None:
     if best is not None:
-        run.save_best(best.tensors, **best.values)
+        tensors, values, _ = best
+        run.save_best(tensors, **values)
     run.save(state, step, records)

@@ -224,8 +224,7 @@ class Trainer:
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
-        waits = self.task.patience is not None or self.state.step >= self.total
-        self.evaluator.evaluate(model, self.state, epoch, loss, self.stop, waits)
+        self.evaluator.evaluate(model, self.state, epoch, loss, self.stop)
         log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
 

@@ -51,9 +51,7 @@ def train_step(
     runtime.all_reduce_gradients(optimizer)
     grad_norm = clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
-    is_on_host = runtime.device.type == "cpu" and not runtime.has_graphs
-    skips = runtime.scaler.is_enabled()
-    return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=skips, on_host=is_on_host)
+    return metrics.accumulate(sums, value, grad_norm, overflow_is_skipped=runtime.scaler.is_enabled())
 
 
 def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor | None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+import types
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ from tpukit import MNIST, ImageClassifier, LanguageModel, MSHNet, Run, TpukitErr
 from tpukit.reporting import display
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
+from tpukit.training import setup
 
 TASKS = {  # the class, its data, its settings
     "mnist": (MNIST, "digits", {}),
@@ -161,3 +163,19 @@ def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equal
     _, more = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=3)
     assert more == 9 and same(best_weights(run), best_weights(straight))
     assert [r for r in exact(run) if r["step"] != 10 or r["kind"] != "stopped"] == exact(straight)
+
+
+def test_progress_is_shown_ten_times_a_second_and_at_the_end_of_each_epoch(
+    digits, tmp_path, cpu, monkeypatch
+):
+    now, shown, take_step = [100.0], [], setup.Trainer.take_step
+
+    def step_of_40_ms(self, batch, epoch):
+        take_step(self, batch, epoch)
+        now[0] += 0.04
+
+    monkeypatch.setattr(setup, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(setup.Trainer, "take_step", step_of_40_ms)
+    monkeypatch.setattr(Run, "write_progress", lambda self, step, **values: shown.append(step))
+    train_in(tmp_path, MNIST(dataset_dir=digits, epochs=2, **DIGITS), cpu)  # of 25 steps
+    assert shown == [*range(1, 50, 3), 50]

@@ -18,7 +18,7 @@ from tpukit.runs import run as run_module
 from tpukit.runs.checkpoints import Checkpoints
 from tpukit.training import metrics
 from tpukit.training.loop import Trainer
-from tpukit.training.saver import Best, Saver
+from tpukit.training.saver import Saver
 
 ALWAYS = dict(save_every_s=0.0)  # a checkpoint whenever the one before is on the disk
 
@@ -111,7 +111,7 @@ def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_a
     kept = Saver(Run.open(tmp_path, MNIST()), 60.0)
     kept.save({}, 1)
     for epoch in (1, 2, 3):
-        kept.best = Best({}, dict(epoch=epoch))
+        kept.best = ({}, dict(epoch=epoch), None)
     assert order == []
     release.set()
     kept.save({}, 2)
