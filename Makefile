@@ -4,7 +4,7 @@
 # make test   lint, unit tests, launches, notebooks, and whether the outputs in docs/executed still come out
 # make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills, 1,000 flipped bits and 1,000 faults of the
 #             disk, of runs and backups; make nightly NIGHTLY="nightly and not long" KILLS=100 FAULTS=50 for half of its time
-# make bench  how fast, in ratios: the loop and the step; make bench PARTS=text for language models
+# make bench  how fast, in ratios, beside other libraries: the loop, MSHNet's step, language models; make bench PARTS=text
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough, and beside it what
 #             `kaggle kernels push` reads
 # make twins  runs every built English notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour;
@@ -85,7 +85,7 @@ fast: .venv/installed
 # The emulated TPU is got first, once; where it cannot be, its tests skip.
 test: lint
 	-$(BIN)/tpukit emulate v5e-1 true
-	$(PYTEST) --dist loadfile -m "not nightly"
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not nightly"
 
 # One worker: the compiler of a TPU takes up to 10 GB.
 nightly: .venv/installed

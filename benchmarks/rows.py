@@ -11,10 +11,9 @@ def print_row(**row) -> None:
     print(START + json.dumps(row), flush=True)
 
 
-def read_rows(printed: str) -> list[dict]:
-    """Return the rows in what a part printed."""
-    lines = [line for line in printed.splitlines() if line.startswith(START)]
-    return [json.loads(line.removeprefix(START)) for line in lines]
+def read_row(line: str) -> dict | None:
+    """Return the row that a line of a part holds; None if it is another one."""
+    return json.loads(line.removeprefix(START)) if line.startswith(START) else None
 
 
 def compare(step_s: list[float], first_step_s: list[float]) -> dict:

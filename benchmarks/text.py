@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -21,16 +22,18 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
+from benchmarks.loops import Timed
 from benchmarks.rows import compare, print_row
 from benchmarks.steps import open_runtime
-from tpukit import LanguageModel, Run, train
+from tpukit import LanguageModel, train
 from tpukit.devices.runtime import keep_freed_memory
 
 os.environ["USE_TORCH_XLA"] = "false"  # else TRL trains on an XLA device, if torch_xla is installed
 WARM_UP, STEPS = 20, 40
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    WARM_UP, STEPS = 5, 20
+CLOCK = time.perf_counter
+if DEVICE == "cpu":  # the CPU's time, so that other processes matter less
+    WARM_UP, STEPS, CLOCK = 5, 20, time.process_time
 
 
 class Block(nn.Module):
@@ -175,7 +178,7 @@ def note_time(times: list[float]) -> None:
     """Note the time before a step; before the first that counts and after the last, once all is done."""
     if DEVICE == "cuda" and len(times) in (WARM_UP, WARM_UP + STEPS):
         torch.cuda.synchronize()
-    times.append(time.perf_counter())
+    times.append(CLOCK())
 
 
 def by_trl(task: LanguageModel) -> float:
@@ -212,13 +215,13 @@ def by_trl(task: LanguageModel) -> float:
 
 
 def by_tpukit(task: LanguageModel, choice: str = "auto") -> float:
-    """Return the same of tpukit, by its own records."""
+    """Return the same of tpukit, between its records."""
     with tempfile.TemporaryDirectory() as folder:
         task = dataclasses.replace(task, compile=choice)
-        run = Run.open(folder, task)
-        run.echo = False
+        run = Timed.open(folder, task)
+        run.echo, run.times, run.clock = False, [], CLOCK
         train(task, run, runtime=open_runtime(DEVICE, task.precision), progress=False)
-        return sum(record["speed"]["seconds"] for record in run.records("train")[1:]) / STEPS
+        return (run.times[-1] - run.times[0]) / STEPS
 
 
 def contenders(task: LanguageModel) -> dict:
@@ -238,14 +241,20 @@ def main(rounds: str) -> None:
             task = make_task(Path(folder), lora=lora)
             ways = contenders(task)
             step_s = {name: [] for name in ways}
-            for _ in range(int(rounds) + 1):
-                for name, way in ways.items():
-                    step_s[name].append(way(task))
-        for name in ways:
-            compared = compare(step_s[name][1:], step_s["by hand"][1:])
-            tokens_per_s = round(1e3 * task.batch_size * task.length / compared["ms_per_step"])
-            row = dict(device=DEVICE, adapter=task.adapter, way=name)
-            print_row(**row, **compared, tokens_per_s=tokens_per_s)
+            for number in range(int(rounds) + 1):
+                for name in random.sample(list(ways), len(ways)):
+                    step_s[name].append(ways[name](task))
+                if number in (1, int(rounds)):  # so that a run which is cut leaves figures
+                    print_rows(task, step_s)
+
+
+def print_rows(task: LanguageModel, step_s: dict[str, list[float]]) -> None:
+    """Print the rows of the rounds so far. step_s: way -> seconds of a step, for each round."""
+    for name in step_s:
+        compared = compare(step_s[name][1:], step_s["by hand"][1:])
+        tokens_per_s = round(1e3 * task.batch_size * task.length / compared["ms_per_step"])
+        row = dict(device=DEVICE, adapter=task.adapter, way=name)
+        print_row(**row, **compared, tokens_per_s=tokens_per_s)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def main(folder: str) -> None:
     state = weights.read(run.best())
     state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items() if tensor.is_floating_point()}
     metadata = weights.metadata(run.best())
-    content = weights.serialize(state, metadata)
+    content = b"".join(weights.serialize(state, metadata))
     if len(content) > MAX_BYTES:
         raise SystemExit(f"{len(content)} bytes: the small network has at most {MAX_BYTES}")
     (DEMO_FOLDER / "weights.safetensors").write_bytes(content)

@@ -22,6 +22,21 @@ COMPILERS = Path(os.environ.get("TPUKIT_TEST_COMPILERS") or TEMPORARY)
 SMALL = dict(batch_size=8, log_every=3, num_workers=1)  # settings that make a training a matter of a second
 XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
+# The files that take most CPU time, the longest first: at the end of all, one of them would run alone.
+LONGEST = """
+test_notebooks.py test_docs.py tpukit/launching/test_launcher.py release/test_executed.py
+tpukit/launching/test_supervisor.py tools/emulate/test_emulate.py tpukit/launching/test_core.py
+tpukit/devices/test_xla.py tpukit/training/test_checkpoint.py tpukit/launching/test_public_loops.py
+tpukit/training/test_loop.py tasks/text/test_text.py tpukit/runs/test_own_loop.py tools/test_hardware.py
+tpukit/launching/test_averages.py tpukit/launching/test_share.py tpukit/inference/test_export.py
+tools/cli/test_cli.py test_types.py tasks/cdeit/test_task.py
+""".split()
+
+
+def pytest_collection_modifyitems(items):
+    place = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
 
 def pytest_configure(config):
     # Before torch_xla is imported anywhere: the CPU XLA device, compiled quickly.

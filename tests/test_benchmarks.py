@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import by_hand, loops
+from benchmarks import by_hand, loops, rows
 from tests.conftest import ROOT
 from tpukit import MNIST, MSHNet
 from tpukit.devices.runtime import Runtime
@@ -44,6 +44,20 @@ def test_the_bare_loop_trains_the_same_network_on_the_same_batches_as_tpukits(di
     assert loops.Ours(task, Runtime("cpu")).run() > 0
     assert len(bare) == 2 * (len(task.datasets()[0]) // task.batch_size) > 2
     torch.testing.assert_close(torch.stack(losses), bare, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_is_read_from_what_a_part_prints_and_peers_take_the_steps_of_the_bare_loop(capsys, monkeypatch):
+    ways = loops.contenders(loops.Tiny(epochs=2, eval_every=9, log_every=999, steps=3), "cpu")
+    taken, step = [], torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *given: taken.append(1) or step(*given))
+    for name in {*ways} & {"bare", "tpukit", "Fabric", "Lightning"}:  # accelerate takes the XLA device here
+        assert ways[name].run() > 0
+        assert len(taken) == 2 * 3, name
+        taken.clear()
+    rows.print_row(device="cpu", loop="bare", **rows.compare([2.0, 4.0], [1.0, 1.0]))
+    read = rows.read_row(capsys.readouterr().out)
+    assert read["loop"] == "bare" and read["times_first"] == 3.0 and read["rounds"] == 2
+    assert rows.read_row("a library's own words") is None
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import tomllib
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import LONGEST, ROOT
 from tpukit import leaves
 
 # the lowest first; the last two are packages of their own
@@ -425,3 +425,7 @@ def test_nothing_in_the_tree_names_a_machine_or_a_registry():
             not re.search(r"pythonhosted|pypi\.org/simple|/home/\w+|/Users/\w+", text)
             or name == "tests/test_code.py"
         ), name
+
+
+def test_the_files_of_tests_that_start_first_are_there():
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []

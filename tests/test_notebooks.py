@@ -43,6 +43,13 @@ def run_notebook(name, tmp_path, replace=None, **parameters):
     return execute(book, tmp_path, **parameters, OUTPUTS=str(tmp_path / "outputs"))
 
 
+def imported(module, name):
+    """The start of a call of what one of the tests' modules has, in a cell."""
+    return (
+        f"[__import__('sys').path.insert(0, {str(ROOT)!r}), __import__({module!r}, fromlist='a').{name}][1]("
+    )
+
+
 def outputs(notebook, mime):
     return [
         o["data"][mime] for c in notebook.cells for o in c.get("outputs", []) if mime in o.get("data", {})
@@ -64,15 +71,16 @@ def printed(notebook, cell_id, folder):
 
 
 @pytest.mark.slow
-def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(tmp_path):
+def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(infrared, tmp_path):
     pytest.importorskip("torch_xla")
-    small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4)
-    notebook = run_notebook("kaggle_tpu_v5e.ipynb", tmp_path, **small)
+    small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4, DATASET_DIR=str(infrared))
+    narrow = imported("tests.tasks.mshnet.small", "Narrow")
+    notebook = run_notebook("kaggle_tpu_v5e.ipynb", tmp_path, replace=("tpukit.MSHNet(", narrow), **small)
     output = text(notebook)
     for words in (
         "core 0: ",
         "core 1: CPU",
-        "2 samples",
+        "16 samples",
         "all 2 cores started",
         "epoch 1: loss",
         "No operation fell back",
@@ -89,9 +97,8 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(tmp_path):
 def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_the_grid(tmp_path):
     pytest.importorskip("torch_xla")
     small = dict(SAMPLES=8, EPOCHS=1, BATCH_SIZE=4, CORES=2, RUN_NAME="run")
-    task = "task = tpukit.CDEIT("
-    fast = f"sys.path.insert(0, {str(ROOT)!r})\nfrom tests.tasks.cdeit.small import Tiny\ntask = Tiny("
-    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, replace=(task, fast), **small)
+    tiny = imported("tests.tasks.cdeit.small", "Tiny")
+    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, replace=("tpukit.CDEIT(", tiny), **small)
     output = text(notebook)
     for words in (
         "voltage statistics: computed",
@@ -142,11 +149,12 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
 
 
 @pytest.mark.slow
-def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_path):
+def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(digits, tmp_path):
     pytest.importorskip("torch_xla")
     own = tmp_path / "own.py"
     own.write_text("model = model.cuda()\n")
-    notebook = run_notebook("gpu_to_tpu_migration.ipynb", tmp_path, SCRIPT=str(own))
+    few = dict(DATASET_DIR=str(digits), BATCH_SIZE=8)
+    notebook = run_notebook("gpu_to_tpu_migration.ipynb", tmp_path, SCRIPT=str(own), **few)
     output = text(notebook)
     _, script, found, _, own_table = outputs(notebook, "text/html")
     assert "GradScaler" in script and "errors: 7, warnings: 3; --fix can repair" in found

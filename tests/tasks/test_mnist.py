@@ -162,10 +162,10 @@ def test_a_network_that_does_not_answer_costs_no_more_than_the_timeout(silent, h
     with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts, and says nothing
         monkeypatch.setattr(Published, "mirrors", [f"http://127.0.0.1:{listening.getsockname()[1]}/"])
         if silent == "name":  # a look-up that no timeout of a socket can end
-            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(30))
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(60))
         start = time.monotonic()
         with refuses("timed out" if silent == "in the midst" else "0.3 s"):
             MNIST.download(here.outputs)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 40
         ended.set()
     assert socket.getdefaulttimeout() is None

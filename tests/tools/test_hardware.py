@@ -242,7 +242,7 @@ ACCIDENTS = {  # of core 1, which core 0 waits for -> what the report says
     "raise": rf"core 1 \(rank 1\) failed: RuntimeError in <{AT}: open\(/dev/vfio/0\): .* busy$",
     "refuse": r"core 1 \(rank 1\) failed: batch_size=3: use 4$",
     "abort": rf"core 1 ended .*: SIGABRT, in <{AT}: F1129 12 x\.cc:33\] Check failed: a == b$",
-    "hang": rf"no core .* for 3 s: core 0 in distributed\.py line \d+; core 1 in <{AT}$",
+    "hang": rf"no core .* for 8 s: core 0 in distributed\.py line \d+; core 1 in <{AT}$",
 }
 PROGRAM = """
 import os, sys, time, tpukit
@@ -259,7 +259,7 @@ def work():
         print("F1129 12 x.cc:33] Check failed: a == b\\nlast line", file=sys.stderr)
         os.abort()
     time.sleep(60)
-hardware.CHECKS["all_reduce"] = lambda env: tpukit.launch(work, cores=2, hang_timeout_s=3)
+hardware.CHECKS["all_reduce"] = lambda env: tpukit.launch(work, cores=2, hang_timeout_s=8)
 holds, text = hardware.answer("all_reduce")
 print("FOUND", causes.scrub(text))
 """

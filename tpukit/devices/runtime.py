@@ -182,7 +182,7 @@ class Runtime:
 
     def put_batch(self, arrays: Mapping[str, Any]) -> Batch:
         """Put this process's share of a batch on the device: (B / world size, ...) each."""
-        return self.put(arrays)
+        return {name: self._put(values) for name, values in arrays.items()}
 
     def put_dataset(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Stored]:
         """Put a whole dataset on the device, where it stays: (N, ...) each."""

@@ -437,8 +437,8 @@ class Run:
         Args:
             tensors: CPU tensors by name.
             **values: metadata of the file; each is kept as a string."""
-        data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
-        manifest.put(self.path, manifest.BEST, lambda file: file.write(data))
+        blocks = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
+        manifest.put(self.path, manifest.BEST, lambda file: [file.write(block) for block in blocks])
 
 
 def _append(path: Path, text: str) -> None:

@@ -1,8 +1,9 @@
 """Weight files of any kind, read without running code from them."""
 
 import io
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -161,8 +162,21 @@ def epoch_of(path: str | Path) -> int | None:
     return int(epoch) if re.fullmatch(r"[0-9]{1,9}", epoch) else None
 
 
-def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a .safetensors file of CPU tensors."""
+def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Generate the bytes of a .safetensors file of CPU tensors, the header and then one tensor at a time, so
+    that no second copy of the weights is in memory."""
+    import torch
     from safetensors.torch import save
 
-    return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=dict(metadata))
+    # A file of the same names and types without values: its header has their order and the names of types.
+    empty = save({name: tensor.new_empty(0) for name, tensor in tensors.items()}, metadata=dict(metadata))
+    header, end = json.loads(empty[8:]), 0
+    names = [name for name in header if name != "__metadata__"]
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        header[name].update(shape=list(tensors[name].shape), data_offsets=[start, end])
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # values start at a multiple of 8 bytes
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data

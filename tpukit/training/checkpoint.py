@@ -53,11 +53,13 @@ def save(
     parts: `TrainingStep.parts`. sums: of a fresh `metrics.Interval`."""
     random = runtime.random_states()  # on all ranks
     if runtime.world.rank == 0:
+        saver.wait()  # or two states would be in memory
         content = dict(
             format=FORMAT, **origin._asdict(), state=dataclasses.asdict(state), sums=dict(sums), random=random
         )
         for name, part in parts.items():
-            content[name] = {} if part is None else runtime.to_cpu(part.state_dict())
+            kept = saver.copy_of(part, state.step)
+            content[name] = {} if part is None else kept or runtime.to_cpu(part.state_dict())
         saver.save(content, state.step)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from tpukit.devices.runtime import Batch, Runtime, Stored
 from tpukit.host.errors import TpukitError
 
-MAX_BYTES = 2**31  # largest dataset kept on a device: an eighth of the 16 GiB of a T4 or a v5e chip
+MAX_BYTES = 2**31  # of a dataset kept on a device: an eighth of the 16 GiB of a T4 or a v5e chip
 
 
 class BatchSpec(NamedTuple):
@@ -39,10 +39,13 @@ def training_index_batches(
     It depends on (seed, epoch, step) alone, so a resumed run draws what an uninterrupted one draws.
     """
     order = np.random.default_rng(np.random.SeedSequence((seed, epoch))).permutation(size)
+    numbers = np.zeros((batch_size, 0))  # of sets that draw none, for which no generator is made
     for step in range(start, size // batch_size):
-        rng = np.random.default_rng(np.random.SeedSequence((seed, epoch, step)))
         indices = order[step * batch_size : (step + 1) * batch_size]
-        yield BatchSpec(indices, rng.random((batch_size, num_uniforms)))
+        if num_uniforms:
+            rng = np.random.default_rng(np.random.SeedSequence((seed, epoch, step)))
+            numbers = rng.random((batch_size, num_uniforms))
+        yield BatchSpec(indices, numbers)
 
 
 def evaluation_index_batches(size: int, batch_size: int) -> Iterator[BatchSpec]:
@@ -59,8 +62,8 @@ class BatchLoader:
 
     data: as `Task.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an
     index and a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead (0: in the
-    calling thread); "auto" stores them on an accelerator if they take at most MAX_BYTES, which each of its
-    devices holds."""
+    calling thread); "auto" stores them on an accelerator if they take at most MAX_BYTES, or an eighth of a
+    GPU that is larger; each of the devices holds them."""
 
     def __init__(self, data: Any, runtime: Runtime, *, on: str = "auto", workers: int = 2) -> None:
         self.data, self.runtime, self.workers = data, runtime, workers
@@ -75,12 +78,14 @@ class BatchLoader:
             )
         where = f"{workers} threads prepare batches in advance" if workers else "batches are made on demand"
         if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):
-            if on == "device" or data.device_nbytes() <= MAX_BYTES:
+            gpus = runtime.memory() if runtime.device.type == "cuda" else []
+            limit = max([MAX_BYTES, *(total // 8 for _, total in gpus)])
+            if on == "device" or data.device_nbytes() <= limit:
                 self.resident = runtime.put_dataset(data.device_arrays())
                 self.resident_bytes = sum(stored.rows.nbytes for stored in self.resident.values())  # padded
                 where = f"{self.resident_bytes / 2**20:.0f} MiB on the device: a batch is an index"
             else:
-                where += f", because more than {MAX_BYTES / 2**20:.0f} MiB would take too much of the device"
+                where += f", because more than {limit / 2**20:.0f} MiB would take too much of the device"
         self.description = f"{len(data)} samples, {where}"
 
     def batches(self, plan: Iterable[BatchSpec]) -> Generator[Batch, None, None]:

@@ -117,8 +117,10 @@ class Scoring:
     epochs: float  # that have passed
     loss: float
     predict_s: float
-    weights: dict[str, Tensor]
     scores: concurrent.futures.Future[dict]
+    model: nn.Module
+    weights: dict[str, Tensor]
+    """on the CPU; {} if they are not the best"""
 
 
 class Evaluator:
@@ -134,11 +136,15 @@ class Evaluator:
         self.pending: Scoring | None = None
         self.scores: dict | None = None  # the last ones
 
-    def evaluate(self, model: nn.Module, step: int, epochs: float, loss: float, stop: StopSignal) -> None:
+    def evaluate(
+        self, model: nn.Module, state: TrainState, epochs: float, loss: float, stop: StopSignal
+    ) -> None:
         """Predict the test set with the weights of a step, and start scoring the predictions. A process on
-        its own stops between two batches if a signal came; several ranks stop together, afterwards."""
-        started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
-        kept = self.runtime.to_cpu(model.state_dict() if is_rank_0 else {})
+        its own stops between two batches if a signal came; several ranks stop together, afterwards.
+
+        The weights are copied if they are the best so far, or if scoring takes longer than a tenth of the
+        time of predicting: then training goes on meanwhile, unless patience waits for the scores."""
+        started = time.monotonic()
         size, predicted, epoch = self.batch_size, [], math.ceil(epochs) - 1
         batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=size)
         with buffers_of_rank_0(model, self.runtime), contextlib.closing(batches):
@@ -146,9 +152,18 @@ class Evaluator:
                 predicted += pairs
                 if self.runtime.world.size == 1:
                     stop.check()
-        if is_rank_0:
+        if self.runtime.world.rank == 0:
+            predict_s = time.monotonic() - started
             scores = self.executor.submit(scores_of, self.task, predicted)
-            self.pending = Scoring(step, epochs, loss, time.monotonic() - started, kept, scores)
+            concurrent.futures.wait([scores], predict_s / 10 if self.task.patience is None else None)
+            is_kept = not scores.done() or not scores.exception() and self.is_best(scores.result(), state)
+            kept = self.runtime.to_cpu(model.state_dict() if is_kept else {})
+            self.pending = Scoring(state.step, epochs, loss, predict_s, scores, model, kept)
+
+    def is_best(self, scores: dict, state: TrainState) -> bool:
+        """Return whether scores are better than those of all evaluations before."""
+        best = -math.inf if state.best is None or math.isnan(state.best) else state.best
+        return state.best is None or scores[self.task.score] > best
 
     def has_scores(self) -> bool:
         """Return True if there are scores to collect, and `collect` need not wait."""
@@ -162,8 +177,7 @@ class Evaluator:
             return
         # First what may raise: then nothing is recorded, and the weights can be scored again.
         self.scores = done.scores.result()
-        score = self.scores[task.score]
-        is_best = state.best is None or score > (-math.inf if math.isnan(state.best) else state.best)
+        is_best = self.is_best(self.scores, state)
         metadata = task.metadata(self.train_data) if is_best else {}
         self.pending = None
         numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
@@ -172,10 +186,10 @@ class Evaluator:
         self.run.log("evaluation", done.step, epoch=epoch, scores=self.scores, kept=is_best, speed=speed)
         state.evaluations_without_best += 1
         if is_best:
-            state.best, state.evaluations_without_best = score, 0
+            state.best, state.evaluations_without_best = self.scores[task.score], 0
             settings = json.dumps(model_settings(task))
             values = dict(task=task.name, step=done.step, epoch=epoch, settings=settings)
-            self.saver.best = (done.weights, {**values, task.score: score, **metadata})
+            self.saver.best = (done.weights, {**values, task.score: state.best, **metadata}, done.model)
 
     def record_end(self, state: TrainState, step: int, epochs: float, loss: float, shown: dict) -> None:
         """Record and print the end of an epoch, or an evaluation within one. loss: the mean of this epoch so

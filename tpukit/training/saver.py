@@ -4,11 +4,12 @@ import concurrent.futures
 import time
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpukit.runs.run import Run
 
-Best = tuple[dict[str, Tensor], dict[str, Any]]  # the arguments of `Run.save_best`
+# The arguments of `Run.save_best`, and the model that had these weights at step values["step"]
+Best = tuple[dict[str, Tensor], dict[str, Any], nn.Module]
 
 
 class Saver:
@@ -48,6 +49,12 @@ class Saver:
         """Wait until all is written. Raises what made the last save fail."""
         if self.pending is not None:
             self.pending.result()
+            self.writing = None
+
+    def copy_of(self, model: nn.Module | None, step: int) -> dict[str, Tensor]:
+        """Return a copy of the weights that a model has at this step, if they are the best; else {}."""
+        tensors, values, best_model = self.best or ({}, {}, None)
+        return tensors if best_model is model and values.get("step") == step else {}
 
     def close(self) -> None:
         """Wait until all is written, and end the thread."""
@@ -56,6 +63,6 @@ class Saver:
 
 def _write(run: Run, best: Best | None, state: dict, step: int, records: dict) -> None:
     if best is not None:
-        tensors, values = best
+        tensors, values, _ = best
         run.save_best(tensors, **values)
     run.save(state, step, records)

@@ -37,6 +37,7 @@ class Trainer:
     ranks_stop = False  # whether all ranks know of a signal
     is_between_steps = True  # and all that belongs to the last one is done
     records_error: TpukitError | None = None  # by which the disk refuses records
+    shown_at = 0.0  # when progress was shown last
 
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
         check_dataset_dir(task)
@@ -234,7 +235,7 @@ class Trainer:
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
         model = average.model if average else self.model
-        self.evaluator.evaluate(model, self.state.step, self.epochs_done(), loss, self.stop)
+        self.evaluator.evaluate(model, self.state, self.epochs_done(), loss, self.stop)
         log_compilations(self.run, self.runtime, self.state.step)
         self.bar.set_description(self.task.name)
 
@@ -296,7 +297,12 @@ class Trainer:
         return self.bar
 
     def write_progress(self, epoch: int) -> None:
-        """Show and record the step, the epoch (counted from 0) and the last loss."""
+        """Show and record the step, the epoch (counted from 0) and the last loss: ten times a second at most,
+        and at an epoch's end."""
+        now = time.monotonic()
+        if now - self.shown_at < 0.1 and not self.ends_epoch():
+            return
+        self.shown_at = now
         step, shown = self.state.step, dict(epoch=epoch + 1, loss=self.shown_loss)
         self.bar.total = self.total
         self.bar.set_postfix(shown, refresh=False)

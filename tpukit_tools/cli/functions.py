@@ -193,6 +193,7 @@ def migrate(files: Files, fix: bool = False) -> int:
 
 SHOWN = 10  # samples whose results are printed
 
+
 def predict(
     run: Trained,
     files: FilesToPredict,

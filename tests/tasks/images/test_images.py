@@ -138,7 +138,7 @@ def test_weights_without_names_of_classes_are_used_with_a_sentence_about_their_o
     state = task.model().state_dict()
     torch.save(state, tmp_path / "w.pth")
     named = dict(task="images", classes=json.dumps(["c1", "c10", "c2"]))
-    (tmp_path / "named.safetensors").write_bytes(weights.serialize(state, named))
+    (tmp_path / "named.safetensors").write_bytes(b"".join(weights.serialize(state, named)))
     for setting in (dict(weights=tmp_path / "w.pth"), dict(pretrained=str(tmp_path / "w.pth"))):
         train_set, _ = dataclasses.replace(task, **setting).datasets()
         [told] = [notice for notice in train_set.notices if "does not name its classes" in notice]
@@ -161,7 +161,9 @@ def test_a_head_of_as_many_but_other_classes_is_no_start_for_these(shapes, tmp_p
     heads = task.head(task.model())
     classes = task.class_names
     for names in (classes, classes[::-1]):
-        (tmp_path / "w.safetensors").write_bytes(weights.serialize(state, dict(classes=json.dumps(names))))
+        (tmp_path / "w.safetensors").write_bytes(
+            b"".join(weights.serialize(state, dict(classes=json.dumps(names))))
+        )
         started = dataclasses.replace(task, pretrained=str(tmp_path / "w.safetensors")).model().state_dict()
         kept = {name for name in state if torch.equal(started[name], state[name])}
         assert heads and kept == {*state} - (set() if names == classes else {*heads})
@@ -204,7 +206,7 @@ def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finish
 def test_a_file_that_claims_to_be_of_a_run_but_names_no_classes_is_refused(tmp_path):
     for number, classes in enumerate(({}, dict(classes="["), dict(classes="7"))):
         path = tmp_path / f"{number}.safetensors"
-        path.write_bytes(weights.serialize(dict(a=torch.zeros(1)), dict(task="images", **classes)))
+        path.write_bytes(b"".join(weights.serialize(dict(a=torch.zeros(1)), dict(task="images", **classes))))
         with refuses(path.name, "classes"):
             ImageClassifier(weights=path).model()
 
@@ -333,7 +335,7 @@ def test_a_set_that_cannot_be_trained_on_is_refused_before_a_run_has_a_folder(tm
 def test_weights_bring_their_size_along_into_the_run_that_they_start(kept, size, tmp_path):
     path = tmp_path / "best.safetensors"
     metadata = dict(task="images", classes='["a", "b"]', **kept)
-    path.write_bytes(weights.serialize(dict(a=torch.zeros(1)), metadata))
+    path.write_bytes(b"".join(weights.serialize(dict(a=torch.zeros(1)), metadata)))
     task = ImageClassifier(dataset_dir=pictures_of(tmp_path / "set", 10, 40), weights=path, **RESNET)
     train_set, _ = task.datasets()
     assert train_set.images.shape[-1] == task.example(1)["image"].shape[-1] == size

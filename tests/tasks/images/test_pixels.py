@@ -217,7 +217,7 @@ def test_deep_grey_is_scaled_by_the_training_set_and_the_weights_keep_how(kind, 
     assert np.allclose(list(map(float, kept.split())), train.levels)
     weights = tmp_path / "best.safetensors"
     about = dict(task=one.name) | {name: str(value) for name, value in one.metadata(train).items()}
-    weights.write_bytes(serialize({}, about))
+    weights.write_bytes(b"".join(serialize({}, about)))
     trained = dataclasses.replace(one, weights=weights, dataset_dir=None)
     batch, _ = trained.read_files([tmp_path / name for name in test.names], weights)
     assert np.array_equal(batch["image"], test.images), "a prediction sees what the evaluation does"

@@ -203,7 +203,7 @@ def test_deep_grey_keeps_its_contrast_in_spite_of_broken_pixels_and_the_weights_
             pairs = np.stack([sample[0, 1:].ravel(), twin[0, 1:].ravel()]).astype(float)
             assert np.corrcoef(pairs)[0, 1] > 0.999 and np.ptp(sample[0, 1:]) > 64
         trained = tmp_path / f"{kind}.safetensors"
-        trained.write_bytes(weights.serialize({}, task.metadata(train)))
+        trained.write_bytes(b"".join(weights.serialize({}, task.metadata(train))))
         assert pictures.kept_levels(trained) == train.levels
         said = MSHNet(weights=trained).export_preprocessing
         assert f"grey from {train.levels[0]:g} to {train.levels[1]:g}" in said

@@ -59,7 +59,9 @@ def test_your_images_shrink_as_those_of_the_training_run_or_to_a_half_if_the_wei
     side, size, windows, tmp_path
 ):
     metadata = dict(image_side=side) if side else {}
-    (tmp_path / "a.safetensors").write_bytes(weights.serialize(Narrow().model().state_dict(), metadata))
+    (tmp_path / "a.safetensors").write_bytes(
+        b"".join(weights.serialize(Narrow().model().state_dict(), metadata))
+    )
     task = MSHNet(weights=tmp_path / "a.safetensors")
     rows, join = task.split(dict(image=np.zeros((1, 3, *size), np.uint8)))
     assert len(rows) == windows

@@ -78,7 +78,7 @@ def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, mon
         return opened(path, *arguments)
 
     monkeypatch.setattr(os, "open", refuse)
-    chip_access.wait_until_free(print, tmp_path, timeout_s=1.0)
+    chip_access.wait_until_free(print, tmp_path, timeout_s=60)
     printed = capsys.readouterr().out
     assert "dev/vfio/0, " in printed and "dev/vfio/1; waiting" in printed and held == []
     held += ["0", "1"] * 99

@@ -275,7 +275,7 @@ def test_weights_whose_settings_or_statistics_are_missing_or_damaged_are_named(t
         ("voltages", "", "does not say how its voltages were normalised"),
         ("settings", '{"network": "x"}', "network='x'"),
     ):
-        path.write_bytes(weights.serialize(state, about | {name: value}))
+        path.write_bytes(b"".join(weights.serialize(state, about | {name: value})))
         with refuses(path, told):
             predict(path, np.ones((1, 208)), progress=False)
 

@@ -97,7 +97,7 @@ chip_access.open_chip, chip_access.clear_variables = open_chip, clear_variables
 task = Watched(dataset_dir=Path(sys.argv[1]))
 found = []
 for way in json.loads(sys.argv[3]):
-    Job.start_timeout_s = 3.0 if way == "hang" else 600.0
+    Job.start_timeout_s = 8.0 if way == "hang" else 600.0
     supervisor.GRACE_S = 3.0 if way == "hang" else 0.5
     try:
         launch(train, task, Run.open(sys.argv[2], task))

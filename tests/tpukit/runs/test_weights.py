@@ -9,6 +9,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from tests.conftest import refuses
 from tpukit import MNIST, Run, TpukitError
@@ -202,3 +203,22 @@ def test_weights_at_an_address_are_refused_before_a_run_is_made(address, tmp_pat
             use()
         assert "secret" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["all types", "none"])
+def test_weights_are_written_one_tensor_at_a_time_in_the_bytes_that_safetensors_writes(form):
+    torch.manual_seed(0)
+    state = {
+        "image.weight": torch.rand(3, 2, 5, 5).to(memory_format=torch.channels_last),
+        "a": torch.rand(7).double(),
+        "half": torch.rand(3, 5).bfloat16(),
+        "count": torch.tensor(7),
+        "flag": torch.tensor([True, False, True]),
+        "nothing": torch.rand(0, 4),
+        "part": torch.arange(20.0).view(4, 5)[:, 1:3],
+    }
+    about = {"class": "小猫 \"'"}  # one, because the library shuffles several
+    state = state if form == "all types" else {}
+    blocks = [bytes(block) for block in weights.serialize(state, about)]
+    whole = save({name: tensor.contiguous() for name, tensor in state.items()}, metadata=about)
+    assert b"".join(blocks) == whole and len(blocks) == 1 + len(state)

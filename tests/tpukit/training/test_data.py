@@ -110,7 +110,14 @@ def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_lo
     loader = BatchLoader(data, xla)
     assert loader.resident is None and "because more than" in loader.description
     assert "2 threads prepare batches" in loader.description
-    assert BatchLoader(data, xla, on="device").resident
+    monkeypatch.setattr(xla, "memory", lambda: [(0, 80 * 2**30)])
+    assert BatchLoader(data, xla).resident is None
+    monkeypatch.setattr(xla, "put_dataset", lambda arrays: {})
+    monkeypatch.setattr(xla, "device", torch.device("cuda"))  # of which it takes an eighth
+    assert BatchLoader(data, xla).resident == {}
+    monkeypatch.setattr(data, "device_nbytes", lambda: 10 * 2**30 + 1)
+    assert "because more than 10240 MiB" in BatchLoader(data, xla).description
+    monkeypatch.undo()
     assert BatchLoader(data, cpu).resident is None  # the host's memory is the device's
     plain = types.SimpleNamespace(batch=data.batch, __len__=data.__len__)
     with refuses("data_on='device'", "device_arrays, device_nbytes, sample_parameters and compose"):

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import math
 import time
+import types
 import weakref
 
 import pytest
@@ -20,6 +21,7 @@ from tpukit.reporting import display, figures, findings
 from tpukit.reporting.findings import last_and_kept_table
 from tpukit.runs import weights
 from tpukit.runs.settings import setting
+from tpukit.training import setup
 
 TASKS = {  # the class, its data, its settings
     "mnist": (MNIST, "digits", {}),
@@ -227,3 +229,19 @@ def test_patience_counts_evaluations_within_an_epoch(digits, tmp_path, cpu):
     assert (run.path / "log.txt").read_text().count("stopped early after step 20") == 2 and not epochs
     title = last_and_kept_table(run.records(), {}).title
     assert title.startswith("Scores after step 20 (last) and step 10 (kept)")
+
+
+def test_progress_is_shown_ten_times_a_second_and_at_the_end_of_each_epoch(
+    digits, tmp_path, cpu, monkeypatch
+):
+    now, shown, take_step = [100.0], [], setup.Trainer.take_step
+
+    def step_of_40_ms(self, batch, epoch):
+        take_step(self, batch, epoch)
+        now[0] += 0.04
+
+    monkeypatch.setattr(setup, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(setup.Trainer, "take_step", step_of_40_ms)
+    monkeypatch.setattr(Run, "write_progress", lambda self, step, **values: shown.append(step))
+    train_in(tmp_path, MNIST(dataset_dir=digits, epochs=2, **DIGITS), cpu)  # of 25 steps
+    assert shown == [*range(1, 50, 3), 50]

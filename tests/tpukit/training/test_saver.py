@@ -111,7 +111,7 @@ def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_a
     kept = Saver(Run.open(tmp_path, MNIST()), 60.0)
     kept.save({}, 1)
     for epoch in (1, 2, 3):
-        kept.best = ({}, dict(epoch=epoch))
+        kept.best = ({}, dict(epoch=epoch), None)
     assert order == []
     release.set()
     kept.save({}, 2)
@@ -128,6 +128,28 @@ def test_steps_are_taken_while_an_epoch_is_scored(digits, tmp_path, cpu, monkeyp
     after_steps(monkeypatch, lambda trainer: step_40.set() if trainer.state.step == 40 else None)
     train_in(tmp_path, MNIST(dataset_dir=digits, epochs=2, **DIGITS), cpu)
     assert waited == [True, True]
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_weights_are_copied_once_for_the_checkpoint_of_the_best_and_not_if_they_are_not_the_best(
+    decay, digits, tmp_path, cpu, monkeypatch
+):
+    copied, whole = [], cpu.to_cpu
+
+    def to_cpu(tree):
+        copied.append(isinstance(tree, dict) and "0.weight" in tree)
+        return whole(tree)
+
+    scores = iter([0.5, 0.4, 0.6])
+    monkeypatch.setattr(cpu, "to_cpu", to_cpu)
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (list(found), dict(accuracy=next(scores)))[1])
+    task = MNIST(dataset_dir=digits, epochs=3, patience=9, ema_decay=decay, **DIGITS, save_every_s=1e9)
+    run = train_in(tmp_path, task, cpu)
+    # The first and the third epoch; with an average the model of the checkpoint, which is at the last step
+    assert sum(copied) == (3 if decay else 2)
+    state = checkpoint(run)
+    assert same(best_weights(run), state["averaged" if decay else "model"])
+    assert not decay or not same(best_weights(run), state["model"])
 
 
 @pytest.mark.parametrize("stops_at", [30, 50])
