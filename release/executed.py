@@ -2,8 +2,8 @@
 anything.
 
 Each is executed on this machine's CPU with small settings on synthetic data; its pictures stay as they were
-drawn, and this machine's folders get other names. tests/release/test_executed.py executes the copies again and compares
-the outputs of the cells that are tagged."""
+drawn, and this machine's folders get other names. tests/release/test_executed.py executes the copies again
+and compares the outputs of the cells that are tagged."""
 
 import base64
 import io
@@ -22,8 +22,8 @@ from PIL import Image
 import tpukit
 
 ROOT = Path(__file__).parent.parent
-# Notebook -> its settings, with which the network learns its synthetic set in minutes. Of 32 infrared images a
-# batch of 16 would be two steps an epoch, and learn nothing.
+# Notebook -> its settings, with which the network learns its synthetic set in minutes. Of 32 infrared images
+# a batch of 16 would be two steps an epoch, and learn nothing.
 KEPT = {
     "mnist_quickstart": dict(ACCELERATOR="cpu"),
     "finetune_images": dict(ACCELERATOR="cpu", EPOCHS=10, IMAGE_SIZE=64, PRETRAINED="no"),

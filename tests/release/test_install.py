@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -121,23 +120,21 @@ CPU = {name: [f"{version}+cpu", "9.9.9+cpu"] for name, version in PINNED.items()
 def test_a_machine_without_an_nvidia_driver_gets_the_cpu_wheels_and_keeps_them(project, serve):
     found, said = install(project, serve("plain", CUDA), serve("cpu", CPU), "NVIDIA=")
     assert found == {name: f"{version}+cpu" for name, version in PINNED.items()}
-    assert "CUDA" not in said.split("echo")[-1].splitlines()[-1]
+    assert "\nno CPU wheels" not in said
 
 
-@pytest.mark.parametrize("cpu", ["no host", "no answer", "an empty index", "torch alone"])
+@pytest.mark.parametrize("cpu", ["no host", "no answer", "torch alone"])
 def test_without_cpu_wheels_the_plain_ones_are_installed_with_a_word(cpu, project, serve):
     silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and never answers
     address = {
         "no host": "http://download.invalid/whl/cpu",
         "no answer": f"http://127.0.0.1:{silent.getsockname()[1]}/whl/cpu",
-    }.get(cpu) or serve("cpu", dict(torch=CPU["torch"]) if cpu == "torch alone" else {})
-    start_s = time.monotonic()
+    }.get(cpu) or serve("cpu", dict(torch=CPU["torch"]))
     found, said = install(project, serve("plain", CUDA), address, "NVIDIA=")
     silent.close()
     assert found == PINNED
     assert said.count(f"\nno CPU wheels from {address}") == 1
     assert (project / ".venv/cpu.log").read_text()
-    assert time.monotonic() - start_s < 120  # of which the wait for an answer is 10
 
 
 def test_an_nvidia_driver_gets_the_plain_wheels(project, serve, tmp_path):
@@ -145,7 +142,7 @@ def test_an_nvidia_driver_gets_the_plain_wheels(project, serve, tmp_path):
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\n")
     found, said = install(project, serve("plain", CUDA), serve("cpu", CPU), path=f"{tool.parent}:")
-    assert found == PINNED and "no CPU wheels" not in said
+    assert found == PINNED and "whl" not in said and "no CPU wheels" not in said
 
 
 def test_a_torch_of_ones_own_is_installed_as_it_is_named(project, serve):
