@@ -37,6 +37,13 @@ ASSETS ?=
 # Packages in place of requirements.txt's torch: make fast TORCH="torch==2.8.0 torchvision==0.23.0 torch-xla==2.8.0"
 TORCH ?=
 
+# What stands for an NVIDIA driver here: its tool, its module, or its tool below Windows. Nothing: no GPU to use CUDA on
+NVIDIA ?= $(wildcard $(addsuffix /nvidia-smi,$(subst :, ,$(PATH))) /proc/driver/nvidia /usr/lib/wsl/lib/nvidia-smi)
+# torch and torchvision as CPU wheels, which save 5 GB, where PyTorch has them: Linux on x86-64
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+CPU_TORCH := $(if $(NVIDIA)$(TORCH),,$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),\
+	$(shell sed -n -E 's/^(torch|torchvision)(==[0-9.]+)$$/\1\2+cpu/p' requirements.txt)))
+
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
@@ -49,7 +56,10 @@ XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true -
 		|| { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(if $(TORCH),grep -v ^torch,cat) requirements.txt > .venv/requirements.txt
-	@echo "installing torch and the rest into .venv, once: about 9 GB, which takes minutes without a word"
+	@echo "installing torch and the rest into .venv, once: up to 9 GB, which takes minutes without a word"
+	$(if $(CPU_TORCH),$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --index-url $(CPU_INDEX) \
+		--retries 0 --timeout 10 $(CPU_TORCH) 2>.venv/cpu.log \
+		|| echo "no CPU wheels from $(CPU_INDEX) (.venv/cpu.log says why): torch with CUDA instead")
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) -r .venv/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@

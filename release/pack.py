@@ -140,7 +140,7 @@ def library(
     paths += [path for module in modules for path in _files(module)]
     paths = [path for path in paths if path.suffix in KINDS]
     if demo:
-        paths += [path for path in DEMO_FOLDER.iterdir() if path.is_file()]
+        paths += [path for path in DEMO_FOLDER.rglob("*") if path.is_file()]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     raw = io.BytesIO()

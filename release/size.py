@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LIBRARY, README, PAGES = "tpukit/, in lines of code", "README, in words", "English pages, in words"
-ENDS = {LIBRARY: 7_200, README: 750, PAGES: 26_000}
+ENDS = {LIBRARY: 7_200, README: 750, PAGES: 25_000}
 
 
 def lines_of_code(files: Iterable[Path]) -> int:

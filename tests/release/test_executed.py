@@ -48,7 +48,7 @@ def notebook():
 
 
 def test_a_copy_names_no_folder_of_its_machine_and_keeps_its_words_and_pictures():
-    text = executed.as_small_text(notebook(), "some", NAMES)
+    text = executed.as_text(notebook(), "some", NAMES)
     assert "someone" not in text and "papermill" not in text and "widget" not in text
     book = nbformat.reads(text, 4)
     nbformat.validate(book)

@@ -300,7 +300,7 @@ class Trainer:
         """Show and record the step, the epoch (counted from 0) and the last loss: ten times a second at most,
         and at an epoch's end."""
         now = time.monotonic()
-        if now - self.shown_at < 0.1 and not self.ends_epoch():
+        if now - self.shown_at < 0.1 and self.state.step < self.total and not self.epochs_done().is_integer():
             return
         self.shown_at = now
         step, shown = self.state.step, dict(epoch=epoch + 1, loss=self.shown_loss)

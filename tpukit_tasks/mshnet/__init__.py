@@ -227,13 +227,18 @@ class MSHNet(Task):
         return min(self.base_size / int(side), 1.0) if known else 0.5
 
     def read_files(self, paths: Iterable[Path], best: Path) -> tuple[Arrays, list[str]]:
-        """Read images in their own size; several at once must have the same."""
-        from tpukit_tasks.mshnet.data import read_image
+        """Read images in their own size; several at once must have the same. Those that come with tpukit
+        have their masks, too, so that `panels` tells hits from misses."""
+        from tpukit.inference.trained import DEMO_FOLDER
+        from tpukit_tasks.mshnet.data import read_image, read_mask
 
-        levels = pictures.kept_levels(best)
+        paths, levels = list(paths), pictures.kept_levels(best)
         images = pictures.read_images(paths, lambda path: read_image(path, levels))
         images = [planes.repeat(3 // len(planes), 0) for planes in images]  # (3, H, W) each
-        return dict(image=np.stack(images)), [path.name for path in paths]
+        batch = dict(image=np.stack(images))
+        if all(path.parent == DEMO_FOLDER for path in paths):
+            batch["mask"] = np.stack([read_mask(DEMO_FOLDER / "masks" / path.name) for path in paths])
+        return batch, [path.name for path in paths]
 
     def split(self, batch: Arrays) -> tuple[list[Arrays], Callable[[list], np.ndarray]]:
         from tpukit_tasks.mshnet import windows
