@@ -72,6 +72,13 @@ SETTINGS = dict(
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
 
 
+def without_libtpu(*command):
+    """Go on as a command that finds chips, but no libtpu."""
+    del os.environ["TPU_LIBRARY_PATH"], os.environ["PJRT_DEVICE"]
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[3])  # without the emulator's
+    os.execv(sys.executable, [sys.executable, *command])
+
+
 # torch_xla
 
 

@@ -100,6 +100,16 @@ def test_a_killed_run_on_two_chips_resumes_as_if_nothing_had_been_and_its_files_
     assert not folder.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", [1, 2])
+def test_chips_without_libtpu_are_a_sentence_and_no_training_on_the_cpu(chips, emulator, digits, tmp_path):
+    command = ("-m", "tpukit", "train", "mnist", "--run", tmp_path / "run", "--dataset-dir", digits)
+    text = emulator.run(chips, PROGRAMS, "without_libtpu", *command, code=1)
+    [sentence] = [line for line in text.splitlines() if "libtpu" in line]
+    assert sentence.startswith("tpukit: ") and "pip install" in sentence
+    assert "Traceback" not in text and not (tmp_path / "run" / "records.jsonl").exists()
+
+
 # torch_xla's own calls
 
 
