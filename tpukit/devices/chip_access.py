@@ -87,10 +87,8 @@ def open_chip(index: int, processes: int) -> tuple[int, int]:
     pjrt.initialize_multiprocess(index, processes)
     rank, size = rank_of_opened_chip()
     if size != processes:  # each would train a model of its own
-        raise TpukitError(
-            f"core {index} sees {size} of {processes} cores: the chips are not linked. Start a fresh session"
-            " and set no variable TPU_*, or use cores=1"
-        )
+        cause = f"core {index} sees {size} of {processes} cores: the chips are not linked"
+        raise TpukitError(f"{cause}. Start a fresh session and set no variable TPU_*, or use cores=1")
     return rank, size
 
 
