@@ -1,7 +1,6 @@
 """`tpukit emulate`: training on several emulated chips equals that on one, torch_xla's collectives are right,
 and what cannot be had is said in a sentence."""
 
-import json
 import math
 import os
 import signal
@@ -14,22 +13,9 @@ import torch
 
 from tests.conftest import exact, refuses, wait_for
 from tests.tools.emulate import programs
+from tests.tools.emulate.conftest import PROGRAMS, answers, folder_of
 from tpukit import Run
 from tpukit_tools import cli, emulate
-
-PROGRAMS = programs.__file__
-
-
-def answers(text):
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-
-
-def folder_of(process):
-    """The folder of an emulation that runs a command."""
-    (command,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    variables = Path(f"/proc/{command}/environ").read_text().split("\0")
-    return Path(dict(v.split("=", 1) for v in variables if "=" in v)["TPUKIT_EMULATE_DIRECTORY"])
-
 
 # Training
 
