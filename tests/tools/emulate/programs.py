@@ -104,6 +104,17 @@ def small_task(kind, data, **changes):
     return made(dataset_dir=folder, **settings | own | changes)
 
 
+def public_loops(path):
+    """Train by five loops in the shape of public ones, on both chips and on one."""
+    import torch
+
+    import tpukit
+    from tests.tpukit.launching.public_loops import all_loops
+
+    two = tpukit.launch(all_loops)
+    torch.save(dict(two=two, one=tpukit.launch(all_loops, cores=1)), path)
+
+
 def accident(kind):
     """Launch a function on all chips that ends badly. Prints the processes that are left."""
     import torch_xla

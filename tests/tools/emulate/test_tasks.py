@@ -10,6 +10,8 @@ from tests.conftest import best_weights
 from tests.tasks.text import small
 from tests.tools.emulate import programs
 from tests.tools.emulate.conftest import PROGRAMS
+from tests.tpukit.launching.public_loops import LOOPS
+from tests.tpukit.launching.test_public_loops import BOUNDS, STEPS
 from tpukit import Run
 from tpukit_tasks import mnist_data
 
@@ -71,3 +73,14 @@ def test_what_two_chips_have_trained_is_tested_predicted_and_exported_as_on_one(
     assert scores[0] == scores[1] and predictions[0] == predictions[1]
     emulator.run(2, "-m", "tpukit", "export", run, "--out", tmp_path / "net.onnx")
     assert (tmp_path / "net.onnx").stat().st_size
+
+
+def test_loops_in_the_shape_of_public_ones_train_on_two_chips_what_they_train_on_one(emulator, tmp_path):
+    emulator.run(2, PROGRAMS, "public_loops", tmp_path / "ended.pt")
+    ended = torch.load(tmp_path / "ended.pt", weights_only=True)
+    for name in LOOPS:
+        two, one = ended["two"][name], ended["one"][name]
+        assert two["ranks"][0] == two["ranks"][1]
+        assert two["ranks"][0] == pytest.approx(one["ranks"][0], abs=BOUNDS[name], rel=0)
+        assert two["losses"] == pytest.approx(one["losses"], abs=BOUNDS[name], rel=0)
+        assert one["moved"] > 500 * BOUNDS[name] and two["steps"] == one["steps"] == STEPS[name]
