@@ -35,11 +35,11 @@ class Emulator:
             [sys.executable, *command, sys.executable, *map(str, arguments)], env=environ, **pipes
         )
 
-    def run(self, chips, *arguments, code=0, **options):
+    def run(self, chips, *arguments, code=0, timeout_s=500, **options):
         """Return what a Python that ended with `code` printed."""
         process = self.start(chips, *arguments, **options)
         try:
-            text, _ = process.communicate(timeout=500)
+            text, _ = process.communicate(timeout=timeout_s)
         finally:
             process.kill()
         assert process.returncode == code, text

@@ -87,7 +87,7 @@ def test_a_killed_run_on_two_chips_resumes_as_if_nothing_had_been_and_its_files_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chips", [1, 2])
+@pytest.mark.parametrize("chips", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_chips_without_libtpu_are_a_sentence_and_no_training_on_the_cpu(chips, emulator, digits, tmp_path):
     command = ("-m", "tpukit", "train", "mnist", "--run", tmp_path / "run", "--dataset-dir", digits)
     text = emulator.run(chips, PROGRAMS, "without_libtpu", *command, code=1)
