@@ -414,7 +414,8 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
 def answer(name: str) -> Found:
     """In a check's process: return whether what it assumes holds, and what was found."""
     if name not in ON_ALL_CORES:  # a forked process would wait for the thread of this timer
-        faulthandler.dump_traceback_later(LIMIT_S - 5)  # for `run_check`, which stops the check
+        # For `run_check`, which stops the check; it began to count before this process had imported torch.
+        faulthandler.dump_traceback_later(LIMIT_S - 60)
     Job.start_timeout_s = CORES_LIMIT_S
     try:
         return CHECKS[name](detect())
