@@ -15,7 +15,7 @@ from tests.tpukit.launching.test_public_loops import BOUNDS, STEPS
 from tpukit import Run
 from tpukit_tasks import mnist_data
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def texts(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, chips, data",
     [
@@ -43,7 +44,8 @@ def test_each_task_trains_on_several_chips_as_on_one(kind, chips, data, emulator
     runs = {}
     for count in (1, chips):
         run = tmp_path / f"{count}"
-        emulator.run(count, PROGRAMS, "train_task", kind, run, request.getfixturevalue(data), "{}")
+        dataset = request.getfixturevalue(data)
+        emulator.run(count, PROGRAMS, "train_task", kind, run, dataset, "{}", timeout_s=1500)
         runs[count] = Run(run)
     one, several = runs[1].records("train"), runs[chips].records("train")
     assert len(one) == len(several) >= 20
