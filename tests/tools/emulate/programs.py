@@ -98,8 +98,10 @@ def small_task(kind, data, **changes):
         made, own = tpukit.ImageClassifier, dict(model_name="test_resnet", pretrained="no", image_size=32)
         own |= dict(epochs=7, batch_norm="frozen")
     else:
-        made, own = tpukit.LanguageModel, dict(model_name=str(folder / "model"), sequence_length=64)
-        own |= dict(lora_rank=2, lr=1e-2, samples=2, new_tokens=6, epochs=10)
+        from tests.tasks.text.small import Single as made
+
+        own = dict(model_name=str(folder / "model"), sequence_length=64, epochs=2)
+        own |= dict(lora_rank=2, lr=1e-2, samples=2, new_tokens=6)
         folder /= "chats.jsonl"
     return made(dataset_dir=folder, **settings | own | changes)
 
