@@ -97,9 +97,14 @@ test: lint
 	-$(BIN)/tpukit emulate v5e-1 true
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not nightly"
 
-# One worker: the compiler of a TPU takes up to 10 GB.
+# One worker: the compiler of a TPU takes up to 10 GB. Which lines for a TPU the emulated one runs is printed.
+COVERAGE := $(XLA_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m coverage
 nightly: .venv/installed
-	$(PYTEST) -n 1 -m "$(NIGHTLY)"
+	$(PYTEST) -n 1 -m "$(NIGHTLY)" --ignore tests/tools/emulate
+	rm -rf $(OUT)/coverage && mkdir -p $(OUT)/coverage
+	$(COVERAGE) run -m pytest -m "$(NIGHTLY) or not nightly" tests/tools/emulate
+	$(COVERAGE) combine --quiet
+	$(COVERAGE) report --show-missing
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --kills $(KILLS) --flips $(KILLS) \
 		--read-faults $(FAULTS) --write-faults $(FAULTS)
 

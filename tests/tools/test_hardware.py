@@ -17,7 +17,7 @@ from tpukit import TpukitError, detect
 from tpukit.devices.runtime import Runtime
 from tpukit.host.text import GIB
 from tpukit.launching.core import Core, running
-from tpukit_tools import cli, subprocess_call
+from tpukit_tools import cli, emulate, subprocess_call
 from tpukit_tools.doctor import causes, hardware
 from tpukit_tools.doctor.hardware import FAIL, PASS, SKIP
 from tpukit_tools.subprocess_call import run_python
@@ -334,6 +334,16 @@ def test_a_check_is_skipped_where_it_does_not_apply(check):
     assert skipped(accelerator="tpu", cores=1) == ["all_reduce", "all_cores", "overflow"]
     assert skipped(accelerator="cuda", cores=2) == ["attention_kernels", "mshnet"]
     assert skipped(accelerator="cpu") == ["attention_kernels", "mshnet"]  # a rehearsal of two processes
+
+
+def test_a_report_of_emulated_chips_says_so_and_is_seen_on_no_hardware(check, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv(hardware.EMULATED, "8")
+    report = check(*[(True, "right")] * 12, accelerator="tpu", cores=8)
+    assert report["rehearsal"] is True and report["chip"].startswith("emulated ")
+    skipped = [row["name"] for row in report["checks"] if row["outcome"] == SKIP]
+    assert skipped == ["attention_kernels", "overflow"]
+    assert "nothing in it was seen on hardware" in capsys.readouterr().out
+    assert hardware.EMULATED in emulate.variables(tmp_path, tmp_path, 8, "2,4,1")
 
 
 def test_without_an_accelerator_a_rehearsal_is_named(check):

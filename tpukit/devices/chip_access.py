@@ -85,7 +85,11 @@ def open_chip(index: int, processes: int) -> tuple[int, int]:
     from torch_xla._internal import pjrt
 
     pjrt.initialize_multiprocess(index, processes)
-    return rank_of_opened_chip()
+    rank, size = rank_of_opened_chip()
+    if size != processes:  # each would train a model of its own
+        cause = f"core {index} sees {size} of {processes} cores: the chips are not linked"
+        raise TpukitError(f"{cause}. Start a fresh session and set no variable TPU_*, or use cores=1")
+    return rank, size
 
 
 def rank_of_opened_chip() -> tuple[int, int]:

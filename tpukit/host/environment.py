@@ -6,6 +6,7 @@ Touches no device and imports no torch, so that it works even if torch is broken
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -115,12 +116,16 @@ class Environment:
         return parent / name
 
     def check_versions(self) -> None:
-        """Raise what `misfit` says.
+        """Raise what `misfit` says, or that torch_xla would find no libtpu and compute on the CPU.
 
         Raises:
-            TpukitError: if torch_xla does not work with tpukit or torch."""
+            TpukitError: if torch_xla does not work with tpukit or torch, or cannot reach the chips here."""
         if self.misfit:
             raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
+        if chips_here(os.environ) and not has_libtpu():
+            install = f"pip install 'torch_xla[tpu]=={self.versions['torch_xla']}'"
+            fix = "start a fresh session" if self.host in ("colab", "kaggle") else install
+            raise TpukitError(f"a TPU is here, but no libtpu: torch_xla would compute on the CPU. Fix: {fix}")
 
     def table(self) -> "Table":
         """Return the environment as a `Table`."""
@@ -283,6 +288,11 @@ def tpu_chips(root: str | Path = "/") -> list[str]:
     """Return the device ids of the TPU chips on the PCI bus, as torch_xla lists them."""
     ids = [(device / "device").read_text().strip() for device in pci_devices(root, GOOGLE_PCI_VENDOR)]
     return [name for name in ids if name in TPU_PCI_DEVICES]
+
+
+def has_libtpu() -> bool:
+    """Return whether libtpu is where torch_xla looks for it. Imports neither."""
+    return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
 
 
 def _accelerator_type(root: str | Path) -> str:

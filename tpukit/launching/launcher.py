@@ -78,6 +78,8 @@ def launch(
         plan.say(f"using 1 of {count} GPUs: {why}; cores={count} uses all")
         count = 1
     plan.check(function, count)
+    if env.accelerator in ("cpu", "xla") and environment.chips_here(os.environ):
+        plan.say(f"the TPU here is not used: this runs on {env.device_name}")
     _check_device(env, count, plan.say)
     if count == 1:
         with running(Core(open_runtime(env, plan.precision))) as core:

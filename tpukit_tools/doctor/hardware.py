@@ -9,6 +9,7 @@ import copy
 import faulthandler
 import json
 import math
+import os
 import subprocess
 import tempfile
 import time
@@ -40,6 +41,7 @@ from tpukit_tools.doctor import causes
 
 FORMAT = "tpukit hardware 1"
 REPORT = "hardware.json"
+EMULATED = "TPUKIT_EMULATE_CHIPS"  # `tpukit emulate` sets it
 HARDWARE = ("tpu", "cuda")  # a CPU rehearses the checks, torch_xla's CPU device those of a TPU
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 LIMIT_S = 300  # for one check; all_cores trains twice
@@ -368,15 +370,16 @@ def check_hardware(env: Environment, path: Path, *, rehearse: bool = False) -> d
 def describe(env: Environment) -> dict[str, Any]:
     """Return a report without its checks. rehearsal: whether nothing in it was seen on hardware."""
     chip = find_chip(env.device_name)
+    name, is_emulated = chip.name if chip else causes.scrub(env.device_name), EMULATED in os.environ
     return dict(
         format=FORMAT,
         tpukit=tpukit.__version__,
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        rehearsal=env.accelerator not in HARDWARE,
+        rehearsal=is_emulated or env.accelerator not in HARDWARE,
         host=env.host,
         accelerator=env.accelerator,
         backend=env.backend if env.accelerator in ("tpu", "xla") else None,
-        chip=chip.name if chip else causes.scrub(env.device_name),
+        chip=f"emulated {name}" if is_emulated else name,
         chips=env.cores,
         python=env.python,
         versions=env.versions,
@@ -390,6 +393,8 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
         return SKIP, "one chip is here"
     if name == "attention_kernels" and env.backend != "torch_xla":
         return SKIP, "the kernels are for a TPU that is reached by torch_xla"
+    if name == "attention_kernels" and EMULATED in os.environ:
+        return SKIP, "a TPU's kernels cannot be emulated"
     if name == "mshnet" and env.backend != "torch_xla":
         return SKIP, "the network on tiles is for a TPU that is reached by torch_xla"
     if name == "overflow" and env.accelerator in ("tpu", "xla"):
@@ -409,7 +414,8 @@ def run_check(name: str, env: Environment) -> tuple[str, str]:
 def answer(name: str) -> Found:
     """In a check's process: return whether what it assumes holds, and what was found."""
     if name not in ON_ALL_CORES:  # a forked process would wait for the thread of this timer
-        faulthandler.dump_traceback_later(LIMIT_S - 5)  # for `run_check`, which stops the check
+        # For `run_check`, which stops the check; it began to count before this process had imported torch.
+        faulthandler.dump_traceback_later(LIMIT_S - 60)
     Job.start_timeout_s = CORES_LIMIT_S
     try:
         return CHECKS[name](detect())

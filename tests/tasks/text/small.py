@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import itertools
 import json
 import pydoc_data.topics
@@ -232,6 +233,12 @@ def write_family(folder, family):
     tokenizer.bos_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+class Single(LanguageModel):
+    """Also what LoRA freezes is in fp32."""
+
+    model = functools.partialmethod(LanguageModel.model, torch.float32)
 
 
 def task_of(folder, data=None, **settings):

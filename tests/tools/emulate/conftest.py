@@ -1,5 +1,6 @@
 """How the tests start an emulated TPU, or why not."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from tests.conftest import COMPILERS, ROOT
 from tpukit import TpukitError
 from tpukit_tools import emulate
 
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
 CACHES = (COMPILERS, Path.home() / ".cache" / "tpukit")
 
 
@@ -33,15 +35,30 @@ class Emulator:
             [sys.executable, *command, sys.executable, *map(str, arguments)], env=environ, **pipes
         )
 
-    def run(self, chips, *arguments, code=0, **options):
+    def run(self, chips, *arguments, code=0, timeout_s=500, **options):
         """Return what a Python that ended with `code` printed."""
         process = self.start(chips, *arguments, **options)
         try:
-            text, _ = process.communicate(timeout=500)
+            text, _ = process.communicate(timeout=timeout_s)
         finally:
             process.kill()
         assert process.returncode == code, text
         return text
+
+
+def answers(text):
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def folder_of(process):
+    """The folder of an emulation that runs a command."""
+    (command,) = children(process.pid)
+    variables = Path(f"/proc/{command}/environ").read_text().split("\0")
+    return Path(dict(v.split("=", 1) for v in variables if "=" in v)["TPUKIT_EMULATE_DIRECTORY"])
 
 
 @pytest.fixture(scope="session")

@@ -47,13 +47,19 @@ def own_loop():
     return made
 
 
-def train(folder, data, *settings):
+def train(folder, data):
     import tpukit
 
     say(own=tpukit.launch(own_loop))
-    run = Path(folder)
-    task = tpukit.MNIST(dataset_dir=Path(data), **SETTINGS)
-    tpukit.launch(tpukit.train, task, tpukit.Run.open(run, task))
+    train_task("mnist", folder, data, "{}")
+
+
+def train_task(kind, folder, data, changes):
+    """Train a small task on all chips."""
+    import tpukit
+
+    task = small_task(kind, data, **json.loads(changes))
+    tpukit.launch(tpukit.train, task, tpukit.Run.open(Path(folder), task))
 
 
 SETTINGS = dict(
@@ -70,6 +76,101 @@ SETTINGS = dict(
 )
 # The same, for a command line
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+
+
+def small_task(kind, data, **changes):
+    """A task that takes 20 steps or more, of the same parts as the real one."""
+    import tpukit
+
+    settings = {name: value for name, value in SETTINGS.items() if name != "channels"}
+    folder = Path(data)
+    if kind == "mnist":
+        made, own = tpukit.MNIST, dict(channels=4)
+    elif kind == "mshnet":
+        from tests.tasks.mshnet.small import Narrow as made
+
+        own = dict(batch_size=4, epochs=5, warm_epoch=1, base_size=32, crop_size=32, batch_norm="frozen")
+    elif kind == "cdeit":
+        from tests.tasks.cdeit.small import Tiny as made
+
+        own = dict(batch_size=4, epochs=4, lr=1e-3)
+    elif kind == "images":
+        made, own = tpukit.ImageClassifier, dict(model_name="test_resnet", pretrained="no", image_size=32)
+        own |= dict(epochs=7, batch_norm="frozen")
+    else:
+        from tests.tasks.text.small import Single as made
+
+        own = dict(model_name=str(folder / "model"), sequence_length=64, epochs=2)
+        own |= dict(lora_rank=2, lr=1e-2, samples=2, new_tokens=6)
+        folder /= "chats.jsonl"
+    return made(dataset_dir=folder, **settings | own | changes)
+
+
+def public_loops(path):
+    """Train by five loops in the shape of public ones, on both chips and on one."""
+    import torch
+
+    import tpukit
+    from tests.tpukit.launching.public_loops import all_loops
+
+    two = tpukit.launch(all_loops)
+    torch.save(dict(two=two, one=tpukit.launch(all_loops, cores=1)), path)
+
+
+def accident(kind):
+    """Launch a function on all chips that ends badly. Prints the processes that are left."""
+    import torch_xla
+
+    import tpukit
+
+    if kind == "opened":
+        torch_xla.device()
+
+    def accident():
+        core = tpukit.core()
+        for step in range(1000):
+            if core.rank == 1 and step == 5:
+                if kind == "raises":
+                    raise ValueError("sample 7 is broken")
+                if kind == "dies":
+                    os.kill(os.getpid(), 9)
+                time.sleep(600)
+            torch_xla.core.xla_model.all_reduce("sum", [torch.ones(3, device=core.device)])
+            core.end_step()
+
+    import torch
+
+    try:
+        tpukit.launch(accident, hang_timeout_s=5)
+    finally:
+        left = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        print("left:", left, flush=True)
+
+
+def beside_a_holder(*command):
+    """Run a command while this process holds all chips."""
+    import subprocess
+
+    import torch_xla
+
+    torch_xla.device()
+    sys.exit(subprocess.run([sys.executable, *command]).returncode)
+
+
+def after_opening(folder, data):
+    """Train in a process that has opened its chip before, as a notebook does."""
+    import torch
+    import torch_xla
+
+    assert torch.ones(3, device=torch_xla.device()).sum().item() == 3
+    train_task("mnist", folder, data, "{}")
+
+
+def without_libtpu(*command):
+    """Go on as a command that finds chips, but no libtpu."""
+    del os.environ["TPU_LIBRARY_PATH"], os.environ["PJRT_DEVICE"]
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[3])  # without the emulator's
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 # torch_xla

@@ -1,7 +1,6 @@
 """`tpukit emulate`: training on several emulated chips equals that on one, torch_xla's collectives are right,
 and what cannot be had is said in a sentence."""
 
-import json
 import math
 import os
 import signal
@@ -14,22 +13,9 @@ import torch
 
 from tests.conftest import exact, refuses, wait_for
 from tests.tools.emulate import programs
+from tests.tools.emulate.conftest import PROGRAMS, answers, folder_of
 from tpukit import Run
 from tpukit_tools import cli, emulate
-
-PROGRAMS = programs.__file__
-
-
-def answers(text):
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-
-
-def folder_of(process):
-    """The folder of an emulation that runs a command."""
-    (command,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    variables = Path(f"/proc/{command}/environ").read_text().split("\0")
-    return Path(dict(v.split("=", 1) for v in variables if "=" in v)["TPUKIT_EMULATE_DIRECTORY"])
-
 
 # Training
 
@@ -98,6 +84,16 @@ def test_a_killed_run_on_two_chips_resumes_as_if_nothing_had_been_and_its_files_
     emulator.run(2, *command)
     assert exact(Run(tmp_path / "run")) == exact(straight)
     assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chips", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_chips_without_libtpu_are_a_sentence_and_no_training_on_the_cpu(chips, emulator, digits, tmp_path):
+    command = ("-m", "tpukit", "train", "mnist", "--run", tmp_path / "run", "--dataset-dir", digits)
+    text = emulator.run(chips, PROGRAMS, "without_libtpu", *command, code=1)
+    [sentence] = [line for line in text.splitlines() if "libtpu" in line]
+    assert sentence.startswith("tpukit: ") and "pip install" in sentence
+    assert "Traceback" not in text and not (tmp_path / "run" / "records.jsonl").exists()
 
 
 # torch_xla's own calls

@@ -65,6 +65,16 @@ def test_a_chip_is_opened_by_torch_xlas_own_function(xla):
     assert subprocess_call.call(open_first_of_one, None, timeout_s=120) == [0, 1]
 
 
+def test_cores_that_see_each_themselves_only_are_refused(monkeypatch):
+    pjrt = pytest.importorskip("torch_xla._internal.pjrt")
+
+    monkeypatch.setattr(pjrt, "initialize_multiprocess", lambda index, processes: None)
+    monkeypatch.setattr(chip_access, "rank_of_opened_chip", lambda: (0, 1))
+    assert chip_access.open_chip(0, 1) == (0, 1)
+    with refuses("core 3 sees 1 of 8 cores", "not linked", "fresh session"):
+        chip_access.open_chip(3, 8)
+
+
 def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, monkeypatch, capsys):
     (tmp_path / "dev/vfio").mkdir(parents=True)
     for name in ("0", "1", "vfio"):

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,32 @@ def test_a_torch_xla_before_2_8_is_refused_with_what_is_needed(versions, tmp_pat
     for use in (lambda: env.require("any"), lambda: open_runtime(env), lambda: runtime_class(env)):
         with refuses("torch_xla 2.7.0 is too old", "2.8 or 2.9"):
             use()
+
+
+def test_chips_without_libtpu_are_no_reason_to_compute_on_the_cpu(versions, tmp_path, monkeypatch):
+    versions(torch="2.9.0", torch_xla="2.9.0")
+    add_chips(tmp_path, 8)
+    monkeypatch.setattr(module, "tpu_chips", lambda root: ["0x0063"] * 8)
+    monkeypatch.setattr(module, "has_libtpu", lambda: False)
+    # As torch_xla leaves it, and where PJRT_DEVICE was set before
+    for environ in (KAGGLE_TPU | {"PJRT_DEVICE": "CPU"}, COLAB_TPU, {"PJRT_DEVICE": "TPU"}):
+        env = detect(environ, tmp_path)
+        fix = "fresh session" if env.host != "local" else "pip install 'torch_xla[tpu]==2.9.0'"
+        for use in (lambda: env.require("tpu"), lambda: open_runtime(env), lambda: runtime_class(env)):
+            with refuses("no libtpu", "CPU", fix):
+                use()
+
+
+def test_libtpu_is_looked_for_where_torch_xla_looks(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    packages = {}
+    monkeypatch.setattr(module.importlib.util, "find_spec", packages.get)
+    assert not module.has_libtpu()
+    packages["libtpu"] = SimpleNamespace()
+    assert module.has_libtpu()
+    packages.clear()
+    monkeypatch.setattr(os, "environ", dict(TPU_LIBRARY_PATH="/lib/libtpu.so"))
+    assert module.has_libtpu()
 
 
 @pytest.mark.parametrize("pci_id, name", [("0x0063", "v5litepod-8"), ("0x006f", "v6e-8"), ("0x005e", "TPU")])

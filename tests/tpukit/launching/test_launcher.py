@@ -264,6 +264,15 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
     assert len(waited) == waits
 
 
+@pytest.mark.parametrize("chips", [0, 8])
+def test_a_launch_beside_a_tpu_that_it_does_not_use_says_so(chips, monkeypatch, capsys):
+    here = machine("cpu", 1)
+    monkeypatch.setattr(environment, "detect", lambda: here)
+    monkeypatch.setattr(environment, "chips_here", lambda environ: chips)
+    assert launch(int, 1) == 1
+    assert ("the TPU here is not used" in capsys.readouterr().out) == bool(chips)
+
+
 @pytest.mark.parametrize(
     "options, data",
     [
