@@ -28,7 +28,7 @@ test_notebooks.py test_docs.py tpukit/launching/test_launcher.py release/test_ex
 tpukit/launching/test_supervisor.py tools/emulate/test_emulate.py tpukit/launching/test_core.py
 tpukit/devices/test_xla.py tpukit/training/test_checkpoint.py tpukit/launching/test_public_loops.py
 tpukit/training/test_loop.py tasks/text/test_text.py tpukit/runs/test_own_loop.py tools/test_hardware.py
-tpukit/launching/test_averages.py tpukit/launching/test_share.py tpukit/inference/test_export.py
+tpukit/launching/test_averages.py tpukit/launching/test_share.py tools/test_export.py
 tools/cli/test_cli.py test_types.py tasks/cdeit/test_task.py
 """.split()
 

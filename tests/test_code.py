@@ -180,12 +180,12 @@ def public_classes():
     import tpukit
     from tpukit.data.datasets import Findable
     from tpukit.host.environment import Environment
-    from tpukit.inference.export import Exportable, Exported
     from tpukit.inference.own_files import OwnFiles
     from tpukit.launching.core import Core
     from tpukit.reporting.device_report import MetricsReport
     from tpukit.reporting.display import Displayed
     from tpukit.training.metrics import Rated
+    from tpukit_tools.export import Exportable, Exported
     from tpukit_tools.plan import Plan
 
     public = [value for name in tpukit.__all__ if inspect.isclass(value := getattr(tpukit, name))]

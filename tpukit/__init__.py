@@ -11,7 +11,6 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit.host.drive import mount_drive as mount_drive
     from tpukit.host.environment import detect as detect
     from tpukit.host.errors import TpukitError as TpukitError
-    from tpukit.inference.export import export as export
     from tpukit.inference.own import save_zip as save_zip
     from tpukit.inference.own import show_own as show_own
     from tpukit.inference.predict import predict as predict
@@ -36,6 +35,7 @@ if TYPE_CHECKING:  # for editors; the same names as in _HOMES
     from tpukit_tasks.mshnet import MSHNet as MSHNet
     from tpukit_tasks.mshnet.explore import explore as explore
     from tpukit_tasks.text import LanguageModel as LanguageModel
+    from tpukit_tools.export import export as export
     from tpukit_tools.plan import plan as plan
 
 __version__ = "0.1.0"
@@ -54,7 +54,7 @@ _HOMES = {
     "train": "tpukit.training.loop",
     "train_core": "tpukit.training.spawned",
     "test": "tpukit.training.evaluation",
-    "export": "tpukit.inference.export",
+    "export": "tpukit_tools.export",
     "plan": "tpukit_tools.plan",
     "predict": "tpukit.inference.predict",
     "Task": "tpukit.training.task",

@@ -38,7 +38,7 @@ class Task:
     - `tpukit.reporting.display.Displayed` to show samples, labels, predictions and scores,
     - `tpukit.training.metrics.Rated` to record other speeds,
     - `tpukit.inference.own_files.OwnFiles` to predict a user's own files,
-    - `tpukit.inference.export.Exportable` to export,
+    - `tpukit_tools.export.Exportable` to export,
     - `tpukit.data.datasets.Findable` to find a dataset by name."""
 
     name: ClassVar[str]

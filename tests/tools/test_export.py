@@ -12,10 +12,10 @@ from tests.conftest import random_run, refuses
 from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, ImageClassifier, export, predict
-from tpukit.inference import export as export_module
 from tpukit.inference.trained import DEMO_FOLDER
 from tpukit.runs import weights
 from tpukit_tools import cli
+from tpukit_tools import export as export_module
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
