@@ -2,7 +2,7 @@
 trainer: `python -m benchmarks.text ROUNDS`.
 
 On a GPU the models are GPT-2 124M (16 rows of 1024 tokens), and LoRA of Qwen3-0.6B's shape (8 rows), in bf16;
-on a CPU small ones, on one thread. Weights are random, and so are the words of the rows, each of which is one
+on a T4 a quarter of the rows, in fp16; on a CPU small models, on one thread. Weights are random, and so are the words of the rows, each of which is one
 document. The loop by hand follows nanoGPT (Andrej Karpathy): attention over whole rows, autocast, fused
 AdamW, gradients clipped to 1; its GPT-2 is written out here, else the network is of transformers. Each round
 times the same steps of all, in turn; a first round warms up."""
@@ -34,6 +34,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOCK = time.perf_counter
 if DEVICE == "cpu":  # the CPU's time, so that other processes matter less
     WARM_UP, STEPS, CLOCK = 5, 20, time.process_time
+# A T4 has no bf16, and 15 GiB, which the larger batches fill.
+IS_SMALL = DEVICE == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+HALF, DTYPE, SHARE = ("fp16", torch.float16, 4) if IS_SMALL else ("bf16", torch.bfloat16, 1)
 
 
 class Block(nn.Module):
@@ -90,7 +93,7 @@ class LoRA(nn.Module):
 def base_model(task: LanguageModel) -> nn.Module:
     import transformers
 
-    options = dict(attn_implementation="sdpa", dtype=torch.bfloat16)
+    options = dict(attn_implementation="sdpa", dtype=DTYPE)
     return transformers.AutoModelForCausalLM.from_config(task.config, **options)
 
 
@@ -107,7 +110,7 @@ def make_task(folder: Path, *, lora: bool) -> LanguageModel:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, PreTrainedTokenizerFast, Qwen3Config
 
-    words, length, size = (300, 128, 8) if DEVICE == "cpu" else (50257, 1024, 8 if lora else 16)
+    words, length, size = (300, 128, 8) if DEVICE == "cpu" else (50257, 1024, (8 if lora else 16) // SHARE)
     config = GPT2Config(n_layer=4, n_head=4, n_embd=128) if DEVICE == "cpu" else GPT2Config()
     if lora and DEVICE == "cuda":
         words, shape = 151_936, dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28)
@@ -129,7 +132,7 @@ def make_task(folder: Path, *, lora: bool) -> LanguageModel:
         model_name=str(folder / "model"),
         pretrained="no",
         adapter="lora" if lora else "none",
-        precision="bf16" if lora or DEVICE == "cuda" else "fp32",
+        precision=HALF if lora or DEVICE == "cuda" else "fp32",
         sequence_length=length,
         batch_size=size,
         epochs=1,
@@ -158,17 +161,20 @@ def by_hand(task: LanguageModel, compiled: bool = False) -> float:
     groups += [dict(params=[p for p in trained if p.ndim <= 1], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(network) if compiled else network
+    scaler = torch.amp.GradScaler(DEVICE, enabled=HALF == "fp16")
     times = []
     batches = zip(*(values.split(task.batch_size) for values in batch_of(task).values()))
     for batch in batches:
         note_time(times)
         if DEVICE == "cuda":
             batch = [values.pin_memory().to(DEVICE, non_blocking=True) for values in batch]
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=task.precision == "bf16"):
+        with torch.autocast(DEVICE, DTYPE, enabled=task.precision != "fp32"):
             loss = forward(*batch)
-        loss.backward()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
     note_time(times)
     return (times[-1] - times[WARM_UP]) / STEPS
@@ -200,7 +206,7 @@ def by_trl(task: LanguageModel) -> float:
     with tempfile.TemporaryDirectory() as folder:
         quiet = dict(report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True)
         sizes = dict(per_device_train_batch_size=task.batch_size, max_length=task.length)
-        ways = dict(gradient_checkpointing=False, bf16=True, use_cpu=DEVICE == "cpu")
+        ways = dict(gradient_checkpointing=False, **{HALF: True}, use_cpu=DEVICE == "cpu")
         ways |= dict(dataset_kwargs=dict(skip_prepare_dataset=True))  # the rows are tokens already
         trainer = trl.SFTTrainer(
             base_model(task),
