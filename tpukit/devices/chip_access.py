@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tpukit.host.environment import ONE_HOST, TORCHRUN, Environment
 from tpukit.host.errors import TpukitError
+from tpukit.host.known_errors import explain_known_errors
 
 # Both name the same bounds; torch_xla reads the second if the first is not set.
 BOUNDS = {
@@ -79,6 +80,7 @@ def count_started(env: Environment) -> int:
     return 1
 
 
+@explain_known_errors()
 def open_chip(index: int, processes: int) -> tuple[int, int]:
     """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its processes;
     waits in libtpu for the others. Returns (rank, world size)."""
