@@ -111,7 +111,17 @@ def test_a_word_of_the_old_guides_finds_its_line_in_both_languages(word, chinese
 
 
 def test_the_words_of_the_old_guides_are_all_there():
-    assert len(OLD_WORDS) == len(dict(OLD_WORDS)) == 141
+    assert len(OLD_WORDS) == len(dict(OLD_WORDS)) == 145
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_headless_line_of_the_readme_has_the_flags_of_the_makefile(readme):
+    [flags] = re.findall(
+        r'^XLA_CPU := (PJRT_DEVICE=CPU) (XLA_FLAGS=".*")$', (ROOT / "Makefile").read_text(), re.M
+    )
+    lines = [line.strip() for line in (ROOT / readme).read_text().splitlines()]
+    [at] = [number for number, line in enumerate(lines) if " papermill " in line and "-p " in line]
+    assert lines[at - 1] == f"export {flags[1]}" and lines[at].startswith(f"{flags[0]} papermill ")
 
 
 @pytest.mark.parametrize("english, chinese", PAIRS, ids=[name(english) for english, _ in PAIRS])

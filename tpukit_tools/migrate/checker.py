@@ -60,6 +60,12 @@ class Checker:
                 self._add(node, TABLES["chooses_cpu"])
             case ast.Assign() if self.around.is_tied_before_the_move(node):
                 self._add(node, dict(rule="untied"))
+            case ast.AugAssign() if self.around.changes_weights(node):  # weights -= rate * weights.grad
+                [entry] = [
+                    one for one in TABLES["patterns"]["calls"] if one.get("where") == "changes_weights"
+                ]
+                if self._holds(entry):
+                    self._add(node, entry)
 
     # Names
 
@@ -240,7 +246,7 @@ class Checker:
     def _sync(self):
         """Insert the syncs that training steps lack, in a file that chooses an XLA device, or does once it is
         fixed."""
-        if self.unsynced and re.search(TABLES["knows_xla"], self._apply(self.edits)):
+        if self.unsynced and re.search(TABLES["knows_xla"], self._apply(self.edits) + self.text):
             edits = syncs(self.source, self.around, list(self.unsynced.values()))
             self.edits += edits
             fixed = self.unsynced if edits else ()
@@ -273,6 +279,8 @@ class Checker:
         tree = self.source.tree
         body: list[Located] = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
         body = [one for one in body if getattr(one, "module", "") != "__future__"]
+        # Lines for IPython are read as such: %%time has to stay the first of its cell.
+        body = [one for one in body if not isinstance(one, ast.Pass)] or body
         plain = [alias for one in body if isinstance(one, ast.Import) for alias in one.names]
         there = {alias.name for alias in plain if not alias.asname}
         imports = [one for one in body if isinstance(one, ast.Import | ast.ImportFrom)]

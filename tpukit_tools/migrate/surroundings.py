@@ -116,6 +116,12 @@ class Surroundings:
         is_schedule = any("sched" in name.lower() for name in names)
         return not is_schedule and any(map(UPDATES.search, names))
 
+    def changes_weights(self, node: ast.AST) -> bool:
+        """Return whether a training step changes weights by their gradients without any optimizer."""
+        by_hand = re.search(r"\.grad\b", ast.unparse(node)) and self.in_step(node)
+        steps = [call for call in self.source.calls if method_of(call) in ("step", "optimizer_step")]
+        return bool(by_hand) and not any(map(self.updates_weights, steps))
+
     def takes_loss(self, call: ast.Call) -> bool:
         """Return whether a loss is in an argument of a call: `print(f"{loss:.3f}")`."""
         values = [*call.args, *(arg.value for arg in call.keywords)]

@@ -137,6 +137,10 @@ PIECES = {
     "print(xr.world_size())\nxmp.spawn(main)": ("launch", ""),
     "loader = pl.MpDeviceLoader(data, device)\nxmp.spawn(main)": ("no-shard", ""),
     "trainer = pl.Trainer(accelerator='gpu')": ("cuda", ""),
+    "for x in loader:\n    net(x).backward()\n    xm.optimizer_step(opt)": (
+        "no-sync",
+        "    torch_xla.sync()",
+    ),
 }
 
 

@@ -26,6 +26,13 @@ def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(t
     assert "guide.ipynb cell 4:2:9" in migrate.as_text(examined.findings)
 
 
+@pytest.mark.parametrize("above", ["%%time", "%%capture", "!pip install timm", "%matplotlib inline\n!ls"])
+def test_an_import_that_a_fix_needs_leaves_the_lines_for_ipython_first(above, tmp_path):
+    examined = examine(written(tmp_path, notebook(f"{above}\nmodel = model.cuda()"), "timed.ipynb"))
+    fixed = f"{above}\nimport torch_xla\nmodel = model.to(torch_xla.device())"
+    assert sources(examined)[1] == fixed
+
+
 CELLS = [
     "if x:  # right?\n    pass",
     "'a %d'\\\n    % 3",
