@@ -225,7 +225,7 @@ def telling(predict: Callable[..., list[dict]]) -> Callable[..., list[dict]]:
         return results
 
     kept = [one for one in inspect.signature(predict).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    options = dict(kind=inspect.Parameter.KEYWORD_ONLY, default=None)
+    options: Any = dict(kind=inspect.Parameter.KEYWORD_ONLY, default=None)
     kept += [inspect.Parameter(name, annotation=kind, **options) for name, kind in OF_TEXT.items()]
     vars(predict_and_tell)["__signature__"] = inspect.Signature(kept)
     predict_and_tell.__annotations__ = {one.name: one.annotation for one in kept}
