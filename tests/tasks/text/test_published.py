@@ -119,9 +119,9 @@ def test_the_losses_of_15_steps_are_those_of_trl(name, adapter, parts, tmp_path,
     batches that TRL accumulates.
 
     The weights after that are equal to 2e-6 (measured: 5e-7), but where an element's first gradient g is as
-    small as Adam's epsilon: its first update, rate * g / (|g| + epsilon), has the slope rate * epsilon / (|g| +
-    epsilon)**2, up to rate / epsilon = 1e5, and g is rounded by 1e-10 there (measured). With an epsilon of 1e-5
-    on both sides all are equal to 5e-7."""
+    small as Adam's epsilon, e: its first update, rate * g / (|g| + e), has the slope rate * e / (|g| + e)**2,
+    up to rate / e = 1e5, and g is rounded by 1e-10 there (measured). With an e of 1e-5 on both sides, all are
+    equal to 5e-7."""
     folder, lora = tmp_path / "model", adapter == "lora"
     tokenizer = tokenizer_of(name)
     sizes: Any = dict(max_position_embeddings=256, vocab_size=320, eos_token_id=None, pad_token_id=0)
