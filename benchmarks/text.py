@@ -3,9 +3,9 @@ trainer: `python -m benchmarks.text ROUNDS`.
 
 On a GPU the models are GPT-2 124M (16 rows of 1024 tokens), and LoRA of Qwen3-0.6B's shape (8 rows), in bf16;
 on a T4 a quarter of the rows, in fp16; on a CPU small models, on one thread. Weights are random, and so are
-the words of the rows, each of which is one document. The loop by hand follows nanoGPT (Andrej Karpathy): attention
-over whole rows, autocast, fused AdamW, gradients clipped to 1; its GPT-2 is written out here, else the network
-is of transformers. Each round times the same steps of all, in turn; a first round warms up."""
+the words of the rows, each of which is one document. The loop by hand follows nanoGPT (Andrej Karpathy):
+attention over whole rows, autocast, fused AdamW, gradients clipped to 1; its GPT-2 is written out here, else
+the network is of transformers. Each round times the same steps of all, in turn; a first round warms up."""
 
 import dataclasses
 import importlib.util

@@ -226,9 +226,8 @@ def _attention(
             part = functools.partial(recomputed, part)  # rather than write the weights of all parts to memory
         outs, ends = [], range(PART, query.shape[2] + PART, PART)
         for q, rows, end in zip(query.split(PART, 2), allowed.split(PART, 2), ends):
-            outs.append(
-                part(q, key[:, :, :end], value[:, :, :end], rows[..., :end])
-            )  # none sees what follows
+            # None of these queries sees what follows `end`.
+            outs.append(part(q, key[:, :, :end], value[:, :, :end], rows[..., :end]))
         out = torch.cat(outs, 2)
     return out.transpose(1, 2), None
 

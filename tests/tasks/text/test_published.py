@@ -4,6 +4,7 @@ steps."""
 import collections
 import copy
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,12 @@ def test_ids_and_masks_are_those_of_trl(name, kind):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_losses_of_15_steps_are_those_of_trl(name, adapter, parts, tmp_path, cpu, monkeypatch):
     """Of rows with one conversation each, and batches whose labels are 20 to 100. parts: micro-batches, or
-    batches that TRL accumulates."""
+    batches that TRL accumulates.
+
+    The weights after that are equal to 2e-6 (measured: 5e-7), but where an element's first gradient g is as
+    small as Adam's epsilon, e: its first update, rate * g / (|g| + e), has the slope rate * e / (|g| + e)**2,
+    up to rate / e = 1e5, and g is rounded by 1e-10 there (measured). With an e of 1e-5 on both sides, all are
+    equal to 5e-7."""
     folder, lora = tmp_path / "model", adapter == "lora"
     tokenizer = tokenizer_of(name)
     sizes: Any = dict(max_position_embeddings=256, vocab_size=320, eos_token_id=None, pad_token_id=0)
@@ -154,7 +160,23 @@ def test_the_losses_of_15_steps_are_those_of_trl(name, adapter, parts, tmp_path,
     trainer.model.load_state_dict(ours.net.state_dict())
     sampler = torch.utils.data.SequentialSampler
     monkeypatch.setattr(trainer, "_get_train_sampler", lambda *_: sampler(trainer.train_dataset))
-    trainer.train()
+    first = {}
+    adam_step = torch.optim.AdamW.step
+
+    def keep_first(optimizer, *arguments):
+        for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            known = first.get(parameter, torch.zeros_like(parameter))
+            first[parameter] = parameter.grad.where(known == 0, known).clone()
+        return adam_step(optimizer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", keep_first)
+        trainer.train()
+    slopes = {
+        name: (first[parameter] != 0) * 1e-3 * 1e-8 / (first[parameter].abs() + 1e-8) ** 2
+        for name, parameter in trainer.model.named_parameters()
+        if parameter in first
+    }
     wanted = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     run = train_in(tmp_path / "run", task, cpu)
     found = [record["loss"] for record in run.records("train")]
@@ -163,4 +185,6 @@ def test_the_losses_of_15_steps_are_those_of_trl(name, adapter, parts, tmp_path,
     before, after, theirs = ours.state_dict(), checkpoint(run)["model"], trainer.model.state_dict()
     assert all((after[one] - before[one]).abs().max() > 1e-3 for one in after)
     for one, value in after.items():
-        torch.testing.assert_close(value, theirs[one.removeprefix("net.")], rtol=0, atol=3e-5)
+        name = one.removeprefix("net.")
+        assert ((value - theirs[name]).abs() <= 2e-6 + 1e-9 * slopes[name]).all(), one
+    assert sum(int((slope > 1e3).sum()) for slope in slopes.values()) < 50, "for nearly all it is 2e-6"
