@@ -18,17 +18,25 @@ from PIL import Image
 from release import executed, notebooks
 from tests.conftest import ROOT
 
-LARGEST = 200_000  # bytes of a copy
+LARGEST = 1_000_000  # bytes of a copy
+WIDTH = 1056  # pixels of a figure, as a notebook draws it
 COPIES = sorted((ROOT / "docs/executed").glob("*.ipynb"))
 FOLDERS = r"(?<![\w.~])/(?:home|root|tmp|work|mnt|Users|var|private)/"
 NAMES = {"/srv/someone/session": "~", "/srv/someone": "~"}
 
 
 def picture():
-    noise = np.random.default_rng(0).integers(0, 256, (50, 50, 3), np.uint8)
+    """A picture in every grey and many colours, half of it transparent, as a figure is."""
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 700, 4), np.uint8)
+    pixels[:, :256, :3] = np.arange(256, dtype=np.uint8)[:, None]
+    pixels[25:, :, 3] = 0
     png = io.BytesIO()
-    Image.fromarray(noise).save(png, "PNG")
+    Image.fromarray(pixels).save(png, "PNG")
     return base64.b64encode(png.getvalue()).decode()
+
+
+def pixels_of(output):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))))
 
 
 def notebook():
@@ -39,7 +47,7 @@ def notebook():
     widget = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "0%"}
     cell = v4.new_code_cell("tpukit.show(task)", metadata={"papermill": {"start": 1}, "tags": ["a"]})
     cell.outputs = [
-        v4.new_output("stream", name="stdout", text=f"run: {path}\n"),
+        v4.new_output("stream", name="stdout", text=f"run:\n{path}\n"),
         v4.new_output("display_data", data=html),
         v4.new_output("display_data", data=widget),
     ]
@@ -55,19 +63,28 @@ def test_a_copy_names_no_folder_of_its_machine_and_keeps_its_words_and_pictures(
     first, cell = book.cells
     assert cell.metadata == {"tags": ["a", "nbval-check-output"]}
     stream, shown, widget = cell.outputs
-    assert stream.text == "run: ~/outputs\n" and widget.data == {"text/plain": "0%"}
-    assert Image.open(io.BytesIO(base64.b64decode(shown.data["image/png"]))).size == (50, 50)
+    assert stream.text == "run:\n~/outputs\n" and widget.data == {"text/plain": "0%"}
+    assert np.array_equal(pixels_of(shown), pixels_of(notebook().cells[1].outputs[1]))
     assert "![" not in first.source and "with outputs" in first.source and first.source.endswith("Text.")
+
+
+def texts(content):
+    """Every text of a JSON content but pictures."""
+    if isinstance(content, dict):
+        content = [value for key, value in content.items() if key != "image/png"]
+    if isinstance(content, list):
+        return [text for value in content for text in texts(value)]
+    return [content] if isinstance(content, str) else []
 
 
 @pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
 def test_a_copy_in_docs_is_whole_small_and_names_no_machine(path):
     text = path.read_text()
     assert len(text.encode()) <= LARGEST
-    words = re.sub(r'"image/png": "[^"]+"', "", text)
-    assert not re.findall(FOLDERS + r"[^\s\"']*", words)
     book = nbformat.reads(text, 4)
     nbformat.validate(book)
+    words = "\n".join(texts(book))
+    assert not re.findall(FOLDERS + r"[^\s\"']*", words)
     code = [cell for cell in book.cells if cell.cell_type == "code" and cell.source.strip()]
     assert all(cell.execution_count for cell in code)
     assert not [o for cell in code for o in cell.outputs if o.output_type == "error"]
@@ -75,6 +92,11 @@ def test_a_copy_in_docs_is_whole_small_and_names_no_machine(path):
     assert code[-1].source == executed.check_of(path.stem).source
     assert code[-1].outputs[0].text == f"{score} of the best epoch: at least {least}%\n"
     assert code[-1].metadata.tags == ["nbval-check-output"]
+    pictures = [pixels_of(o) for cell in code for o in cell.outputs if "image/png" in o.get("data", {})]
+    assert len(pictures) >= 4
+    for pixels in pictures:
+        assert pixels.shape[1:] == (WIDTH, 4)
+        assert (pixels[..., 3] == 0).mean() > 0.05  # without a background: no white box in the dark
     assert sum("nbval-check-output" in cell.metadata.get("tags", []) for cell in code) >= 0.4 * len(code)
 
 
@@ -92,12 +114,12 @@ def folder():
         yield Path(path)
 
 
-def check_outputs(book, name, folder):
+def check_outputs(book, folder):
     """Execute a notebook in a folder, as nbval does, and compare the outputs of its tagged cells."""
     nbformat.write(book, folder / "copy.ipynb")
     command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "copy.ipynb", "--nbval-current-env"]
     command += ["--nbval-sanitize-with", ROOT / "tests/nbval.cfg", "--nbval-cell-timeout", "500"]
-    environ = executed.environment(name) | dict(HOME=str(folder / "home"))
+    environ = executed.environment() | dict(HOME=str(folder / "home"))
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=550)
 
 
@@ -107,7 +129,7 @@ def test_the_outputs_of_a_copy_come_out_again(path, folder):
     book = nbformat.read(path, 4)
     if path.stem == "mnist_quickstart":  # as it is built: with the library inside
         notebooks.embed(book, notebooks.archive_for(book), ROOT / "notebooks")
-    ran = check_outputs(book, path.stem, folder)
+    ran = check_outputs(book, folder)
     assert ran.returncode == 0, ran.stdout
     assert (folder / "home/.cache/tpukit").exists() == (path.stem == "mnist_quickstart")
 
@@ -120,7 +142,7 @@ def test_an_output_that_no_longer_comes_out_is_red_unless_it_may_vary(printed, c
     source = "print('epoch 1: loss 0.4'); print('25 steps in 4.0 s')"
     cell = nbformat.v4.new_code_cell(source, execution_count=1, metadata=dict(tags=["nbval-check-output"]))
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed)]
-    ran = check_outputs(nbformat.v4.new_notebook(cells=[cell]), "some", folder)
+    ran = check_outputs(nbformat.v4.new_notebook(cells=[cell]), folder)
     assert ran.returncode == code, ran.stdout
 
 
