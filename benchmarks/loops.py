@@ -33,8 +33,6 @@ from benchmarks.steps import open_runtime
 from tpukit import MNIST, MSHNet, Run, Task, train
 from tpukit.data.datasets import make_synthetic
 
-PEERS = ("lightning", "accelerate")
-
 
 def clock_of(device: str) -> Callable[[], float]:
     """Return the clock of a device, in seconds."""
@@ -195,7 +193,8 @@ class Peer:
         return torch.utils.data.DataLoader(dataset, self.task.batch_size, shuffle=True, drop_last=True)
 
     def loss(self, model, batch):
-        return self.task.loss(model, dict(zip(self.names, batch)), 0)
+        values = (tensor.to(self.device) for tensor in batch)
+        return self.task.loss(model, dict(zip(self.names, values)), 0)
 
     def run(self):
         """Return the seconds of the second epoch."""
@@ -211,6 +210,14 @@ class Peer:
                 total += loss.detach()
             float(total)
         return self.clock() - started
+
+
+class DataLoader(Peer):
+    """No library, but the batches of all peers."""
+
+    def prepare(self):
+        model = self.task.model().to(self.device)
+        return model, self.task.optimizer(model), self.batches(), torch.Tensor.backward
 
 
 class Accelerate(Peer):
@@ -285,6 +292,7 @@ def contenders(task: Task, device: str) -> dict:
     runtime = open_runtime(device, task.precision)
     found = {"bare": Bare(task, runtime.device), "tpukit": Ours(task, runtime)}
     if device != "xla":  # which Lightning takes on a TPU alone, and torch.compile hands to another compiler
+        found["bare, DataLoader"] = DataLoader(task, runtime.device)
         found["bare, torch.compile"] = Bare(task, runtime.device, compiled=True)
         found["tpukit, compile yes"] = Ours(dataclasses.replace(task, compile="yes"), runtime)
         if importlib.util.find_spec("lightning"):

@@ -309,8 +309,12 @@ def on_one_core(digits, tmp_path_factory):
     return run_own_loop(tmp_path_factory.mktemp("one") / "run", digits, ACCELERATOR="cpu", CORES=1)
 
 
+# Launches on CPU cores are those of tests/tpukit/launching/test_core.py: here they only repeat that.
+REPEATED = [pytest.mark.nightly, pytest.mark.long]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, cores", [("xla", 2), ("cpu", 4)])
+@pytest.mark.parametrize("kind, cores", [("xla", 2), pytest.param("cpu", 4, marks=REPEATED)])
 def test_ones_own_loop_on_several_cores_stopped_resumed_and_then_on_one_learns_what_one_core_does(
     kind, cores, digits, on_one_core, tmp_path, monkeypatch
 ):

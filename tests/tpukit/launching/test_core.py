@@ -269,7 +269,7 @@ def test_a_step_that_torch_xla_compiles_as_one_graph_trains_as_one_that_it_does_
     assert compiled == pytest.approx(losses(lambda step: step)) and compiled[0] > compiled[1]
 
 
-UNUSED = """
+AVERAGED = """
 def train():
     core = tpukit.core()
     weights = [torch.nn.Parameter(torch.ones(2, device=core.device)) for _ in range(3)]
@@ -283,24 +283,6 @@ def train():
         core.optimizer_step(optimizer)
     return core.world.all_gather([weight[0].item() for weight in weights])
 
-print("RESULT", launch(train, cores=2))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cpu", "xla"])
-def test_a_parameter_without_a_gradient_on_one_core_has_half_of_the_others(kind):
-    """The first has one of 1 on both, the second on one, the third, which does not decay, on none."""
-    if kind == "xla":
-        needs_torch_xla()
-    rows = printed(python(PLAIN + UNUSED, env=CPU if kind == "cpu" else xla_environ(), timeout=200))
-    wanted = [1.0, 1.0, 1.0]
-    for _ in range(3):
-        wanted = [wanted[0] / 2 - 1.0, wanted[1] / 2 - 0.5, wanted[2]]
-    assert rows == [wanted] * 2
-
-
-EXPANDED = """
 def summed():
     core = tpukit.core()
     weight = torch.nn.Parameter(torch.ones(3).to(core.device))
@@ -308,14 +290,29 @@ def summed():
     core.average_gradients(torch.optim.SGD([weight], lr=0.1))
     return weight.grad.cpu().tolist()
 
-print("RESULT", launch(summed, cores=2))
+print("RESULT", [launch(train, cores=2), launch(summed, cores=2)])
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cpu", "xla"])
-def test_the_gradient_of_a_sum_which_is_one_number_in_memory_is_averaged(kind):
-    if kind == "xla":
+@pytest.fixture(scope="module", params=["cpu", "xla"])
+def averaged(request):
+    """What AVERAGED returns, of one process for each kind."""
+    if request.param == "xla":
         needs_torch_xla()
-    ran = python(PLAIN + EXPANDED, env=xla_environ() if kind == "xla" else CPU, timeout=200)
-    assert printed(ran) == [1.5, 1.5, 1.5]
+    return printed(python(PLAIN + AVERAGED, env=CPU if request.param == "cpu" else xla_environ()))
+
+
+@pytest.mark.slow
+def test_a_parameter_without_a_gradient_on_one_core_has_half_of_the_others(averaged):
+    """The first has one of 1 on both, the second on one, the third, which does not decay, on none."""
+    rows, _ = averaged
+    wanted = [1.0, 1.0, 1.0]
+    for _ in range(3):
+        wanted = [wanted[0] / 2 - 1.0, wanted[1] / 2 - 0.5, wanted[2]]
+    assert rows == [wanted] * 2
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_sum_which_is_one_number_in_memory_is_averaged(averaged):
+    _, gradient = averaged
+    assert gradient == [1.5, 1.5, 1.5]

@@ -127,13 +127,13 @@ def test_every_rank_resumes_with_its_own_random_numbers(launches):
 @pytest.mark.parametrize("kind", ["cpu", "xla"])
 def test_a_launch_that_is_killed_and_terminated_draws_what_a_straight_one_draws(kind, odd, tmp_path):
     settings = dict(dropout=0.5, cores=2, epochs=8, save_every_s=0.0)
-    straight, _ = launched(kind, odd, tmp_path, straight=dict(settings))["straight"]
     for number, at in ((signal.SIGKILL, 7), (signal.SIGTERM, 40)):
         process = started(kind, odd, [dict(settings, run=tmp_path / "parted")])
         wait_for(lambda: steps_logged(tmp_path / "parted") >= at, process)
         process.send_signal(number)
         output_of(process)
-    parted, _ = launched(kind, odd, tmp_path, parted=dict(settings))["parted"]
+    runs = launched(kind, odd, tmp_path, straight=dict(settings), parted=dict(settings))
+    (straight, _), (parted, _) = runs["straight"], runs["parted"]
     assert len(parted.records("start")) == 3 and len(losses(parted)) == 8 * 24
     assert exact(parted) == exact(straight) and same(best_weights(parted), best_weights(straight))
     assert same(checkpoint(parted)["model"], checkpoint(straight)["model"])
