@@ -130,7 +130,7 @@ def export(
 
 def is_inside_package(path: Path) -> bool:
     """Return whether a path is in a folder of the library itself, which an export does not change."""
-    home, place = Path(__file__).resolve().parents[2], path.resolve()
+    home, place = Path(__file__).resolve().parents[1], path.resolve()
     return any(place.is_relative_to(home / name) for name in ("tpukit", "tpukit_tasks", "tpukit_tools"))
 
 

@@ -62,7 +62,9 @@ def test_a_prompt_is_read_at_once_and_writing_stops_when_all_have_ended(pair, cp
     for name, calls in (("write_token", steps), ("read_prompts", reads)):
         counted = getattr(network, name)
         monkeypatch.setattr(
-            network, name, lambda *all, calls=calls, counted=counted: calls.append(1) or counted(*all)
+            network,
+            name,
+            lambda *all, calls=calls, counted=counted, **options: calls.append(1) or counted(*all, **options),
         )
         getattr(network, name).__name__ = name
     free = network.write(ours, cpu, tokens, lengths, new=32)
