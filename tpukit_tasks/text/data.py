@@ -26,7 +26,7 @@ WASTE = 0.1  # so much more of the rows may be empty than with others, which are
 FEWEST_STEPS = 50  # optimizer steps; with fewer a training run hardly learns
 MOST_NOTES = 8  # about texts
 MANY = 256  # conversations to choose from for what is left of a row
-VERSION = 10  # raise it if `_pack` makes something else of the same files, because that is cached
+VERSION = 11  # raise it if `_pack` makes something else of the same files, because that is cached
 NOTHING = np.array([(0, -1, 0)], TOKEN)
 COPIES = "test texts are training texts, too: the scores say nothing about new texts"
 

@@ -198,6 +198,11 @@ def _take_answered_question(columns: dict[str, Any]) -> list[Any]:
             question = f"{question}\n\n{added}" if question else added
         messages = [dict(role="user", content=question)]
     if _is_list(answer):
+        # A whole conversation, as `chosen` often is, has the question in it.
+        asked = [number for number, one in enumerate(answer) if [_said(one)] == [*map(_said, messages[-1:])]]
+        if asked:
+            messages = [dict(one, weight=0) for one in answer[: asked[0] + 1]]
+            answer = answer[asked[0] + 1 :]
         messages += answer
     elif answer is not None:
         messages.append(dict(role="assistant", content=answer))
@@ -248,6 +253,12 @@ def _role_of(one: Message) -> str | None:
     """Return the role of a message as it stands there, in small letters; None if it has none."""
     role = one.get("role") or one.get("from")
     return role.lower() if isinstance(role, str) else None
+
+
+def _said(one: Message) -> tuple[str | None, Any]:
+    """Return (role, content) of a message as it stands in a row."""
+    role = _role_of(one)
+    return ROLES.get(role, role) if role else None, one.get("content", one.get("value"))
 
 
 def _filled(value: Any, counts: Counts) -> Any:

@@ -1,5 +1,6 @@
 """The formats that files of texts and conversations have."""
 
+import collections
 import json
 
 import pytest
@@ -145,3 +146,30 @@ def test_places_without_texts_and_other_encodings_are_told(tmp_path, tokenizer):
     (tmp_path / "latin.txt").write_bytes("Füße".encode("latin-1"))
     with refuses("latin.txt", "UTF-8"):
         opened(tmp_path, tokenizer)
+
+
+ASKED, SYSTEM = dict(role="user", content="Q"), dict(role="system", content="Be kind.")
+EARLIER = [dict(role="user", content="O"), dict(role="assistant", content="P")]
+GOOD, BAD = (dict(role="assistant", content=text) for text in ("good", "bad"))
+
+
+@pytest.mark.parametrize(
+    "row, wanted",
+    [
+        (dict(prompt="Q", chosen=[ASKED, GOOD]), [ASKED, GOOD]),  # as UltraFeedback has it
+        (dict(prompt="Q", chosen=[SYSTEM, ASKED, GOOD]), [SYSTEM, ASKED, GOOD]),
+        (dict(prompt=[SYSTEM, ASKED], chosen=[SYSTEM, ASKED, GOOD]), [SYSTEM, ASKED, GOOD]),
+        (dict(prompt=[*EARLIER, ASKED], chosen=[*EARLIER, ASKED, GOOD]), [*EARLIER, ASKED, GOOD]),
+        (dict(prompt=[ASKED], completion=[ASKED, GOOD]), [ASKED, GOOD]),
+        (dict(prompt="Q", chosen=[{"from": "human", "value": "Q"}, GOOD]), [ASKED, GOOD]),
+        (dict(prompt=[ASKED], chosen=[GOOD]), [ASKED, GOOD]),
+        (dict(prompt="Q", chosen=[dict(role="assistant", content="Q")]), [ASKED, dict(GOOD, content="Q")]),
+        (dict(chosen=[*EARLIER, ASKED, GOOD]), [*EARLIER, ASKED, GOOD]),
+        (dict(prompt=[], chosen=[ASKED, GOOD]), [ASKED, GOOD]),
+    ],
+)
+def test_a_question_that_its_answer_repeats_is_asked_once(row, wanted):
+    messages, _ = reading.read_row(row | dict(rejected=[BAD]), collections.Counter())
+    assert [{name: one[name] for name in ("role", "content")} for one in messages] == wanted
+    learned = [one["content"] for one in messages if one["role"] == "assistant" and one.get("weight", 1)]
+    assert learned == ([wanted[-1]["content"]] if "prompt" in row else ["P", "good"])
