@@ -79,6 +79,17 @@ def _number_of(image):
     return image.tag_v2.get(TiffImagePlugin.SAMPLEFORMAT, (UNSIGNED,))[0] if image.format == "TIFF" else None
 
 
+def _is_white_zero(image):
+    """Whether a TIFF's least value is white, which Pillow turns round in 8 bits alone."""
+    return image.format == "TIFF" and image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
+
+
+def _most(image, number):
+    """The largest value of a TIFF's numbers if they are unsigned, else 0."""
+    bits = image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (16,))[0]
+    return 2**bits - 1 if number == UNSIGNED else 0
+
+
 def is_turned(path: Path) -> bool:
     """Return whether the EXIF orientation of a file says that it is stored turned or mirrored."""
     with Image.open(path, formats=FORMATS) as image:
@@ -150,7 +161,8 @@ def deep_values(image: Image.Image) -> np.ndarray | None:
         values = values.view(np.uint32)
     if number == SIGNED and values.dtype == np.uint8:  # nor int8
         values = values.view(np.int8)
-    return values.astype(np.float64)
+    values = values.astype(np.float64)
+    return _most(image, number) - values if _is_white_zero(image) else values
 
 
 def _on_colour(image, colour):

@@ -50,7 +50,7 @@ def read(path: str | Path) -> "dict[str, Tensor]":
             content: Any = load_safetensors(data)
         else:
             content = load_tensors(io.BytesIO(data))
-    for key in KEYS:
+    for key in KEYS * 2:  # {"model": {"state_dict": ...}}, too
         if _is_dict(content) and _is_dict(content.get(key)):
             if others := ", ".join(str(name) for name in content if _is_as_large(content, name, key)):
                 say(f"weights {path} has {key} and {others}: {key} is used (to use another, save it alone)")

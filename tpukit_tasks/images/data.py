@@ -21,7 +21,7 @@ from tpukit_tasks import pictures, splits
 from tpukit_tasks.images.augment import NUM_UNIFORMS
 from tpukit_tasks.images.lists import Sample
 
-VERSION = 8  # raise it if `_decode` returns something else for the same files, because that is cached
+VERSION = 9  # raise it if `_decode` returns something else for the same files, because that is cached
 
 
 def read_image(path: Path | str, size: int, levels: pictures.Levels | None = None) -> np.ndarray:

@@ -26,6 +26,9 @@ LABEL_COLUMNS = (
 ).split()
 DOUBTFUL = ("data_set", "dataset")  # are splits only if their values are
 SPLIT_COLUMNS = (*"split subset partition set usage".split(), *DOUBTFUL)
+UNREAD_SPLITS = (
+    "is_valid is_val is_train is_test valid fold folds kfold".split()
+)  # fastai's, cross-validation's
 BOX_COLUMNS = "bbox xmin x_min x1 segmentation encodedpixels rle".split()
 TRIED = 100  # rows whose files are looked for, to choose a column of paths
 # Images of a class on average, of which fewer show that numbers, with a fraction or whole, are no classes
@@ -85,6 +88,12 @@ def read_list(path: Path, images_dir: Path | None) -> tuple[list[Sample], list[s
         others = ", ".join(labels[1:])
         notices.insert(
             0, f"{path.name}: its column {label.strip()} has the classes, as is usual, not {others}"
+        )
+    unread = [name.strip() for name in names if _plain(name) in UNREAD_SPLITS and name not in (image, label)]
+    if unread and not split:
+        notices.append(
+            f"{path.name}: the splits in its column {unread[0]} are not used: for that, call a column split"
+            " and write train, val or test in it"
         )
     if boxes := [name for name in names if _plain(name) in BOX_COLUMNS]:
         notices.append(
@@ -228,6 +237,11 @@ def _doubtful_labels(path, label, samples):
     names = sorted({sample.label for sample in samples})
     notices, numbers = [], _numbers(names)
     if numbers:
+        if negative := [name for name in names if float(name) < 0]:
+            notices.append(
+                f"{path.name}: the label {some(negative)} is learned as a class: leave out its rows if it"
+                " marks images without a label"
+            )
         have_gaps = len(numbers) > MANY and numbers[-1] - numbers[0] >= len(numbers)
         if have_gaps or not all(map(float.is_integer, numbers)):
             notices.append(

@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import re
+import unicodedata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -183,7 +184,7 @@ def _find_alike(classes):
     """Return sentences about classes whose names differ in nothing but case, or are one number."""
     notices = []
     for what, key in {
-        "names differ only in case or blanks": _unspaced,
+        "names differ only in case, width or blanks": _unspaced,
         "names are the same number": _number_or_name,
     }.items():
         by_name = collections.defaultdict(list)
@@ -199,6 +200,7 @@ def _number_or_name(name):
 
 
 def _unspaced(name):
+    name = unicodedata.normalize("NFKC", name)  # a full-width letter as a usual one
     return " ".join(re.sub("[\u200b\ufeff]", "", folded(name)).split())  # without those of no width
 
 

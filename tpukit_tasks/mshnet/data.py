@@ -22,7 +22,7 @@ from tpukit_tasks.mshnet.measures import has_flat_regions, measure_targets
 from tpukit_tasks.mshnet.scores import brightest
 
 NOISE = 64  # in masks that are JPEG files: what is darker is not a label, and channels differ by less
-VERSION = 12  # raise it if `_read_split` returns something else for the same files, because that is cached
+VERSION = 13  # raise it if `_read_split` returns something else for the same files, because that is cached
 
 
 class InfraredSet:
@@ -259,8 +259,9 @@ def _read_values(path):
 
 
 def _are_numbered(paths):
-    """Return whether a set's masks number their targets: whole numbers of which none is above 127, or
-    n, 2n, 3n, ... with one number in each region, which soft edges have not."""
+    """Return whether a set's masks number their targets: whole numbers of which none is above 127; or, with
+    one number in each region, which soft edges have not, n, 2n, 3n, ..., or of 16 bits none in the upper
+    half."""
     numbers, is_flat = set(), True
     for path in paths:
         try:
@@ -275,4 +276,5 @@ def _are_numbered(paths):
         if max(numbers, default=0) >= 128 and not is_flat:
             return False
     steps = np.diff([0, *sorted(numbers)])
-    return max(numbers, default=128) < 128 or len(steps) > 2 and len({*steps.tolist()}) == 1
+    are_few = max(numbers, default=128) < 128 or 255 < max(numbers, default=0) < 2**15
+    return are_few or len(steps) > 2 and len({*steps.tolist()}) == 1

@@ -197,10 +197,11 @@ def test_folders_of_images_and_of_what_belongs_to_them_are_told_from_classes(pla
     assert len(found) == (told is not None) and all(told in notice for notice in found)
 
 
-def test_classes_that_differ_only_in_case_are_told(tmp_path):
-    told = find_samples(make(tmp_path, "Cat", "cat", "dog", "Straße", "STRASSE", "dog ")).notices
-    names = "Cat, cat; STRASSE, Straße; dog, dog "
-    assert f"different classes whose names differ only in case or blanks: {names}" in told
+def test_classes_that_differ_only_in_case_or_in_the_width_of_letters_are_told(tmp_path):
+    names = "Cat", "cat", "dog", "Straße", "STRASSE", "dog ", "A1", "\uff21\uff11"
+    told = find_samples(make(tmp_path, *names)).notices
+    alike = "A1, \uff21\uff11; Cat, cat; STRASSE, Straße; dog, dog "
+    assert f"different classes whose names differ only in case, width or blanks: {alike}" in told
     assert "case" not in str(find_samples(make(tmp_path / "other", "cat", "cats")).notices)
 
 

@@ -256,6 +256,7 @@ def test_a_file_that_is_listed_twice_counts_once_and_that_is_told(again, tmp_pat
         (("1", "01", "2", "2"), "different classes whose names are the same number: 01, 1"),
         (("1_2", "12", "1_2", "12"), None),
         (("0", "1", "0", "1"), None),
+        (("0", "-1", "0", "1"), "the label -1 is learned as a class"),
     ],
 )
 def test_labels_that_may_be_several_or_quantities_are_told(labels, told, tmp_path):
@@ -266,6 +267,17 @@ def test_labels_that_may_be_several_or_quantities_are_told(labels, told, tmp_pat
     notices = find_samples(tmp_path).notices
     found = [notice for notice in notices if "held out" not in notice]
     assert len(found) == bool(told) and (not told or told in found[0])
+
+
+@pytest.mark.parametrize("column", ["is_valid", "Fold", "split"])
+def test_splits_in_a_column_that_is_not_read_are_told(column, tmp_path):
+    for number in range(8):
+        grey(tmp_path / f"{number}.png", number)
+    parts = ("train", "test") if column == "split" else ("False", "True")
+    rows = [f"{number}.png,{'ab'[number % 2]},{parts[number > 5]}" for number in range(8)]
+    (tmp_path / "list.csv").write_text("\n".join([f"image,label,{column}", *rows]))
+    told = f"list.csv: the splits in its column {column} are not used: for that, call a column split"
+    assert any(told in notice for notice in find_samples(tmp_path).notices) == (column != "split")
 
 
 def test_boxes_in_columns_are_told_not_to_be_read(tmp_path):

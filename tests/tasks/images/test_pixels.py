@@ -156,12 +156,24 @@ def test_a_tiff_keeps_the_order_of_its_values_from_the_least_to_the_largest_of_i
         assert (np.diff(image[0].ravel().astype(int)) > 0).all() and np.ptp(image) >= 250
 
 
-def write_tiff(path, pixels):
-    """A TIFF of one strip, whatever its numbers are; Pillow writes only what it reads. pixels: (H, W, C)."""
+@pytest.mark.parametrize("kind", ["uint8", "uint16"])
+def test_a_tiff_whose_least_value_is_white_shows_it_white(kind, tmp_path):
+    limits = np.iinfo(kind)
+    values = np.linspace(limits.min, limits.max, 64).astype(kind).reshape(8, 8, 1)
+    for name in ("a/0.tif", "b/0.tif", "a/1.tif", "b/1.tif"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_tiff(tmp_path / name, values, white=0)
+    image = task(tmp_path).datasets()[0].images[0][0].ravel().astype(int)
+    assert (np.diff(image) < 0).all() and image[0] > 250 and image[-1] < 5
+
+
+def write_tiff(path, pixels, white=1):
+    """A TIFF of one strip, whatever its numbers are; Pillow writes only what it reads. pixels: (H, W, C).
+    white: 0 if the least value of grey is white."""
     height, width, channels = pixels.shape
     bits, number = 8 * pixels.itemsize, "uif".index(pixels.dtype.kind) + 1
     end = 8 + 2 + 12 * 11 + 4  # of the header and of the tags; then the two lists
-    tags = {256: width, 257: height, 258: bits, 259: 1, 262: 1 if channels == 1 else 2}
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: white if channels == 1 else 2}
     tags |= {273: end + 4 * channels, 277: channels, 278: height, 279: pixels.nbytes, 284: 1, 339: number}
     with open(path, "wb") as file:
         file.write(b"II*\0" + struct.pack("<IH", 8, len(tags)))

@@ -107,6 +107,18 @@ def test_numbered_targets_are_all_targets_if_the_masks_of_the_whole_set_number_t
         assert "number their targets" in split.notes
 
 
+def test_numbers_of_16_bits_are_targets_if_none_of_the_set_is_in_the_upper_half(tmp_path):
+    task = write(tmp_path, {name: square(2) for name in "abc"})
+    for name, number in zip("abc", (256, 300, 770)):
+        mask = np.where(squares(1, 2) > 0, squares(number, number + 1), 0)
+        Image.fromarray(mask.astype(np.uint16)).save(tmp_path / f"masks/{name}.png")
+    train, _ = task.datasets()
+    assert all((mask == 255).sum() == 8 for mask in train.masks) and "number their targets" in train.notes
+    Image.fromarray((square(2) * 257).astype(np.uint16)).save(tmp_path / "masks/c.png")
+    train, _ = task.datasets()
+    assert "number their targets" not in train.notes
+
+
 OTHERWISE = {  # the dark square of `a` is no target if there is such a mask, too
     "white": squares(255),
     "soft": np.where(squares(90) > 0, 90, np.roll(squares(200), 2, 1)),

@@ -33,6 +33,7 @@ FORMS = {  # as published weights, compiled models, trainers and scripts have a 
     "_orig_mod.": with_prefix("_orig_mod."),
     "of Lightning": lambda state: {"state_dict": with_prefix("model._orig_mod.")(state)},
     "model_state_dict": lambda state: {"model_state_dict": state, "epoch": 3},
+    "state_dict in model": lambda state: {"model": {"state_dict": state}, "epoch": 3},
     "numbers": lambda state: {"net": state, "iou": np.float64(0.5), "ok": np.bool_(True), "n": np.int16(7)},
     "settings": lambda state: {"model": state, "args": argparse.Namespace(lr=np.float32(0.1), name="a")},
 }
