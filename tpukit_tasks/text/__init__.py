@@ -237,6 +237,11 @@ class LanguageModel(Task):
             dtype: dtype of all weights but an adapter's; None: bfloat16 with LoRA, else float32."""
         from tpukit_tasks.text import network
 
+        if self.weights and self.uses_lora and not self.is_pretrained:
+            raise TpukitError(
+                f"{self.weights} is an adapter (adapter='lora') of random weights (pretrained='no'), which no"
+                " file keeps: train one of pretrained weights, or all weights (adapter='none')"
+            )
         folder = self._folder if self.is_pretrained and not self._is_planned else None
         options: Any = dict(recompute=self.gradient_checkpointing == "yes", dtype=dtype)
         return network.build(self.config, folder, lora=self._lora, **options)

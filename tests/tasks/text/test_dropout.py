@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import checkpoint, exact, refuses, same
-from tests.tasks.text.small import CHAT, plain_model, task_of, write_lines, write_model
+from tests.tasks.text.small import CHAT, plain_model, task_of, write_config, write_lines, write_model
 from tests.tasks.text.test_network import ONE, TOKENS, assert_same_as_plain, assert_same_gradients
 from tests.tpukit.training.conftest import train_in
 from tests.tpukit.training.test_saver import interrupt_at
@@ -119,3 +119,9 @@ def test_settings_of_lora_without_lora_are_refused_and_a_dropout_of_everything()
             task_of("tiny", **setting)
     with refuses("lora_dropout=1.0", "less than 1"):
         task_of("tiny", adapter="lora", lora_dropout=1.0)
+
+
+def test_an_adapter_of_random_weights_predicts_nothing_because_no_file_has_these(tmp_path):
+    task = task_of(write_config(tmp_path), adapter="lora", weights=tmp_path / "best.safetensors")
+    with refuses("best.safetensors", "adapter='lora'", "random weights", "no file keeps"):
+        task.model()
