@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 HOME = "https://github.com/TPUKIT_SOURCE/blob/main"
 FIRST = {"README.md": "index.md", "README.zh-CN.md": "index.zh-CN.md"}
 CHINESE = "中文"  # the part of the bar, in mkdocs.yml
+ANSWERS = "OLD_GUIDES"  # the pages that say of an old name what to write today: first in a search for it
 LINK = r"(\]\(|src=\")(?!\w+:|#)([^)\s#\"]+)"
 
 
@@ -33,7 +34,9 @@ def reference(init):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Return the page's text with links as the site has them."""
+    """Return the page's text with links as the site has them, and set its rank in a search."""
+    if page.file.src_uri.startswith(ANSWERS):
+        page.meta["search"] = dict(boost=4)  # its sections are long, which lowers their rank
     folder = "" if page.file.src_uri in FIRST.values() else "docs"
     return re.sub(LINK, lambda link: link[1] + address(posixpath.join(folder, link[2])), markdown)
 

@@ -269,6 +269,15 @@ def test_a_name_with_underscores_is_one_word_of_the_sites_search():
         assert re.split(separator, f"set ({name}), or run") == ["set", name, "or", "run"]
 
 
+def test_a_search_of_the_site_shows_first_what_an_old_name_is_today():
+    boosts = {}
+    for path in PAGES:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=path.name), meta={})
+        site.on_page_markdown(path.read_text(), page=page)
+        boosts[path.name] = page.meta.get("search", {}).get("boost", 1)
+    assert [name for name, boost in boosts.items() if boost > 1] == ["OLD_GUIDES.md", "OLD_GUIDES.zh-CN.md"]
+
+
 def test_the_site_has_the_docstring_of_every_public_name():
     page = site.reference((ROOT / "tpukit/__init__.py").read_text())
     homes = {name: home for home, name in re.findall(r"^::: (\S+)\.(\w+)$", page, flags=re.M)}

@@ -17,6 +17,7 @@ from PIL import Image
 
 from release import executed, notebooks
 from tests.conftest import ROOT
+from tpukit_tasks.mshnet import overlay
 
 LARGEST = 1_000_000  # bytes of a copy
 WIDTH = 1056  # pixels of a figure, as a notebook draws it
@@ -26,17 +27,29 @@ NAMES = {"/srv/someone/session": "~", "/srv/someone": "~"}
 
 
 def picture():
-    """A picture in every grey and many colours, half of it transparent, as a figure is."""
-    pixels = np.random.default_rng(0).integers(0, 256, (50, 700, 4), np.uint8)
-    pixels[:, :256, :3] = np.arange(256, dtype=np.uint8)[:, None]
+    """A picture in many colours, half of it transparent, as a figure is."""
+    return base64.b64encode(as_png(noise())).decode()
+
+
+def noise():
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 300, 4), np.uint8)
     pixels[25:, :, 3] = 0
+    return pixels
+
+
+def as_png(pixels):
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, "PNG")
-    return base64.b64encode(png.getvalue()).decode()
+    return png.getvalue()
 
 
-def pixels_of(output):
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))))
+def pixels_of(png):
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGBA"))
+
+
+def pictures_of(cell):
+    shown = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+    return [pixels_of(base64.b64decode(png)) for png in shown]
 
 
 def notebook():
@@ -64,8 +77,25 @@ def test_a_copy_names_no_folder_of_its_machine_and_keeps_its_words_and_pictures(
     assert cell.metadata == {"tags": ["a", "nbval-check-output"]}
     stream, shown, widget = cell.outputs
     assert stream.text == "run:\n~/outputs\n" and widget.data == {"text/plain": "0%"}
-    assert np.array_equal(pixels_of(shown), pixels_of(notebook().cells[1].outputs[1]))
+    assert shown.data["text/html"] == "<td>~/outputs</td>"
+    assert np.array_equal(pictures_of(cell)[0], noise())
     assert "![" not in first.source and "with outputs" in first.source and first.source.endswith("Text.")
+
+
+def test_an_infrared_picture_stays_grey_keeps_its_marks_and_is_smaller():
+    pixels = np.zeros((200, 700, 4), np.uint8)
+    pixels[:100] = np.random.default_rng(0).integers(0, 256, (100, 700, 1))
+    pixels[:100, :, 3] = 255
+    marks = [(*overlay.HIT, 255), (*overlay.MISSED, 255), (*overlay.FALSE, 255), (120, 127, 137, 90)]
+    for column, mark in enumerate(marks):
+        pixels[:9, column] = mark
+    packed = executed.pack(as_png(pixels))
+    assert len(packed) < 0.5 * len(as_png(pixels))
+    after = pixels_of(packed)
+    assert np.abs(after.astype(int) - pixels).max() <= 2
+    is_exact = (after == pixels).all(2)
+    assert is_exact[100:].all() and is_exact[:9, : len(marks)].all()
+    assert (after[9:100, :, :3] == after[9:100, :, :1]).all()
 
 
 def texts(content):
@@ -92,7 +122,7 @@ def test_a_copy_in_docs_is_whole_small_and_names_no_machine(path):
     assert code[-1].source == executed.check_of(path.stem).source
     assert code[-1].outputs[0].text == f"{score} of the best epoch: at least {least}%\n"
     assert code[-1].metadata.tags == ["nbval-check-output"]
-    pictures = [pixels_of(o) for cell in code for o in cell.outputs if "image/png" in o.get("data", {})]
+    pictures = [picture for cell in code for picture in pictures_of(cell)]
     assert len(pictures) >= 4
     for pixels in pictures:
         assert pixels.shape[1:] == (WIDTH, 4)
