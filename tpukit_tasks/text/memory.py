@@ -31,7 +31,12 @@ def step_bytes(config: Any, lora: dict[str, Any] | None, length: int, is_half: b
 
     Counted on the CPU for a model of one layer and one of two. config: of transformers. lora: of
     `network.build`. length: T. is_half: whether it computes in half precision."""
-    (one, one_kept), (two, two_kept) = (_count(config, lora, layers, is_half) for layers in (1, 2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a process that has computed with more cannot be forked for a launch
+    try:
+        (one, one_kept), (two, two_kept) = (_count(config, lora, layers, is_half) for layers in (1, 2))
+    finally:
+        torch.set_num_threads(threads)
     more = config.num_hidden_layers - 1
     logits = 2 * 4 * MAX_LOGITS
     return one + more * (two - one) + logits, length * (one_kept + more * (two_kept - one_kept))
