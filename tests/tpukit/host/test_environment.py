@@ -290,8 +290,16 @@ def test_libtpu_is_looked_for_where_torch_xla_looks(tmp_path, monkeypatch):
     packages["libtpu"] = SimpleNamespace()
     assert module.has_libtpu()
     packages.clear()
-    monkeypatch.setattr(os, "environ", dict(TPU_LIBRARY_PATH="/lib/libtpu.so"))
-    assert module.has_libtpu()
+    packages["torch_xla"] = SimpleNamespace(origin=tmp_path / "__init__.py")
+    assert not module.has_libtpu()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtpu.so").touch()
+    assert module.has_libtpu(), "bundled"
+    packages.clear()
+    # The last: torch_xla looks where the system does, and says itself what it lacks.
+    for variables in (dict(TPU_LIBRARY_PATH="/lib/libtpu.so"), dict(PJRT_DEVICE="TPU")):
+        monkeypatch.setattr(os, "environ", variables)
+        assert module.has_libtpu()
 
 
 @pytest.mark.parametrize("pci_id, name", [("0x0063", "v5litepod-8"), ("0x006f", "v6e-8"), ("0x005e", "TPU")])
