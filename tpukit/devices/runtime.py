@@ -162,7 +162,7 @@ class Runtime:
         """Move a model to the device, with the channels of images innermost in memory if that is faster.
         Build the optimizer from what this returns: on XLA its parameters are new objects."""
         if adapt := getattr(model, "adapt_to", None):  # a network may keep what is frozen in the precision
-            adapt(self.precision)
+            adapt(_DTYPES.get(self.precision, torch.float32))
         layout = torch.channels_last if self._computes_faster_channels_last(model) else torch.preserve_format
         return model.to(self.device, memory_format=layout)  # pyright: ignore[reportCallIssue] (no stub)
 

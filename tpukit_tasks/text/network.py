@@ -153,10 +153,10 @@ class Network(nn.Module):
             difference = (plain.eval()(rows).logits.float() - expected).abs().max()
         return float(difference / expected.abs().max().clamp(min=1.0))
 
-    def adapt_to(self, precision: str) -> None:
-        """Keep what is frozen in a dtype that the device computes in: a T4 has no bfloat16. precision: as of
-        `Runtime.precision`."""
-        if precision != "fp16":
+    def adapt_to(self, dtype: torch.dtype) -> None:
+        """Keep what is frozen in a dtype that the device computes in: a T4 has no bfloat16. dtype: in which
+        products are computed."""
+        if dtype != torch.float16:
             return
         embedding = self.causal.get_input_embeddings().weight
         for parameter in self.parameters():
@@ -164,7 +164,7 @@ class Network(nn.Module):
                 # Matrices as autocast would make them for each product. The rest is added to and normalised
                 # in float32, in which nothing overflows.
                 is_matrix = parameter.dim() >= 2 and parameter is not embedding
-                parameter.data = parameter.data.to(torch.float16 if is_matrix else torch.float32)
+                parameter.data = parameter.data.to(dtype if is_matrix else torch.float32)
 
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         state = super().state_dict(*arguments, **options)

@@ -328,9 +328,9 @@ def test_on_a_gpu_without_bf16_what_is_frozen_is_kept_in_what_its_autocast_compu
     torch.manual_seed(0)
     ours = network.build(config, None, lora=3).eval()
     theirs = copy.deepcopy(ours)
-    theirs.adapt_to("bf16")
+    theirs.adapt_to(torch.bfloat16)
     assert {p.dtype for p in theirs.parameters()} == {torch.bfloat16, torch.float32}
-    ours.adapt_to("fp16")
+    ours.adapt_to(torch.float16)
     assert {p.dtype for p in ours.parameters()} == {torch.float16, torch.float32}
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         found, expected = (model(TOKENS, ONE).float() for model in (ours, theirs.float()))
