@@ -293,13 +293,10 @@ def tpu_chips(root: str | Path = "/") -> list[str]:
 def has_libtpu() -> bool:
     """Return whether torch_xla looks for libtpu where there is one, or is told to use a TPU, and will say
     itself what it lacks. Imports neither."""
-    if "TPU_LIBRARY_PATH" in os.environ or os.environ.get("PJRT_DEVICE", "").upper() == "TPU":
-        return True
+    is_chosen = "TPU_LIBRARY_PATH" in os.environ or os.environ.get("PJRT_DEVICE", "").upper() == "TPU"
     torch_xla = importlib.util.find_spec("torch_xla")
-    bundled = (
-        torch_xla is not None and Path(str(torch_xla.origin)).with_name("lib").joinpath("libtpu.so").exists()
-    )
-    return bundled or importlib.util.find_spec("libtpu") is not None
+    bundled = Path(str(torch_xla and torch_xla.origin)).with_name("lib") / "libtpu.so"
+    return is_chosen or bundled.exists() or importlib.util.find_spec("libtpu") is not None
 
 
 def _accelerator_type(root: str | Path) -> str:

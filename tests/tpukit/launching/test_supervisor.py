@@ -64,7 +64,7 @@ def test_after_a_failure_a_launch_resumes_from_the_checkpoint_that_was_left_whol
 
 WAYS = {  # how core 3 fails -> what the message says
     "kill": "SIGKILL",  # before its first line
-    "hang": "4 of 4 cores did not start within 3 s",
+    "hang": "4 of 4 cores did not start within 8 s",
     "raise": "open(/dev/vfio/3)",
     "refuse": "os.environ.pop('TPU_PROCESS_ADDRESSES')",  # all of them, with the fix
 }
