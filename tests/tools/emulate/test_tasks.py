@@ -76,6 +76,7 @@ def test_what_two_chips_have_trained_is_tested_predicted_and_exported_as_on_one(
     assert (tmp_path / "net.onnx").stat().st_size
 
 
+@pytest.mark.long
 def test_loops_in_the_shape_of_public_ones_train_on_two_chips_what_they_train_on_one(emulator, tmp_path):
     emulator.run(2, PROGRAMS, "public_loops", tmp_path / "ended.pt")
     ended = torch.load(tmp_path / "ended.pt", weights_only=True)
