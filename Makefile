@@ -4,6 +4,7 @@
 # make test   lint, unit tests, launches, notebooks, and whether the outputs in docs/executed still come out
 # make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills, 1,000 flipped bits and 1,000 faults of the
 #             disk, of runs and backups; make nightly NIGHTLY="nightly and not long" KILLS=100 FAULTS=50 for half of its time
+# make coverage  which of the lines for a TPU the emulated one runs
 # make bench  how fast, in ratios, beside other libraries: the loop, MSHNet's step, language models; make bench PARTS=text
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough, and beside it what
 #             `kaggle kernels push` reads
@@ -47,7 +48,7 @@ CPU_TORCH := $(if $(NVIDIA)$(TORCH),,$(if $(filter Linux-x86_64,$(shell uname -s
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run try lint check fast test nightly bench plan notebooks twins wheel release site size executed publish clean
+.PHONY: run try lint check fast test nightly coverage bench plan notebooks twins wheel release site size executed publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -97,16 +98,19 @@ test: lint
 	-$(BIN)/tpukit emulate v5e-1 true
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not nightly"
 
-# One worker: the compiler of a TPU takes up to 10 GB. Which lines for a TPU the emulated one runs is printed.
-COVERAGE := $(XLA_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m coverage
+# One worker: the compiler of a TPU takes up to 10 GB.
 nightly: .venv/installed
-	$(PYTEST) -n 1 -m "$(NIGHTLY)" --ignore tests/tools/emulate
-	rm -rf $(OUT)/coverage && mkdir -p $(OUT)/coverage
-	$(COVERAGE) run -m pytest -m "$(NIGHTLY) or not nightly" tests/tools/emulate
-	-$(COVERAGE) combine --quiet
-	-$(COVERAGE) report --show-missing
+	$(PYTEST) -n 1 -m "$(NIGHTLY)"
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --kills $(KILLS) --flips $(KILLS) \
 		--read-faults $(FAULTS) --write-faults $(FAULTS)
+
+# Which of the lines for a TPU the emulated one runs
+COVERAGE := $(XLA_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m coverage
+coverage: .venv/installed
+	rm -rf $(OUT)/coverage && mkdir -p $(OUT)/coverage
+	$(COVERAGE) run -m pytest tests/tools/emulate
+	$(COVERAGE) combine --quiet
+	$(COVERAGE) report --show-missing
 
 .venv/bench-installed: .venv/installed benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
