@@ -25,7 +25,7 @@ LINE = 120  # columns of the archive's text
 KINDS = (".py", ".csv", ".json", ".toml", ".txt")
 GUESTS = ("tpukit_tasks", "tpukit_tools")
 # What every notebook carries of tpukit_tools: checks, the command line, and what these start
-DESK = ("cli", "doctor", "subprocess_call", "trace")
+DESK = ("cli", "doctor", "subprocess_call", "trace", "export")
 
 # The source of the cell. It runs before tpukit can be imported: nothing but the standard library.
 CELL = '''\

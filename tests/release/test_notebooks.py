@@ -108,14 +108,14 @@ print(*leaves.tasks(), *filter(commands.is_offered, commands.NEEDED))
 @pytest.mark.parametrize(
     "name, there",
     [
-        ("colab_tpu_setup", "mshnet doctor predict"),
+        ("colab_tpu_setup", "mshnet doctor predict export"),
         ("finetune_images", "images doctor predict export"),
         ("finetune_llm", "text doctor predict export plan"),
-        ("gpu_to_tpu_migration", "mnist doctor predict migrate"),
-        ("hardware_check", "mnist mshnet cdeit doctor predict simulate"),
-        ("hardware_comparison", "mshnet doctor predict plan compare"),
-        ("kaggle_cdeit_tpu", "cdeit doctor predict simulate"),
-        ("your_own_loop", "mnist doctor predict"),
+        ("gpu_to_tpu_migration", "mnist doctor predict export migrate"),
+        ("hardware_check", "mnist mshnet cdeit doctor predict export simulate"),
+        ("hardware_comparison", "mshnet doctor predict export plan compare"),
+        ("kaggle_cdeit_tpu", "cdeit doctor predict export simulate"),
+        ("your_own_loop", "mnist doctor predict export"),
     ],
 )
 def test_a_notebook_carries_all_that_its_code_uses_and_no_other_task_or_tool(name, there, dist, tmp_path):

@@ -47,7 +47,7 @@ def test_a_report_opens_no_device_and_needs_few_lines_and_no_run():
     ran = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "has not opened an XLA device" in ran.stdout and "graphs compiled: 2, executed: 9" in ran.stdout
-    assert int(re.search(r"lines: (\d+)", ran.stdout)[1]) <= 960
+    assert int(re.search(r"lines: (\d+)", ran.stdout)[1]) <= 970
 
 
 def loop(xla, tensors, power=lambda number: 1.5):
