@@ -204,7 +204,8 @@ print("KILLED", json.dumps([most, orphans, *zip(*counts)]))
     ran = python(program, odd, tmp_path, env={**CPU, "TPUKIT_KILLED": "1", "TMPDIR": str(tmp_path)})
     assert "KILLED " in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
     most, orphans, seen, more_orphans = json.loads(ran.stdout.partition("KILLED ")[2])
-    assert most == 3 and len(set(seen)) > 1  # a kernel and two cores; at several moments
+    # A kernel and two cores, and for a moment what one of them asks of the system; at several moments
+    assert most in (3, 4) and len(set(seen)) > 1
     assert [orphans, *more_orphans] == [0] * 7
 
 
