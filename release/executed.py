@@ -100,7 +100,7 @@ def as_text(notebook, name: str, names: dict[str, str]) -> str:
         for output in cell.get("outputs", []):
             simplify(output)
     notebook.cells[0].source = introduction(notebook.cells[0].source, name)
-    return json.dumps(rename(notebook, names), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(rename(notebook, names), indent=0, ensure_ascii=False) + "\n"
 
 
 def introduction(source: str, name: str) -> str:

@@ -19,7 +19,7 @@ from release import executed, notebooks
 from tests.conftest import ROOT
 from tpukit_tasks.mshnet import overlay
 
-LARGEST = 2**20  # bytes
+LARGEST = 1_000_000  # bytes of a copy
 WIDTH = 1056  # pixels of a figure, as a notebook draws it
 COPIES = sorted((ROOT / "docs/executed").glob("*.ipynb"))
 FOLDERS = r"(?<![\w.~])/(?:home|root|tmp|work|mnt|Users|var|private)/"
