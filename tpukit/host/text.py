@@ -57,8 +57,3 @@ def format_duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {name}"
     return f"{seconds:.0f} s"
-
-
-def moment(step: int, epochs: float) -> str:
-    """Name a moment of a training run: epoch 3, or step 500 within an epoch. epochs: that have passed."""
-    return f"epoch {epochs:.0f}" if epochs == int(epochs) else f"step {step}"

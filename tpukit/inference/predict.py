@@ -10,7 +10,6 @@ from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import explain_unwritable, names_in
 from tpukit.host.text import printable
-from tpukit.runs.settings import replaced
 
 if TYPE_CHECKING:
     from tpukit.runs.run import Run
@@ -54,7 +53,7 @@ def predict(
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.inference import own, own_files
-    from tpukit.inference.trained import find_trained
+    from tpukit.inference.trained import find_trained, replaced
 
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tpukit import leaves
 from tpukit.data.datasets import is_demo
@@ -65,3 +67,10 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
             raise TpukitError(f"{source} is of the task {config['task']}, not of {task}")
         task = task_of(config or dict(task=task, settings={}), path)
     return dataclasses.replace(task, weights=path), path
+
+
+def replaced(task: Task, given: Mapping[str, Any]) -> Task:
+    """Return a task with other settings. Raises TpukitError for one that the task does not have."""
+    for name in given.keys() - {field.name for field in dataclasses.fields(task)}:
+        raise TpukitError(f"the task {task.name} has no setting {name} (--{name.replace('_', '-')})")
+    return dataclasses.replace(task, **given)

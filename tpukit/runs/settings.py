@@ -127,13 +127,6 @@ def with_chosen(task: Kind, config: Mapping[str, Any]) -> Kind:
     return dataclasses.replace(task, **kept) if kept else task
 
 
-def replaced(task: Kind, given: Mapping[str, Any]) -> Kind:
-    """Return a task with other settings. Raises TpukitError for one that the task does not have."""
-    for name in given.keys() - {field.name for field in dataclasses.fields(task)}:
-        raise TpukitError(f"the task {task.name} has no setting {name} (--{name.replace('_', '-')})")
-    return dataclasses.replace(task, **given)
-
-
 def check_settings(folder: Path, config: Mapping[str, Any], task: Described) -> None:
     """Raise TpukitError if the run in a folder is of another task, or of settings that would change its
     result. config: of the run, see `Run.config`."""

@@ -17,10 +17,11 @@ from tpukit.host import environment, files, known_errors
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError
 from tpukit.host.signals import StopSignal
-from tpukit.host.text import GIB, moment
+from tpukit.host.text import GIB
 from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.runs.settings import model_settings
+from tpukit.training import schedule
 from tpukit.training.checkpoint import TrainState
 from tpukit.training.data import BatchLoader
 from tpukit.training.notes import log_notes
@@ -197,7 +198,7 @@ class Evaluator:
         if epochs == int(epochs):
             self.run.log("epoch", step, epoch=int(epochs) - 1, loss=loss)
         words = "".join(f", {name} {value:.4g}" for name, value in shown.items())
-        self.run.print(f"{moment(step, epochs)}: loss {loss:.4f}{words}")
+        self.run.print(f"{schedule.moment(step, epochs)}: loss {loss:.4f}{words}")
         state.evaluated = epochs
 
 

@@ -37,3 +37,8 @@ def note(task: Task, step: int, steps_per_epoch: int, planned: float) -> str:
         f"the {task.schedule} schedule was planned for {planned:g} epochs and is now for {epochs:g}: in step"
         f" {step + 1} the learning rate is {now:.1%} of lr instead of {before:.1%}"
     )
+
+
+def moment(step: int, epochs: float) -> str:
+    """Name a moment of a training run: epoch 3, or step 500 within an epoch. epochs: that have passed."""
+    return f"epoch {epochs:.0f}" if epochs == int(epochs) else f"step {step}"

@@ -15,7 +15,6 @@ from tpukit.host import environment
 from tpukit.host.bars import tqdm
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.signals import StopSignal
-from tpukit.host.text import moment
 from tpukit.runs import weights
 from tpukit.runs.run import Run
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule, trial
@@ -191,7 +190,7 @@ class Trainer:
         self.write_progress(epoch)
         patience, score = self.task.patience, self.task.score
         self.run.log("stopped", self.state.step, epoch=epoch, patience=patience)
-        after = moment(self.state.step, self.epochs_done())
+        after = schedule.moment(self.state.step, self.epochs_done())
         self.run.print(f"stopped early after {after}: no better {score} within a patience of {patience}")
 
     def save(self) -> None:
@@ -251,7 +250,7 @@ class Trainer:
         planned = schedule.planned_epochs(self.task, self.steps_per_epoch)
         why = f"already has {self.epochs_done():g} epochs; {planned:g} were requested"
         if self.patience_exhausted():
-            after = moment(self.state.step, self.epochs_done())
+            after = schedule.moment(self.state.step, self.epochs_done())
             why = f"stopped early after {after}; raise patience to continue"
         self.run.print(f"nothing left to do: the run {why}")
         evaluations = self.run.records("evaluation")

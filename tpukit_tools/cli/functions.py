@@ -19,7 +19,6 @@ from tpukit.host.tables import Sentences
 from tpukit.host.text import one_line, printable
 from tpukit.leaves import part_of
 from tpukit.runs import weights
-from tpukit.runs.settings import replaced
 from tpukit.training.task import Task
 
 # Parameters that several commands have.
@@ -80,7 +79,7 @@ def test(
         model_name: the network that a weights file is of, which does not say so (images and text).
         network: published or small, for a weights file that does not say so (mshnet and cdeit).
     """
-    from tpukit.inference.trained import find_trained
+    from tpukit.inference.trained import find_trained, replaced
     from tpukit.reporting import display, findings
 
     env = tpukit.detect()
