@@ -146,8 +146,10 @@ def _read_samples(task: Task, best: Path, paths: Iterable[Path]) -> Iterator[tup
         try:
             batch, names = read_files([path], best)
         except TpukitError as error:
-            told = str(error).replace(str(path), one_line(path)).replace(path.name, one_line(path.name))
-            yield _Waiting(Sample(path.name, error=printable(told))), []
+            told = printable(error)
+            for name in (str(path), path.name):
+                told = told.replace(printable(name), one_line(name))
+            yield _Waiting(Sample(path.name, error=told)), []
             continue
         for index, name in enumerate(names):
             one = {key: values[index : index + 1] for key, values in batch.items()}

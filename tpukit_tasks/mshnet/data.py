@@ -15,7 +15,7 @@ from torch import Tensor
 from tpukit.data import arrays
 from tpukit.data.arrays import Arrays
 from tpukit.host.errors import TpukitError, as_unreadable
-from tpukit.host.text import one_line
+from tpukit.host.text import one_line, printable
 from tpukit_tasks import pictures
 from tpukit_tasks.mshnet import augment, lists
 from tpukit_tasks.mshnet.measures import has_flat_regions, measure_targets
@@ -132,7 +132,7 @@ def _read_split(files, listing, names, skip_bad, levels):
             transparent += [name] * is_transparent
         except TpukitError as error:
             where = one_line(name if listing.is_dir() else f"line {number}: {name}")
-            bad.append(f"  {where}: {str(error).replace(name, one_line(name))}")
+            bad.append(f"  {where}: {printable(error).replace(printable(name), one_line(name))}")
     notes = [f"{len(bad)} of {len(names)} names of {listing} cannot be used:"] if bad else []
     notes += bad[:20] + ["  ..."] * (len(bad) > 20)
     if bad and not (skip_bad and samples):

@@ -322,7 +322,7 @@ def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(
     assert row["image"].shape == (3, base_size, base_size) and difference.max() <= 1
 
 
-BROKEN_NAME = "a\n1 samples predicted: \tall good.png"
+BROKEN_NAME = "a\x1b[31m\n1 samples predicted: \tall good.png"
 
 
 def test_a_line_break_in_a_files_name_ends_no_line_of_what_is_printed(tmp_path, capsys):
