@@ -6,7 +6,6 @@ from PIL import Image
 
 from tests.conftest import best_weights
 from tests.tasks.text import small
-from tests.tools.emulate import programs
 from tests.tools.emulate.conftest import PROGRAMS
 from tests.tpukit.launching.public_loops import LOOPS
 from tests.tpukit.launching.test_public_loops import BOUNDS, STEPS
