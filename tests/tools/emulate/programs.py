@@ -44,7 +44,20 @@ def own_loop():
             core.end_step()
         weights = [value for p in model.parameters() for value in p.detach().cpu().flatten().tolist()]
         made[f"clip {clip}, {micro} micro-batches"] = [norm.item() for norm in norms] + weights
-    return made
+    return made | dict(gradients=gradients_of_some(core))
+
+
+def gradients_of_some(core):
+    """The mean gradients of a parameter of each core's loss, and of one of rank 0's alone."""
+    import torch
+
+    both, alone = (torch.nn.Parameter(torch.ones(2, device=core.device)) for _ in range(2))
+    loss = both.sum() + alone.sum() if core.rank == 0 else both.sum()
+    loss.backward()
+    core.average_gradients(torch.optim.SGD([both, alone], lr=0.1))
+    means = [parameter.grad.cpu().tolist() for parameter in (both, alone)]
+    core.end_step()
+    return means
 
 
 def train(folder, data):

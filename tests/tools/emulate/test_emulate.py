@@ -59,6 +59,12 @@ def test_a_loop_of_ones_own_does_on_two_chips_what_it_does_on_one(clip, micro, e
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chips", [1, 2])
+def test_a_gradient_of_one_chip_alone_is_shared(chips, emulator, trained, digits):
+    assert trained(emulator, chips, digits).own["gradients"] == [[1.0] * 2, [1 / chips] * 2]
+
+
+@pytest.mark.slow
 def test_a_killed_run_on_two_chips_resumes_as_if_nothing_had_been_and_its_files_go(
     emulator, trained, digits, tmp_path
 ):
