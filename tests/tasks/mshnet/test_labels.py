@@ -169,6 +169,46 @@ def test_a_border_in_the_test_masks_alone_is_refused_too_and_a_soft_edge_is_none
         task.datasets()
 
 
+def ringed(label, border):
+    return np.roll(bordered(label, border, "square"), 3, 0)
+
+
+CODED = {  # masks in which one of the two values may be ignored, and what is said of it
+    "a border of 2": ([squares(1), ringed(1, 2)], "2 mostly lies beside another"),
+    "a border of 1": ([squares(2), ringed(2, 1)], "1 mostly lies beside another"),
+    "a border at one side": ([squares(1), bordered(1, 2, "at one side")], "2 mostly lies beside another"),
+    "several ignored": ([squares(1), squares(1, 2, 2)], "2 has several regions in b.png"),
+    "ignored alone": ([squares(1), squares(2)], "b.png has 2 without 1"),
+    "ignored beside none": ([squares(1, 3), squares(1, 2)], "a.png has 3 without 2"),
+    "grey and white": ([squares(255), squares(128, 255)], "not both be targets (b)"),
+    "a white border": ([squares(100, 255), ringed(128, 255)], "labels within a border"),
+}
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_a_value_that_may_be_ignored_is_not_trained_on_as_a_target(kind, tmp_path):
+    masks, told = CODED[kind]
+    task = write(tmp_path, dict(zip("ab", masks)))
+    with refuses(told, "255"):
+        task.datasets()
+
+
+def test_the_values_that_may_not_all_be_targets_are_named_with_their_shares(tmp_path):
+    task = write(tmp_path, dict(a=squares(1), b=squares(1, 2, 2)))  # of 8192 pixels 8 and 8
+    with refuses(
+        "masks hold the values 1 (0.10% of all pixels), 2 (0.10% of all pixels)", "make targets 255"
+    ):
+        task.datasets()
+
+
+def test_numbered_targets_of_which_two_touch_or_one_has_two_parts_among_many_are_targets(tmp_path):
+    touching = squares(1, 2, 3, 4)
+    touching[20:22, 6:8] = 4  # beside 3, and a second part of 4
+    task = write(tmp_path, dict(a=squares(1, 2, 3, 4), b=touching, c=squares(1, 2, 3)))
+    train, _ = task.datasets()
+    assert [(mask == 255).sum() for mask in train.masks] == [16, 20, 12]
+
+
 @pytest.mark.parametrize("below", [0, 90, 255])
 def test_what_is_transparent_in_a_mask_is_no_target_whatever_is_below(below, tmp_path):
     values, mask = np.full((64, 64), below, np.uint8), square(2) > 0
