@@ -24,7 +24,7 @@ from tpukit.training.task import Task
 from tpukit_tasks import pictures
 from tpukit_tasks.finite import require_finite
 from tpukit_tasks.images import augment, models
-from tpukit_tasks.images.data import ImageSet, find_copies, read_image
+from tpukit_tasks.images.data import ImageSet, find_copies, read_telling
 from tpukit_tasks.images.samples import find_samples
 from tpukit_tasks.images.synthetic import shapes_set
 from tpukit_tasks.names import composed
@@ -386,8 +386,8 @@ class ImageClassifier(Task):
     def read_files(self, paths, best):
         size = self._size()
         levels = pictures.kept_levels(best)
-        images = pictures.read_images(paths, lambda path: read_image(path, size, levels).transpose(2, 0, 1))
-        return dict(image=np.stack(images)), [path.name for path in paths]
+        images = pictures.read_images(paths, lambda path: read_telling(path, size, levels))
+        return dict(image=np.stack(images).transpose(0, 3, 1, 2)), [path.name for path in paths]
 
     def results(self, batch, predictions):
         """Return class and probability. Raises TpukitError for what is not finite."""

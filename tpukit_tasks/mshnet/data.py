@@ -126,16 +126,16 @@ def _read_split(files, listing, names, skip_bad, levels):
     listing, names: of `read_list`."""
     if not names:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    kept, samples, transparent, bad, most = [], [], [], [], set()
+    kept, samples, odd, bad, most = [], [], [], [], set()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = [pool.submit(_read_pair, files, name, levels) for name in names.values()]
     for (number, name), future in zip(names.items(), futures):
         try:
-            sample, is_transparent, brightest_of_file = future.result()
+            sample, told, brightest_of_file = future.result()
             samples.append(sample)
             most.add(brightest_of_file)
             kept.append(name)
-            transparent += [name] * is_transparent
+            odd.append((name, told))
         except TpukitError as error:
             where = one_line(name if listing.is_dir() else f"line {number}: {name}")
             bad.append(f"  {where}: {printable(error).replace(printable(name), one_line(name))}")
@@ -143,7 +143,7 @@ def _read_split(files, listing, names, skip_bad, levels):
     notes += bad[:20] + ["  ..."] * (len(bad) > 20)
     if bad and not (skip_bad and samples):
         raise TpukitError("\n".join([*notes, "Fix them, or leave them out with skip_bad=True (--skip-bad)."]))
-    notes += pictures.describe_transparent(transparent, len(kept), "images")
+    notes += pictures.describe_odd(odd, len(kept), "images")
     notes += _whiten_numbered(files, kept, samples, most)
     require_one_bright([sample[-1] for sample in samples], kept)
     # Kept with the arrays, so that the start of a training run reads no pixels.
@@ -175,18 +175,18 @@ def _whiten_numbered(files, names, samples, most):
 
 
 def _read_pair(files, name, levels):
-    """Return (the planes of an image and its mask, (C + 1, H, W) uint8; whether the image has transparent
-    pixels; the largest value of the mask's file). Raises TpukitError with what is wrong."""
+    """Return (the planes of an image and its mask, (C + 1, H, W) uint8; what is to be told of the image; the
+    largest value of the mask's file). Raises TpukitError with what is wrong."""
     image, mask = lists.find_pair(files, name)
     with _explained("images", image):
-        planes, is_transparent = _read_image(image, levels)
+        planes, odd = read_telling(image, levels)
     with _explained("masks", mask):
         values, is_lossy = _read_values(mask)
         plane = _levelled(values, is_lossy, are_numbered=False)
     sizes = [f"{width}x{height}" for _, height, width in (planes.shape, plane.shape)]
     if sizes[0] != sizes[1]:
         raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
-    return np.concatenate([planes, plane]), is_transparent, float(values.max())
+    return np.concatenate([planes, plane]), odd, float(values.max())
 
 
 @contextlib.contextmanager
@@ -207,16 +207,16 @@ def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
 
     If colours differ by one level at most, it is a grey image that some software has converted and rounded
     (as three of IRSTD-1k's). Raises what `pictures.read` does."""
-    return _read_image(path, levels)[0]
+    return read_telling(path, levels)[0]
 
 
-def _read_image(path, levels):
-    """(what `read_image` returns, whether the image has transparent pixels)"""
-    image, is_transparent = pictures.read(path, levels)
+def read_telling(path: Path, levels: pictures.Levels | None = None) -> tuple[np.ndarray, pictures.Odd]:
+    """Return (what `read_image` does, what is to be told of it)."""
+    image, odd = pictures.read(path, levels)
     planes = np.stack([np.asarray(plane) for plane in image.split()])
     if np.ptp(planes, axis=0).max() <= 1:
         planes = np.array(image.convert("L"))[None]
-    return planes, is_transparent
+    return planes, odd
 
 
 def _require_one_colour(planes):
@@ -259,6 +259,8 @@ def _read_values(path):
     with pictures.opened(path) as image:
         is_lossy = image.format in ("JPEG", "MPO")
         if (values := pictures.deep_values(image)) is not None:
+            if np.isinf(values).any():
+                raise TpukitError("it has infinite values: make targets 255 and all else 0")
             return np.nan_to_num(values), is_lossy
         planes = np.array(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
         if (opacity := pictures.find_opacity(image)) is not None:

@@ -72,6 +72,20 @@ def test_a_mask_of_black_and_one_other_value_labels_that_value(kind, tmp_path):
     assert np.array_equal(read_mask(tmp_path / "mask.tif")[0], np.where(mask, 255, 0))
 
 
+def test_a_mask_with_infinite_values_and_an_image_with_nan_are_named(tmp_path):
+    task = write(tmp_path, dict(a=square(2), b=square(2)))
+    values = np.full((64, 64), 0.5, np.float32)
+    values[:2, :2], values[5, 5] = np.nan, 1
+    (tmp_path / "images/b.png").unlink()
+    Image.fromarray(values).save(tmp_path / "images/b.tif")
+    train, _ = task.datasets()
+    assert "1 of 2 images have pixels that are NaN or infinite (4 in b)" in train.notes
+    (tmp_path / "masks/b.png").unlink()
+    Image.fromarray(np.where(square(2), np.inf, 0).astype(np.float32)).save(tmp_path / "masks/b.tif")
+    with refuses("masks/b.tif", "infinite values"):
+        task.datasets()
+
+
 def test_grey_between_the_two_values_and_the_noise_of_a_jpeg_are_no_targets(tmp_path):
     mask = square(4)
     mask[8, 8:12] = 64
