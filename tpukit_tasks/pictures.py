@@ -8,12 +8,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from tpukit.data import arrays
 from tpukit.host.errors import TpukitError, as_unreadable, first_line
+from tpukit.host.text import one_line
 from tpukit.runs import weights
 from tpukit_tasks.splits import some
 
@@ -31,6 +33,14 @@ MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are dec
 GREY = 128  # transparent pixels are laid on it: neither a black nor a white shape is lost there
 UNSIGNED, SIGNED = 1, 2  # in tag 339 of a TIFF
 NUMBERS = {UNSIGNED: "unsigned", SIGNED: "signed", 3: "floating point"}
+
+
+class Odd(NamedTuple):
+    """What is to be told of a file's pixels."""
+
+    is_transparent: bool = False
+    not_finite: int = 0
+    """pixels that are NaN or infinite"""
 
 
 @contextlib.contextmanager
@@ -166,14 +176,14 @@ def deep_values(image: Image.Image) -> np.ndarray | None:
 
 
 def _on_colour(image, colour):
-    """Return (the image in mode L or RGB, its transparent pixels laid on a grey value; whether it has any).
+    """Return (the image in mode L or RGB, its transparent pixels laid on a grey value; an `Odd` of it).
     What a file stores below them differs from one program to the next."""
     is_grey = image.mode in ("1", "L", "LA")
     opacity = find_opacity(image)
     if is_transparent := opacity is not None and opacity.min() < LEVELS - 1:
         below = Image.new("RGBA", image.size, (colour, colour, colour, LEVELS - 1))
         image = Image.alpha_composite(below, image.convert("RGBA"))
-    return image.convert("L" if is_grey else "RGB"), bool(is_transparent)
+    return image.convert("L" if is_grey else "RGB"), Odd(bool(is_transparent))
 
 
 def find_opacity(image: Image.Image) -> np.ndarray | None:
@@ -184,7 +194,7 @@ def find_opacity(image: Image.Image) -> np.ndarray | None:
 
 def read(
     path: Path | str, levels: Levels | None = None, *, colour: int = GREY, draft: int = 0
-) -> tuple[Image.Image, bool]:
+) -> tuple[Image.Image, Odd]:
     """Read the picture of a file as training and predictions see it: upright by its EXIF orientation, on one
     colour, in 8 bits.
 
@@ -195,22 +205,25 @@ def read(
         draft: a large JPEG may be decoded at a fraction of its size, at least this many pixels.
 
     Returns:
-        (the image, in mode L or RGB; whether it has transparent pixels)
+        (the image, in mode L or RGB; what is to be told of it)
 
     Raises:
-        TpukitError: as `opened`; for deep grey without levels, or so far from them that nothing would be
-            visible."""
+        TpukitError: as `opened`; for deep grey without levels or finite numbers, or so far from the levels
+            that nothing would be visible."""
     with opened(path) as image:
         if draft:
             image.draft("RGB", (draft, draft))
         values = deep_values(image)
         if values is None:
             return _on_colour(ImageOps.exif_transpose(image), colour)
-    return _scaled(values, levels), False
+    return _scaled(values, levels), Odd(not_finite=int((~np.isfinite(values)).sum()))
 
 
 def _scaled(values, levels):
-    least, most = np.nanmin(values), np.nanmax(values)
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        raise TpukitError("none of its pixels is a finite number")
+    least, most = finite.min(), finite.max()
     if levels is None:
         raise TpukitError(
             f"its grey values are {least:g} to {most:g}, deeper than 8 bits, and nothing says how the"
@@ -291,23 +304,36 @@ def describe_opening(levels: Levels | None) -> str:
     return f"turn it upright by its EXIF orientation, lay transparent pixels on the value {GREY};{scaled}"
 
 
-def describe_transparent(names: Sequence[str], count: int, kind: str) -> list[str]:
-    """Return a sentence that counts the images with transparent pixels; none if there are none.
+def describe_odd(found: Iterable[tuple[str, Odd]], count: int, kind: str) -> list[str]:
+    """Return sentences that count the images with transparent pixels, and with numbers that are not finite.
 
-    names: of these. count, kind: of all, such as 20 training images."""
-    told = f"{len(names)} of {count} {kind} have transparent pixels ({some(names)})"
-    return [f"{told}: laid on grey {GREY}, in predictions, too"] if names else []
+    found: (name, what is to be told of it) of each. count, kind: of all, such as 20 training images."""
+    found = list(found)
+    transparent = [name for name, odd in found if odd.is_transparent]
+    told = f"{len(transparent)} of {count} {kind} have transparent pixels ({some(transparent)})"
+    sentences = [f"{told}: laid on grey {GREY}, in predictions, too"] if transparent else []
+    broken = [f"{odd.not_finite} in {one_line(name)}" for name, odd in found if odd.not_finite]
+    told = f"{len(broken)} of {count} {kind} have pixels that are NaN or infinite ({some(broken)})"
+    return [*sentences, f"{told}: NaN becomes black, in predictions, too"] if broken else sentences
 
 
-def read_images(paths: Iterable[Path], read: Callable[[Path], np.ndarray]) -> list[np.ndarray]:
-    """Return read(path) of each of a user's own files. Raises TpukitError, which names the first that cannot
-    be read."""
-    images = []
+def read_images(paths: Iterable[Path], read: Callable[[Path], tuple[np.ndarray, Odd]]) -> list[np.ndarray]:
+    """Return the images of a user's own files, and print which have numbers that are not finite.
+
+    read: file -> (image, what is to be told of it).
+
+    Raises:
+        TpukitError: naming the first that cannot be read."""
+    images, found = [], []
     for path in paths:
         try:
-            images.append(read(path))
+            image, odd = read(path)
         except Exception as error:  # Pillow raises many types for a damaged file
             if of_disk := as_unreadable(error, path):
                 raise of_disk from error
             raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
+        images.append(image)
+        found.append((path.name, odd._replace(is_transparent=False)))
+    for sentence in describe_odd(found, len(images), "images"):
+        print(sentence)
     return images

@@ -24,7 +24,7 @@ from tpukit.training.task import Task
 from tpukit_tasks import pictures
 from tpukit_tasks.finite import require_finite
 from tpukit_tasks.images import augment, models
-from tpukit_tasks.images.data import ImageSet, find_copies, read_image
+from tpukit_tasks.images.data import ImageSet, find_copies, read_telling
 from tpukit_tasks.images.samples import find_samples
 from tpukit_tasks.images.synthetic import shapes_set
 from tpukit_tasks.names import composed
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 IMAGENET_CLASSES = 1000
+REPLACED = "to train a last layer for these, give the file as pretrained=PATH (--pretrained PATH)"
 NOT_FINITE = "not finite"  # in the place of a class: the network gave NaN or infinity
 WORST = 16  # images that are kept to be shown: mistakes first, the largest loss first
 MOST_NAMED = 20  # classes in a sentence about their order
@@ -187,9 +188,20 @@ class ImageClassifier(Task):
         if (kept := self._classes_of_weights()) and kept != found.classes:
             raise TpukitError(
                 f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"
-                f" {_listed(found.classes)}: give the file as pretrained=PATH, which replaces its head"
+                f" {_listed(found.classes)}: {REPLACED}"
+            )
+        count = None if kept else self._outputs_of_weights
+        if count not in (None, len(found.classes)):
+            raise TpukitError(
+                f"weights {self.weights} are of a network of {count} classes, {self.dataset_dir} has"
+                f" {_listed(found.classes)}: give a dataset of those {count} classes; or {REPLACED}"
             )
         return found
+
+    @functools.cached_property
+    def _outputs_of_weights(self):
+        """How many classes the file of the weights has; None without one, or if it is of another network."""
+        return models.outputs(self._network(), self.weights) if self.weights else None
 
     @functools.cached_property
     def class_names(self) -> list[str]:
@@ -199,7 +211,7 @@ class ImageClassifier(Task):
             return kept
         if self.dataset_dir is not None:
             return self._find_samples().classes
-        count = models.outputs(self._network(), self.weights) if self.weights else None
+        count = self._outputs_of_weights
         names = [f"class {number}" for number in range(count or IMAGENET_CLASSES)]
         if count:
             say(
@@ -386,8 +398,8 @@ class ImageClassifier(Task):
     def read_files(self, paths, best):
         size = self._size()
         levels = pictures.kept_levels(best)
-        images = pictures.read_images(paths, lambda path: read_image(path, size, levels).transpose(2, 0, 1))
-        return dict(image=np.stack(images)), [path.name for path in paths]
+        images = pictures.read_images(paths, lambda path: read_telling(path, size, levels))
+        return dict(image=np.stack(images).transpose(0, 3, 1, 2)), [path.name for path in paths]
 
     def results(self, batch, predictions):
         """Return class and probability. Raises TpukitError for what is not finite."""

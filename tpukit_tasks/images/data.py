@@ -21,20 +21,22 @@ from tpukit_tasks import pictures, splits
 from tpukit_tasks.images.augment import NUM_UNIFORMS
 from tpukit_tasks.images.lists import Sample
 
-VERSION = 9  # raise it if `_decode` returns something else for the same files, because that is cached
+VERSION = 10  # raise it if `_decode` returns something else for the same files, because that is cached
 
 
 def read_image(path: Path | str, size: int, levels: pictures.Levels | None = None) -> np.ndarray:
     """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept. Raises
     what `pictures.read` does."""
-    return _read_image(path, size, levels)[0]
+    return read_telling(path, size, levels)[0]
 
 
-def _read_image(path, size, levels):
-    """(what `read_image` returns, whether the image has transparent pixels)"""
-    image, is_transparent = pictures.read(path, levels, draft=2 * size)
+def read_telling(
+    path: Path | str, size: int, levels: pictures.Levels | None = None
+) -> tuple[np.ndarray, pictures.Odd]:
+    """Return (what `read_image` does, what is to be told of it)."""
+    image, odd = pictures.read(path, levels, draft=2 * size)
     fitted = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BICUBIC)
-    return np.asarray(fitted), is_transparent
+    return np.asarray(fitted), odd
 
 
 def _decode(samples, size, skip_bad, split, levels):
@@ -52,13 +54,13 @@ def _decode(samples, size, skip_bad, split, levels):
     with tempfile.TemporaryFile() as file, concurrent.futures.ThreadPoolExecutor() as pool:
         images = np.memmap(file, np.uint8, "w+", shape=(count, 3, size, size))
         digests = np.zeros(count, "U64")
-        is_flat, is_transparent = np.zeros((2, count), bool)
+        is_flat, odd = np.zeros(count, bool), [pictures.Odd()] * count
 
         def decode(index):
             """Return what is wrong with an image, or None."""
             path = samples[index].path
             try:
-                image, is_transparent[index] = _read_image(path, size, levels)
+                image, odd[index] = read_telling(path, size, levels)
                 images[index] = image.transpose(2, 0, 1)
                 digests[index] = hashlib.sha256(images[index].tobytes()).hexdigest()
                 is_flat[index] = not np.ptp(images[index], (1, 2)).any()
@@ -74,8 +76,9 @@ def _decode(samples, size, skip_bad, split, levels):
     if flat := [samples[index].name for index in np.flatnonzero(is_flat)]:
         told = f"{len(flat)} of {count} {split} images have the same colour in every pixel"
         notes.append(f"{told} ({splits.some(flat)})")
-    transparent = [samples[index].name for index in np.flatnonzero(is_transparent)]
-    notes += pictures.describe_transparent(transparent, count, f"{split} images")
+    notes += pictures.describe_odd(
+        ((sample.name, each) for sample, each in zip(samples, odd)), count, f"{split} images"
+    )
     if bad := list(filter(None, problems)):
         shown = splits.some(bad).replace("\n", "\\n")
         unreadable = f"{len(bad)} of {count} {split} images cannot be read ({shown})"

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import re
 
 from tpukit.host.errors import TpukitError
 from tpukit_tasks import pictures, splits
@@ -12,6 +13,12 @@ from tpukit_tasks.splits import Listing
 # Folders of sets that have no class folders
 SEARCHED = 1000  # folders: enough to come past those beside the images
 ALL_IMAGES = ("images", "image", "imgs", "img", "jpegimages")
+# Words in the names of folders that hold the same pictures in another form each
+VARIANTS = set(
+    "color colour colored coloured rgb gray grey grayscale greyscale bw hsv segmented segmentation cropped"
+    " masked resized raw original originals augmented processed preprocessed enhanced denoised nir ir"
+    " infrared thermal depth edges".split()
+)
 
 
 def find_in_class_folders(folder: str, listing: Listing) -> tuple[list[Sample], list[str]]:
@@ -28,9 +35,9 @@ def find_in_class_folders(folder: str, listing: Listing) -> tuple[list[Sample], 
     classes = classes if named else [(child, None) for child in children]
     images = {(class_folder, split): _images_below(class_folder, listing) for class_folder, split in classes}
     inner = _folders_in_classes(images)
-    _require_own_folders(inner)
+    told = _require_own_folders(inner) + _find_same_names(images)
     start = len(os.path.join(folder, ""))  # of a path in the folder
-    notices = []
+    notices = told
     if empty := [each[start:] for (each, _), paths in images.items() if not paths]:
         notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
     learned = {_name(each) for (each, split), paths in images.items() if paths and split in (None, "train")}
@@ -74,20 +81,54 @@ def _folders_in_classes(images):
 
 def _require_own_folders(inner):
     """Raise TpukitError for classes that hold folders of two equal names or more: they are variants of one
-    set, as color/ and grayscale/, or hold images and masks, or splits."""
+    set, as color/ and grayscale/, or hold images and masks, or splits. Of one equal name beside others, it
+    depends on the names of the classes: return sentences about them."""
     holders = collections.defaultdict(set)  # a folder in classes -> the classes that hold one
     for name, folders in inner.items():
         for each in folders:
             holders[each].add(name)
     shared = {name: labels for name, labels in holders.items() if len(labels) > 1}
-    if len(shared) < 2:
-        return
+    if not shared or len(holders) == 1:  # as each class has its images/
+        return []
     labels = sorted(set().union(*shared.values()))
+    told = f"{', '.join(labels[:8])} hold the same folders ({splits.some(sorted(shared))})"
+    are_variants = sum(not VARIANTS.isdisjoint(re.split("[-_ ]", label.lower())) for label in labels) > 1
+    if len(shared) < 2 and not are_variants:
+        if next(iter(shared)).lower() in ALL_IMAGES:
+            return []
+        return [f"{told}, which are no classes: if they should be, give one of {', '.join(labels[:8])}"]
     raise TpukitError(
-        f"{', '.join(labels[:8])} hold the same folders ({splits.some(sorted(shared))}), so they may be"
-        " variants of one set: give one of them as dataset_dir. If they are the classes, let each hold its"
-        " images without folders of these names; train/ and test/ belong above the classes"
+        f"{told}, so they may be variants of one set: give one of them as dataset_dir. If they are the"
+        " classes, let each hold its images without folders of these names; train/ and test/ belong above the"
+        " classes"
     )
+
+
+def _find_same_names(images):
+    """Return a sentence if half of a class's images or more have the names of another's, as the same pictures
+    in two forms have, and as counted images, such as image_001, may have in any case."""
+    stems = collections.defaultdict(set)
+    for (folder, _), paths in images.items():
+        stems[_name(folder)] |= {os.path.splitext(os.path.basename(path))[0] for path in paths}
+    named = {
+        label: names
+        for label, names in stems.items()
+        if len({re.sub(r"\d+", "", name) for name in names}) > max(len(names) / 2, 2)
+    }
+    labels_of, both = collections.defaultdict(list), collections.defaultdict(list)
+    for label in sorted(named):
+        for name in named[label]:
+            labels_of[name].append(label)
+    for name, (first, *others) in labels_of.items():
+        for other in others:
+            both[first, other].append(name)
+    same = [
+        f"{len(names)} of {one} and {other} ({splits.some(sorted(names))})"
+        for (one, other), names in sorted(both.items())
+        if 2 * len(names) >= min(len(named[one]), len(named[other]))
+    ]
+    told = f"images of different classes have the same names: {'; '.join(same[:3])}"
+    return [f"{told}: if these are the same pictures in several forms, they are no classes"] if same else []
 
 
 def find_deeper(folder: str, listing: Listing) -> tuple[str, str] | None:

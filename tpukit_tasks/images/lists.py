@@ -33,6 +33,7 @@ BOX_COLUMNS = "bbox xmin x_min x1 segmentation encodedpixels rle".split()
 TRIED = 100  # rows whose files are looked for, to choose a column of paths
 # Images of a class on average, of which fewer show that numbers, with a fraction or whole, are no classes
 FEW, PAIR = 5, 2
+NO_LABEL = "unknown unlabeled unlabelled undefined unspecified missing inf -inf".split()
 MANY = 20  # different whole numbers: with gaps between them, they may be quantities
 
 
@@ -236,12 +237,12 @@ def _doubtful_labels(path, label, samples):
     """Return sentences about labels that may be quantities, or several in one cell."""
     names = sorted({sample.label for sample in samples})
     notices, numbers = [], _numbers(names)
+    if none := [name for name in names if _may_mean_none(name)]:
+        notices.append(
+            f"{path.name}: the label {some(none)} is learned as a class: leave out its rows if it marks"
+            " images without a label"
+        )
     if numbers:
-        if negative := [name for name in names if float(name) < 0]:
-            notices.append(
-                f"{path.name}: the label {some(negative)} is learned as a class: leave out its rows if it"
-                " marks images without a label"
-            )
         have_gaps = len(numbers) > MANY and numbers[-1] - numbers[0] >= len(numbers)
         if have_gaps or not all(map(float.is_integer, numbers)):
             notices.append(
@@ -254,6 +255,12 @@ def _doubtful_labels(path, label, samples):
             " learned as a class of its own, as an image has one"
         )
     return notices
+
+
+def _may_mean_none(label):
+    """Return whether a label may say that there is none: a negative number, a mark, or a usual word."""
+    value = number(label)
+    return value is not None and value < 0 or label.lower() in NO_LABEL or not re.search(r"[^\W_]", label)
 
 
 def _is_several(label, labels):

@@ -107,7 +107,14 @@ def outputs(network: Network, file: Path) -> int | None:
     model = _make(network, 1, network.size)
     with contextlib.redirect_stdout(None):  # what there is to say is said where they are loaded
         state = weights.part_of_network(weights.read(file), model.state_dict(), file)
-    counts = [len(state[f"{head}.weight"]) for head in heads(model) if f"{head}.weight" in state]
+    last = tuple(f"{head}." for head in heads(model))
+    below, expected = (
+        {name: tensor for name, tensor in tensors.items() if not name.startswith(last)}
+        for tensors in (state, model.state_dict())
+    )
+    if weights.differences(below, expected):
+        return None
+    counts = [len(state[f"{head}weight"]) for head in last if f"{head}weight" in state]
     return counts[0] if counts else None
 
 

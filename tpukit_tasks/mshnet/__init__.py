@@ -230,10 +230,10 @@ class MSHNet(Task):
         """Read images in their own size; several at once must have the same. Those that come with tpukit
         have their masks, too, so that `panels` tells hits from misses."""
         from tpukit.inference.trained import DEMO_FOLDER
-        from tpukit_tasks.mshnet.data import read_image, read_mask
+        from tpukit_tasks.mshnet.data import read_mask, read_telling
 
         paths, levels = list(paths), pictures.kept_levels(best)
-        images = pictures.read_images(paths, lambda path: read_image(path, levels))
+        images = pictures.read_images(paths, lambda path: read_telling(path, levels))
         images = [planes.repeat(3 // len(planes), 0) for planes in images]  # (3, H, W) each
         batch = dict(image=np.stack(images))
         if all(path.parent == DEMO_FOLDER for path in paths):

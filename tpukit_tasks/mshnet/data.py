@@ -18,11 +18,16 @@ from tpukit.host.errors import TpukitError, as_unreadable
 from tpukit.host.text import one_line, printable
 from tpukit_tasks import pictures
 from tpukit_tasks.mshnet import augment, lists
-from tpukit_tasks.mshnet.measures import has_flat_regions, measure_targets
+from tpukit_tasks.mshnet.measures import (
+    has_flat_regions,
+    measure_targets,
+    require_instances,
+    require_one_bright,
+)
 from tpukit_tasks.mshnet.scores import brightest
 
 NOISE = 64  # in masks that are JPEG files: what is darker is not a label, and channels differ by less
-VERSION = 13  # raise it if `_read_split` returns something else for the same files, because that is cached
+VERSION = 14  # raise it if `_read_split` returns something else for the same files, because that is cached
 
 
 class InfraredSet:
@@ -121,15 +126,16 @@ def _read_split(files, listing, names, skip_bad, levels):
     listing, names: of `read_list`."""
     if not names:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    kept, samples, transparent, bad = [], [], [], []
+    kept, samples, odd, bad, most = [], [], [], [], set()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = [pool.submit(_read_pair, files, name, levels) for name in names.values()]
     for (number, name), future in zip(names.items(), futures):
         try:
-            sample, is_transparent = future.result()
+            sample, told, brightest_of_file = future.result()
             samples.append(sample)
+            most.add(brightest_of_file)
             kept.append(name)
-            transparent += [name] * is_transparent
+            odd.append((name, told))
         except TpukitError as error:
             where = one_line(name if listing.is_dir() else f"line {number}: {name}")
             bad.append(f"  {where}: {printable(error).replace(printable(name), one_line(name))}")
@@ -137,8 +143,9 @@ def _read_split(files, listing, names, skip_bad, levels):
     notes += bad[:20] + ["  ..."] * (len(bad) > 20)
     if bad and not (skip_bad and samples):
         raise TpukitError("\n".join([*notes, "Fix them, or leave them out with skip_bad=True (--skip-bad)."]))
-    notes += pictures.describe_transparent(transparent, len(kept), "images")
-    notes += _whiten_numbered(files, kept, samples)
+    notes += pictures.describe_odd(odd, len(kept), "images")
+    notes += _whiten_numbered(files, kept, samples, most)
+    require_one_bright([sample[-1] for sample in samples], kept)
     # Kept with the arrays, so that the start of a training run reads no pixels.
     channels = max(map(len, samples))
     pixels = [sample if len(sample) == channels else sample[[0, 0, 0, 1]] for sample in samples]
@@ -153,31 +160,33 @@ def _read_split(files, listing, names, skip_bad, levels):
     )
 
 
-def _whiten_numbered(files, names, samples):
+def _whiten_numbered(files, names, samples, most):
     """Make all targets of these samples 255 if the masks of the whole set number them. Return a sentence
-    about it."""
+    about it. most: the largest values of the files. Raises TpukitError for values that may be no numbers."""
     dark = [index for index, sample in enumerate(samples) if (brightest(sample[-1]) < 128).any()]
-    if not dark or not _are_numbered(itertools.chain(*files.masks.values())):
+    are_several = len({value for value in most if 0 < value < 128}) > 1
+    if not (dark or are_several) or not _are_numbered([*itertools.chain(*files.masks.values())]):
         return []
     for index in dark:
         _, mask = lists.find_pair(files, names[index])
         samples[index][-1:] = read_mask(mask, are_numbered=True)
     told = f"{len(dark)} of {len(samples)} masks number their targets"
-    return [f"{told}, as no mask of the set says otherwise: every value but 0 is one"]
+    return [f"{told}, as no mask of the set says otherwise: every value but 0 is one"] if dark else []
 
 
 def _read_pair(files, name, levels):
-    """Return (the planes of an image and its mask, (C + 1, H, W) uint8; whether the image has transparent
-    pixels). Raises TpukitError with what is wrong."""
+    """Return (the planes of an image and its mask, (C + 1, H, W) uint8; what is to be told of the image; the
+    largest value of the mask's file). Raises TpukitError with what is wrong."""
     image, mask = lists.find_pair(files, name)
     with _explained("images", image):
-        planes, is_transparent = _read_image(image, levels)
+        planes, odd = read_telling(image, levels)
     with _explained("masks", mask):
-        plane = read_mask(mask)
+        values, is_lossy = _read_values(mask)
+        plane = _levelled(values, is_lossy, are_numbered=False)
     sizes = [f"{width}x{height}" for _, height, width in (planes.shape, plane.shape)]
     if sizes[0] != sizes[1]:
         raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
-    return np.concatenate([planes, plane]), is_transparent
+    return np.concatenate([planes, plane]), odd, float(values.max())
 
 
 @contextlib.contextmanager
@@ -198,16 +207,16 @@ def read_image(path: Path, levels: pictures.Levels | None = None) -> np.ndarray:
 
     If colours differ by one level at most, it is a grey image that some software has converted and rounded
     (as three of IRSTD-1k's). Raises what `pictures.read` does."""
-    return _read_image(path, levels)[0]
+    return read_telling(path, levels)[0]
 
 
-def _read_image(path, levels):
-    """(what `read_image` returns, whether the image has transparent pixels)"""
-    image, is_transparent = pictures.read(path, levels)
+def read_telling(path: Path, levels: pictures.Levels | None = None) -> tuple[np.ndarray, pictures.Odd]:
+    """Return (what `read_image` does, what is to be told of it)."""
+    image, odd = pictures.read(path, levels)
     planes = np.stack([np.asarray(plane) for plane in image.split()])
     if np.ptp(planes, axis=0).max() <= 1:
         planes = np.array(image.convert("L"))[None]
-    return planes, is_transparent
+    return planes, odd
 
 
 def _require_one_colour(planes):
@@ -229,7 +238,10 @@ def read_mask(path: Path, *, are_numbered: bool = False) -> np.ndarray:
 
     Raises:
         TpukitError: as of `pictures.opened`, and for several colours."""
-    values, is_lossy = _read_values(path)
+    return _levelled(*_read_values(path), are_numbered=are_numbered)
+
+
+def _levelled(values, is_lossy, *, are_numbered):
     found = np.unique(values)
     if not is_lossy and (are_numbered or len(found) == 2 and found[0] == 0):  # a JPEG's noise is no label
         values = np.where(values > 0, 255, 0)
@@ -247,6 +259,8 @@ def _read_values(path):
     with pictures.opened(path) as image:
         is_lossy = image.format in ("JPEG", "MPO")
         if (values := pictures.deep_values(image)) is not None:
+            if np.isinf(values).any():
+                raise TpukitError("it has infinite values: make targets 255 and all else 0")
             return np.nan_to_num(values), is_lossy
         planes = np.array(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
         if (opacity := pictures.find_opacity(image)) is not None:
@@ -261,13 +275,10 @@ def _read_values(path):
 def _are_numbered(paths):
     """Return whether a set's masks number their targets: whole numbers of which none is above 127; or, with
     one number in each region, which soft edges have not, n, 2n, 3n, ..., or of 16 bits none in the upper
-    half."""
+    half. Raises TpukitError for such values that may be no numbers."""
     numbers, is_flat = set(), True
     for path in paths:
-        try:
-            values, is_lossy = _read_values(path)
-        except Exception:  # whoever decodes it says what is wrong
-            continue
+        values, is_lossy = _mask_values(path)
         found = np.unique(values)
         if is_lossy or (found != np.rint(found)).any():
             return False
@@ -277,4 +288,15 @@ def _are_numbered(paths):
             return False
     steps = np.diff([0, *sorted(numbers)])
     are_few = max(numbers, default=128) < 128 or 255 < max(numbers, default=0) < 2**15
-    return are_few or len(steps) > 2 and len({*steps.tolist()}) == 1
+    if not are_few and not (len(steps) > 2 and len({*steps.tolist()}) == 1):
+        return False
+    require_instances((path.name, _mask_values(path)[0]) for path in paths)
+    return True
+
+
+def _mask_values(path):
+    """What `_read_values` returns; no values for a file that whoever decodes it says the error of."""
+    try:
+        return _read_values(path)
+    except Exception:
+        return np.zeros((1, 1)), False

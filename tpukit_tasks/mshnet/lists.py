@@ -144,9 +144,17 @@ def _named(folder, kind):
 
 
 def find_files(folder: Path) -> Files:
-    """Return the files of a set's images and masks. Raises TpukitError for images without any mask."""
+    """Return the files of a set's images and masks. Raises TpukitError for images without any mask, and for
+    folders of splits that images and masks do not share."""
     images, masks = (_find_folders(folder, kind) for kind in FOLDERS)
     files = Files(_image_files(images), _image_files(masks))
+    if "" in images and masks and "" not in masks:
+        here = ", ".join(f"{path.relative_to(folder)}/" for path in masks.values())
+        raise TpukitError(
+            f"{folder}: masks are in {here} and all images in {images[''].name}/: move the images into"
+            " folders of the same splits, or all masks into masks/"
+        )
+    _require_own_masks(files)
     if files.images and not files.masks:
         where = ", ".join(map(str, masks.values())) or folder / "masks"
         boxes = "; ".join(pictures.find_boxes(files_below(folder))) or "boxes in text files are not read"
@@ -155,6 +163,19 @@ def find_files(folder: Path) -> Files:
             f" white where the targets are and black elsewhere; {boxes}"
         )
     return files
+
+
+def _require_own_masks(files):
+    """Raise TpukitError for a mask that images of two splits would share, as all have one folder of masks."""
+    images = {}  # a mask -> the first image that has it
+    for stem, (image, *_) in files.images.items():
+        for mask in _find_mask(files, stem):
+            if (other := images.setdefault(mask, image)).parent != image.parent:
+                places = f"{other.parent.name}/ and {image.parent.name}/"
+                raise TpukitError(
+                    f"masks/{mask.name} would be the mask of an image in {places}: rename one image and give"
+                    " it a mask of its own, or give each split a folder of masks"
+                )
 
 
 def _image_files(places):
@@ -193,8 +214,11 @@ def without_repeats(files: Files, names: dict[int, str]) -> dict[int, str]:
 
 
 def _find_mask(files, name):
+    """Return the masks of a name; one without the folder of its split, if all splits have one of masks."""
     stem = _stem(name)
-    bases = dict.fromkeys(stem.removesuffix(suffix) for suffix in IMAGE_SUFFIXES)
+    first, _, rest = stem.partition("/")
+    stems = [stem, rest] if rest and split_of(first) else [stem]
+    bases = dict.fromkeys(each.removesuffix(suffix) for each in stems for suffix in IMAGE_SUFFIXES)
     return _find(files.masks, [base + suffix for base in bases for suffix in MASK_SUFFIXES])
 
 

@@ -173,10 +173,10 @@ def migrate(files: Files, fix: bool = False) -> int:
         fix: rewrite what is safe to rewrite, in place, and show the difference. The original of each file
             stays next to it (NAME.orig).
     """
-    from tpukit_tools.migrate import as_text, examine, files_in
+    from tpukit_tools.migrate import as_text, examine, files_in, imported_beside
 
-    findings = []
-    for path in files_in(files):
+    findings, paths = [], files_in(files)
+    for path in paths:
         examined = examine(path)
         if fix and any(finding.fixable for finding in examined.findings):
             if copy := examined.write():
@@ -187,6 +187,8 @@ def migrate(files: Files, fix: bool = False) -> int:
             examined = examine(path)
         findings += examined.findings
     print(as_text(findings))
+    if others := ", ".join(map(str, imported_beside(paths))):
+        print(printable(f"imported, but not looked at: {others} (a model may tie weights: give them, too)"))
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 

@@ -6,5 +6,5 @@ cells.py (one module of all cells), source.py (what names mean) and checker.py, 
 rules.toml and asks surroundings.py about the code around. findings.py prints."""
 
 # ruff: noqa: F401
-from tpukit_tools.migrate.files import Examined, copy_example, examine, files_in
+from tpukit_tools.migrate.files import Examined, copy_example, examine, files_in, imported_beside
 from tpukit_tools.migrate.findings import RULES, Finding, as_table, as_text

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from tpukit_tools.migrate.checker import Checker
 from tpukit_tools.migrate.findings import Finding
 
 KINDS = (".py", ".ipynb")
+IMPORTS = re.compile(rb"^[\s\"]*(?:from\s+\.+\s+import|from|import)\s+\.*([A-Za-z_][\w.]*)", re.MULTILINE)
 
 
 def files_in(paths: Sequence[str | Path]) -> list[Path]:
@@ -35,6 +37,18 @@ def files_in(paths: Sequence[str | Path]) -> list[Path]:
     if not found:
         within = f" in {', '.join(map(str, paths))}" if paths else ""
         raise TpukitError(f"no .py or .ipynb files{within}: name scripts, notebooks, or folders of them")
+    return list(dict.fromkeys(found))
+
+
+def imported_beside(paths: Sequence[Path]) -> list[Path]:
+    """Return the files that these import from their own folders, and that are none of these."""
+    known, found = {path.resolve() for path in paths}, []
+    for path in paths:
+        with contextlib.suppress(OSError):  # whoever examines it says so
+            for name in IMPORTS.findall(path.read_bytes()):
+                module = path.parent.joinpath(*filter(None, name.decode().split(".")))
+                files = (one for one in (module.with_suffix(".py"), module / "__init__.py") if one.is_file())
+                found += [one for one in files if one.resolve() not in known]
     return list(dict.fromkeys(found))
 
 

@@ -284,6 +284,52 @@ def test_classes_that_hold_the_same_folders_are_refused_by_their_names(outer, in
         find_samples(tmp_path)
 
 
+@pytest.mark.parametrize("above", ["", "train/"])
+def test_variants_that_share_one_class_beside_others_are_refused_by_their_names(above, tmp_path):
+    make(tmp_path, *(above + place for place in ("leaf_rgb/x", "leaf_nir/x", "leaf_rgb/y", "leaf_nir/z")))
+    with refuses("leaf_nir, leaf_rgb hold the same folders (x)", "give one of them as dataset_dir"):
+        find_samples(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "places, is_told",
+    [
+        (("cam1/x", "cam2/x", "cam2/y"), True),
+        (("cam1/x", "cam2/x", "other/y"), True),
+        (("cat/images", "dog/images", "dog/more"), False),
+        (("cat/day1", "dog/day1"), False),
+        (("cat/day1", "cat/day2", "dog/day3"), False),
+        (("color", "gray"), False),
+        (("train/cat/images", "train/dog/images", "test/cat/images", "test/dog/images"), False),
+    ],
+)
+def test_one_folder_that_several_classes_hold_beside_others_is_told(places, is_told, tmp_path):
+    told = [text for text in find_samples(make(tmp_path, *places)).notices if "hold the same folders" in text]
+    assert bool(told) == is_told
+    assert not told or "cam1, cam2 hold the same folders (x)" in told[0]
+
+
+@pytest.mark.parametrize("inner", ["", "leaf/"])
+@pytest.mark.parametrize(
+    "names, is_told",
+    [
+        (["3fa9c", "b07de", "c55e1", "d9f00"], True),
+        (["image_0001", "image_0002", "image_0003", "image_0004"], False),
+        (["1", "2", "3", "4"], False),
+    ],
+)
+def test_pictures_in_two_classes_under_one_name_are_told_if_the_names_do_not_count(
+    names, is_told, inner, tmp_path
+):
+    for number, name in enumerate(names):
+        grey(tmp_path / "one" / inner / f"{name}.png", number)
+        grey(tmp_path / "other" / inner / f"{name}.jpg", 20 + number)
+        grey(tmp_path / "third" / inner / f"third-{name}.jpg", 40 + number)
+    told = [text for text in find_samples(tmp_path).notices if "have the same names" in text]
+    assert bool(told) == is_told
+    assert not told or "4 of one and other (3fa9c, b07de, c55e1, ...)" in told[0]
+
+
 def test_classes_that_each_hold_their_images_in_a_folder_are_classes(tmp_path):
     found = find_samples(make(tmp_path, "a/images", "b/images", "b/more"))
     assert found.classes == ["a", "b"]

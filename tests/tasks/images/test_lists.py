@@ -257,6 +257,9 @@ def test_a_file_that_is_listed_twice_counts_once_and_that_is_told(again, tmp_pat
         (("1_2", "12", "1_2", "12"), None),
         (("0", "1", "0", "1"), None),
         (("0", "-1", "0", "1"), "the label -1 is learned as a class"),
+        (("a", "-", "a", "b"), "the label - is learned as a class"),
+        (("a", "Unknown", "?", "b"), "the label ?, Unknown is learned as a class"),
+        (("0", "inf", "0", "1"), "the label inf is learned as a class"),
     ],
 )
 def test_labels_that_may_be_several_or_quantities_are_told(labels, told, tmp_path):

@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tests.tasks.images.small import make, paint, task
+from tpukit import MSHNet
 from tpukit.runs.weights import serialize
 from tpukit_tasks.images import data
 from tpukit_tasks.images.data import read_image
@@ -206,6 +207,43 @@ def test_colours_of_16_bits_are_refused(channels, tmp_path):
     deep_png(tmp_path / "deep.png", np.random.default_rng(0).integers(0, 2**16, (16, 16, channels)))
     with refuses("16 bits: convert it to 8 bits, or to one channel of 16"):
         read_image(tmp_path / "deep.png", 16)
+
+
+def broken_tiffs(folder):
+    """Two classes of three TIFFs with values from 0 to 1; two of them with other pixels, too."""
+    for number in range(6):
+        values = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+        values[-1, -1] = 1 - number / 100
+        values[0, : {2: 3, 5: 1}.get(number, 0)] = np.nan if number == 2 else np.inf
+        (folder / "ab"[number % 2]).mkdir(exist_ok=True)
+        Image.fromarray(values).save(folder / "ab"[number % 2] / f"{number}.tif")
+
+
+def test_pixels_that_are_nan_or_infinite_are_counted_by_file_in_training_and_in_predictions(tmp_path, capsys):
+    broken_tiffs(tmp_path)
+    one = task(tmp_path)
+    train, test = one.datasets()
+    said = f"{train.notes}\n{test.notes}"
+    for name, count in (("a/2.tif", 3), ("b/5.tif", 1)):
+        assert f"{count} in {name}" in said
+    assert "1.tif" not in said and "NaN becomes black" in said
+    weights = tmp_path / "best.safetensors"
+    about = dict(task=one.name) | {name: str(value) for name, value in one.metadata(train).items()}
+    weights.write_bytes(b"".join(serialize({}, about)))
+    for trained in (dataclasses.replace(one, weights=weights, dataset_dir=None), MSHNet(weights=weights)):
+        capsys.readouterr()
+        trained.read_files([tmp_path / "a/0.tif", tmp_path / "a/2.tif"], weights)
+        said = capsys.readouterr().out
+        assert "1 of 2 images have pixels that are NaN or infinite (3 in 2.tif)" in said
+        trained.read_files([tmp_path / "a/0.tif"], weights)
+        assert not capsys.readouterr().out
+
+
+def test_an_image_without_any_finite_number_is_refused(tmp_path):
+    broken_tiffs(tmp_path)
+    Image.fromarray(np.full((8, 8), np.nan, np.float32)).save(tmp_path / "a/2.tif")
+    with refuses("a/2.tif: none of its pixels is a finite number", "--skip-bad"):
+        task(tmp_path).datasets()
 
 
 @pytest.mark.parametrize("kind", ["uint16", "float32"])

@@ -280,6 +280,37 @@ def test_folders_of_splits_above_images_and_masks_are_the_splits(layout, tmp_pat
         assert (data.targets[:, 0] == 255).all() and not data.notices
 
 
+@pytest.mark.parametrize("layout", ["{split}_images", "{split}/images", "images/{split}"])
+def test_one_folder_of_masks_serves_the_images_of_all_splits_unless_two_would_share_a_mask(layout, tmp_path):
+    write_set(tmp_path / "all", [*"abcdef"], lists=())
+    place = tmp_path / "set"
+    for split, names in dict(train="abcd", test="ef").items():
+        (place / layout.format(split=split)).mkdir(parents=True)
+        for name in names:
+            shutil.move(tmp_path / f"all/images/{name}.png", place / layout.format(split=split))
+    shutil.move(tmp_path / "all/masks", place / "masks")
+    for split, names in dict(train="abcd", test="ef").items():
+        data = InfraredSet(place, split)
+        assert [name.split("/")[-1] for name in data.names] == [f"{name}.png" for name in names]
+        assert (data.targets[:, 0] == 255).all() and not data.notices
+    shutil.copy(place / layout.format(split="train") / "a.png", place / layout.format(split="test"))
+    with refuses("masks/a.png would be the mask of an image in", "give each split a folder of masks"):
+        InfraredSet(place, "train")
+
+
+def test_masks_in_folders_of_splits_for_images_in_one_folder_are_refused_with_both_places(tmp_path):
+    write_set(tmp_path, [*"abcd"], lists=())
+    for split, names in dict(train="abc", test="d").items():
+        (tmp_path / f"{split}_masks").mkdir()
+        for name in names:
+            shutil.move(tmp_path / f"masks/{name}.png", tmp_path / f"{split}_masks")
+    (tmp_path / "masks").rmdir()
+    with refuses(
+        "masks are in test_masks/, train_masks/ and all images in images/", "or all masks into masks/"
+    ):
+        InfraredSet(tmp_path, "train")
+
+
 def test_names_in_two_unicode_forms_are_one_in_lists_images_and_masks_and_are_split_alike(tmp_path):
     nfc, nfd = ([unicodedata.normalize(form, f"caf\u00e9{n}") for n in range(8)] for form in ("NFC", "NFD"))
     splits = {}

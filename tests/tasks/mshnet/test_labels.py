@@ -72,6 +72,20 @@ def test_a_mask_of_black_and_one_other_value_labels_that_value(kind, tmp_path):
     assert np.array_equal(read_mask(tmp_path / "mask.tif")[0], np.where(mask, 255, 0))
 
 
+def test_a_mask_with_infinite_values_and_an_image_with_nan_are_named(tmp_path):
+    task = write(tmp_path, dict(a=square(2), b=square(2)))
+    values = np.full((64, 64), 0.5, np.float32)
+    values[:2, :2], values[5, 5] = np.nan, 1
+    (tmp_path / "images/b.png").unlink()
+    Image.fromarray(values).save(tmp_path / "images/b.tif")
+    train, _ = task.datasets()
+    assert "1 of 2 images have pixels that are NaN or infinite (4 in b)" in train.notes
+    (tmp_path / "masks/b.png").unlink()
+    Image.fromarray(np.where(square(2), np.inf, 0).astype(np.float32)).save(tmp_path / "masks/b.tif")
+    with refuses("masks/b.tif", "infinite values"):
+        task.datasets()
+
+
 def test_grey_between_the_two_values_and_the_noise_of_a_jpeg_are_no_targets(tmp_path):
     mask = square(4)
     mask[8, 8:12] = 64
@@ -167,6 +181,46 @@ def test_a_border_in_the_test_masks_alone_is_refused_too_and_a_soft_edge_is_none
     (tmp_path / "test.txt").write_text("b\n")
     with refuses("1 of 1 test masks have labels within a border", "(b)"):
         task.datasets()
+
+
+def ringed(label, border):
+    return np.roll(bordered(label, border, "square"), 3, 0)
+
+
+CODED = {  # masks in which one of the two values may be ignored, and what is said of it
+    "a border of 2": ([squares(1), ringed(1, 2)], "2 mostly lies beside another"),
+    "a border of 1": ([squares(2), ringed(2, 1)], "1 mostly lies beside another"),
+    "a border at one side": ([squares(1), bordered(1, 2, "at one side")], "2 mostly lies beside another"),
+    "several ignored": ([squares(1), squares(1, 2, 2)], "2 has several regions in b.png"),
+    "ignored alone": ([squares(1), squares(2)], "b.png has 2 without 1"),
+    "ignored beside none": ([squares(1, 3), squares(1, 2)], "a.png has 3 without 2"),
+    "grey and white": ([squares(255), squares(128, 255)], "not both be targets (b)"),
+    "a white border": ([squares(100, 255), ringed(128, 255)], "labels within a border"),
+}
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_a_value_that_may_be_ignored_is_not_trained_on_as_a_target(kind, tmp_path):
+    masks, told = CODED[kind]
+    task = write(tmp_path, dict(zip("ab", masks)))
+    with refuses(told, "255"):
+        task.datasets()
+
+
+def test_the_values_that_may_not_all_be_targets_are_named_with_their_shares(tmp_path):
+    task = write(tmp_path, dict(a=squares(1), b=squares(1, 2, 2)))  # of 8192 pixels 8 and 8
+    with refuses(
+        "masks hold the values 1 (0.10% of all pixels), 2 (0.10% of all pixels)", "make targets 255"
+    ):
+        task.datasets()
+
+
+def test_numbered_targets_of_which_two_touch_or_one_has_two_parts_among_many_are_targets(tmp_path):
+    touching = squares(1, 2, 3, 4)
+    touching[20:22, 6:8] = 4  # beside 3, and a second part of 4
+    task = write(tmp_path, dict(a=squares(1, 2, 3, 4), b=touching, c=squares(1, 2, 3)))
+    train, _ = task.datasets()
+    assert [(mask == 255).sum() for mask in train.masks] == [16, 20, 12]
 
 
 @pytest.mark.parametrize("below", [0, 90, 255])

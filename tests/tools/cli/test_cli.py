@@ -95,6 +95,17 @@ def test_a_weights_file_is_tested_as_the_network_that_is_named(tmp_path, shapes,
     assert "images has no setting network (--network)" in capsys.readouterr().err
 
 
+def test_a_weights_file_of_another_number_of_classes_is_refused_with_both_numbers(tmp_path, shapes, capsys):
+    timm = pytest.importorskip("timm")
+    torch.save(timm.create_model("test_vit", num_classes=9).state_dict(), tmp_path / "vit.pth")
+    words = ["test", str(tmp_path / "vit.pth"), "--task", "images", "--dataset-dir", str(shapes)]
+    assert cli.main([*words, "--model-name", "test_vit"]) == 1
+    error = capsys.readouterr().err
+    for told in ("a network of 9 classes", "has 6 classes (", "pretrained=PATH (--pretrained PATH)"):
+        assert told in error
+    assert "another model" not in error
+
+
 # Command line -> what must stand in its explanation: what was wrong, and the choices or the command that
 # helps.
 EXPLAINED = [

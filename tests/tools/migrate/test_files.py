@@ -133,6 +133,24 @@ def test_an_edit_that_is_saved_between_the_check_and_the_fix_stays_and_the_other
     assert f"{first} was edited meanwhile" in capsys.readouterr().out
 
 
+def test_files_that_a_script_imports_and_that_were_not_given_are_named(tmp_path, capsys):
+    """A model in a file of its own may tie weights, which a move separates: that is found only there."""
+    (tmp_path / "parts").mkdir()
+    for name in ("model", "parts/__init__", "parts/loss", "unused"):
+        written(tmp_path, "self.embedding.weight = self.head.weight\n", f"{name}.py")
+    code = "import torch, os\nfrom model import GPT\nfrom .parts.loss import dice\nimport parts\n"
+    script = written(tmp_path, code, "train.py")
+    cli.main(["migrate", str(script)])
+    said = capsys.readouterr().out
+    assert "imported, but not looked at:" in said and "unused.py" not in said
+    for name in ("model.py", "parts/loss.py", "parts/__init__.py"):
+        assert str(tmp_path / name) in said
+    for given in ([tmp_path], [script, *(tmp_path / name for name in ("model.py", "parts"))]):
+        cli.main(["migrate", *map(str, given)])
+        said = capsys.readouterr().out
+        assert "not looked at" not in said and "[untied]" in said
+
+
 def test_what_a_link_in_a_folder_leads_to_is_not_rewritten(tmp_path):
     outside, repository = tmp_path / "outside", tmp_path / "repository"
     for folder in (outside, repository):
