@@ -51,7 +51,7 @@ def threshold_figure(
     scores: dict, score_names: dict, threshold: float, panels: list[figures.Panel]
 ) -> "Figure":
     """Draw the panels of an image, and below them the scores over the threshold, with a line at the one that
-    the panels show. scores: dict threshold -> dict of scores. score_names: of those to draw, with their titles."""
+    the panels show. scores: dict threshold -> dict of scores. score_names: of those to draw."""
     columns = max(len(panels), len(score_names))
     figure, axes = figures.subplots(2, columns, 5.6, height_ratios=(3.4, 2.2))
     figures.write_above(figure, "Test images, recomputed on the CPU")
