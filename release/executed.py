@@ -114,7 +114,8 @@ def introduction(source: str, name: str) -> str:
     note = (
         f"> A copy **with outputs**, executed on a CPU{device} with small settings by tpukit"
         f" {tpukit.__version__}, {time.strftime('%Y-%m')}; n = 1, and times are those of a shared machine."
-        f" Scores on synthetic data say nothing about real data. To run it, open `notebooks/{name}.ipynb`, or a badge."
+        f" Scores on synthetic data say nothing about real data. To run it, open"
+        f" `notebooks/{name}.ipynb`, or a badge."
     )
     return f"{title}\n\n{note}\n{rest}"
 
