@@ -28,8 +28,9 @@ ROOT = Path(__file__).parent.parent
 KEPT = {
     "mnist_quickstart": dict(ACCELERATOR="cpu"),
     "finetune_images": dict(ACCELERATOR="cpu", EPOCHS=12, IMAGE_SIZE=64, PRETRAINED="no"),
-    "colab_tpu_setup": dict(ACCELERATOR="cpu", NETWORK="small", EPOCHS=8, WARM_EPOCH=4, BATCH_SIZE=4),
+    "colab_tpu_setup": dict(ACCELERATOR="any", NETWORK="small", EPOCHS=8, WARM_EPOCH=4, BATCH_SIZE=4),
 }
+ON_XLA = ("colab_tpu_setup",)  # the guides to TPUs, on the CPU XLA device, so that they show compilations
 # Notebook -> (score, what its best epoch reaches at least, in percent). With less, nothing was learned.
 LEAST = {
     "mnist_quickstart": ("accuracy", 95),
@@ -44,6 +45,7 @@ XLA = dict(
     PJRT_DEVICE="CPU", XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 )
 MANY_GREYS = 64  # in a picture of infrared images, or of digits
+SAME = 4  # levels of 256 between colours of a chart that become one: edges of lines and letters
 # What no copy may hold -> what stands in its place. The longest first, because one may lie in another.
 NAMES = {sys.prefix: "~/venv", str(ROOT): "~/tpukit", str(Path.home()): "~"}
 
@@ -56,10 +58,11 @@ def main():
         print(f"{len(text.encode()) / 1e3:5.0f} kB  {name}", flush=True)
 
 
-def environment() -> dict[str, str]:
-    """Return the variables with which a notebook is executed: on the CPU, without the internet."""
+def environment(name: str = "") -> dict[str, str]:
+    """Return the variables with which a notebook is executed: on the CPU or its XLA device, without the
+    internet."""
     variables = {key: value for key, value in os.environ.items() if key not in XLA}
-    return variables | dict(PYTHONPATH=str(ROOT), TPUKIT_OFFLINE="1")
+    return variables | (XLA if name in ON_XLA else {}) | dict(PYTHONPATH=str(ROOT), TPUKIT_OFFLINE="1")
 
 
 def execute(name: str, folder: str):
@@ -71,7 +74,7 @@ def execute(name: str, folder: str):
     command = [sys.executable, "-m", "papermill", source, done, "-k", "python3", "--no-progress-bar"]
     for setting, value in KEPT[name].items():
         command += ["-p", setting, str(value)]
-    subprocess.run(command, cwd=folder, env=environment(), check=True)
+    subprocess.run(command, cwd=folder, env=environment(name), check=True)
     return nbformat.read(done, 4)
 
 
@@ -107,10 +110,12 @@ def introduction(source: str, name: str) -> str:
     """Return the first cell of a copy: no picture, but what it is and where the notebook itself is."""
     title, _, rest = source.partition("\n")
     rest = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n+", "", rest, flags=re.MULTILINE)
+    device = " as an XLA device" if name in ON_XLA else ""
     note = (
-        f"> A copy **with outputs**, executed on a CPU with small settings by tpukit {tpukit.__version__},"
-        f" {time.strftime('%Y-%m')}; n = 1, and times are those of a shared machine. Scores on"
-        f" synthetic data say nothing about real data. To run it, open `notebooks/{name}.ipynb`, or a badge."
+        f"> A copy **with outputs**, executed on a CPU{device} with small settings by tpukit"
+        f" {tpukit.__version__}, {time.strftime('%Y-%m')}; n = 1, and times are those of a shared machine."
+        f" Scores on synthetic data say nothing about real data. To run it, open"
+        f" `notebooks/{name}.ipynb`, or a badge."
     )
     return f"{title}\n\n{note}\n{rest}"
 
@@ -126,8 +131,9 @@ def simplify(output):
 
 
 def pack(png: bytes) -> bytes:
-    """Return a PNG file as a smaller one. A picture of many greys gets a palette, in which each grey is off
-    by two levels of 256 at most, and clear pixels stay clear; any other stays as it is."""
+    """Return a PNG file as a smaller one, with a palette. In a picture of many greys each grey is off by two
+    levels of 256 at most, in a chart each colour by `SAME`; one of more colours stays as it is. Clear pixels
+    stay clear."""
     picture, packed, options = Image.open(io.BytesIO(png)), io.BytesIO(), {}
     pixels = np.asarray(picture.convert("RGBA"))
     found = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True, return_counts=True)
@@ -137,15 +143,32 @@ def pack(png: bytes) -> bytes:
         greys = np.linspace(0, 255, 64).round()[:, None] * (1, 1, 1, 0) + (0, 0, 0, 255)
         others = colours[~is_grey][counts[~is_grey].argsort()[::-1][:192]]
         palette = np.concatenate([greys, others]).astype(np.uint8)
-        seen, offered = (
-            np.column_stack([of[:, :3] * (of[:, 3:] / 255), of[:, 3]]) for of in (colours, palette)
-        )
-        nearest = np.square(seen[:, None] - offered).sum(2).argmin(1).astype(np.uint8)
+    else:
+        palette = distinct(colours[counts.argsort()[::-1]])
+    if len(palette) <= 256:
+        distances = np.square(seen(colours)[:, None] - seen(palette)).sum(2)
+        nearest = distances.argmin(1).astype(np.uint8)
         picture = Image.fromarray(nearest[places.reshape(pixels.shape[:2])], "P")
         picture.putpalette(palette[:, :3].tobytes())
         options = dict(transparency=palette[:, 3].tobytes())
     picture.save(packed, "PNG", optimize=True, **options)
     return packed.getvalue()
+
+
+def seen(colours: np.ndarray) -> np.ndarray:
+    """Return colours (N, 4) as they look on black, (N, 4): of a clear one, only that it is clear."""
+    return np.column_stack([colours[:, :3] * (colours[:, 3:] / 255), colours[:, 3]])
+
+
+def distinct(colours: np.ndarray) -> np.ndarray:
+    """Return those of the colours (N, 4), the first ones preferred, that differ from each other by more than
+    `SAME`; 257 if there are more than 256."""
+    left, chosen = seen(colours), []
+    while len(left) and len(chosen) < 257:
+        chosen.append(colours[0])
+        differs = np.abs(left - left[0]).max(1) > SAME
+        left, colours = left[differs], colours[differs]
+    return np.array(chosen)
 
 
 def rename(content, names: dict[str, str]):

@@ -98,6 +98,19 @@ def test_an_infrared_picture_stays_grey_keeps_its_marks_and_is_smaller():
     assert (after[9:100, :, :3] == after[9:100, :, :1]).all()
 
 
+def test_a_chart_keeps_its_colours_and_its_clear_pixels_and_is_smaller():
+    line, clear = np.array([213, 94, 0, 255]), np.zeros((90, 400, 4), np.uint8)
+    pixels, edge = clear.copy(), np.random.default_rng(0).uniform(0, 255, (30, 400))
+    pixels[:30] = line
+    pixels[30:60] = np.dstack([np.broadcast_to(line[:3], (30, 400, 3)), edge])  # an edge: of any alpha
+    packed = executed.pack(as_png(pixels))
+    assert len(packed) < 0.7 * len(as_png(pixels))
+    after = pixels_of(packed)
+    assert (after[:30] == pixels[:30]).all() and (after[60:, :, 3] == 0).all()
+    on_white = [a[..., :3] * (a[..., 3:] / 255) + 255 - a[..., 3:] for a in (after.astype(float), pixels)]
+    assert np.abs(on_white[0] - on_white[1]).max() <= 2 * executed.SAME
+
+
 def texts(content):
     """Every text of a JSON content but pictures."""
     if isinstance(content, dict):
@@ -144,12 +157,13 @@ def folder():
         yield Path(path)
 
 
-def check_outputs(book, folder):
-    """Execute a notebook in a folder, as nbval does, and compare the outputs of its tagged cells."""
+def check_outputs(book, folder, name=""):
+    """Execute a notebook in a folder, as nbval does, and compare the outputs of its tagged cells. name: of
+    the copy."""
     nbformat.write(book, folder / "copy.ipynb")
     command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "copy.ipynb", "--nbval-current-env"]
     command += ["--nbval-sanitize-with", ROOT / "tests/nbval.cfg", "--nbval-cell-timeout", "500"]
-    environ = executed.environment() | dict(HOME=str(folder / "home"))
+    environ = executed.environment(name) | dict(HOME=str(folder / "home"))
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=550)
 
 
@@ -159,7 +173,7 @@ def test_the_outputs_of_a_copy_come_out_again(path, folder):
     book = nbformat.read(path, 4)
     if path.stem == "mnist_quickstart":  # as it is built: with the library inside
         notebooks.embed(book, notebooks.archive_for(book), ROOT / "notebooks")
-    ran = check_outputs(book, folder)
+    ran = check_outputs(book, folder, path.stem)
     assert ran.returncode == 0, ran.stdout
     assert (folder / "home/.cache/tpukit").exists() == (path.stem == "mnist_quickstart")
 

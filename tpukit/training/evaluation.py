@@ -181,7 +181,9 @@ class Evaluator:
         is_best = self.is_best(self.scores, state)
         metadata = task.metadata(self.train_data) if is_best else {}
         self.pending = None
-        numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
+        names = task.score_names or {name: name for name in self.scores}  # those of the charts, without units
+        floats = [name for name in names if isinstance(self.scores.get(name), float)]
+        numbers = [(names[name].partition(",")[0], self.scores[name]) for name in floats]
         self.record_end(state, done.step, done.epochs, done.loss, dict(numbers))
         speed, epoch = dict(seconds=done.predict_s), math.ceil(done.epochs) - 1
         self.run.log("evaluation", done.step, epoch=epoch, scores=self.scores, kept=is_best, speed=speed)
@@ -194,7 +196,7 @@ class Evaluator:
 
     def record_end(self, state: TrainState, step: int, epochs: float, loss: float, shown: dict) -> None:
         """Record and print the end of an epoch, or an evaluation within one. loss: the mean of this epoch so
-        far. shown: scores to print, if there are any."""
+        far. shown: scores to print by their names, if there are any."""
         if epochs == int(epochs):
             self.run.log("epoch", step, epoch=int(epochs) - 1, loss=loss)
         words = "".join(f", {name} {value:.4g}" for name, value in shown.items())

@@ -54,7 +54,10 @@ class MSHNet(Task):
     synthesize = staticmethod(infrared_set)
     score: ClassVar[str] = "iou"
     score_names: ClassVar[dict[str, str]] = dict(
-        iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel"
+        iou="IoU",
+        niou="nIoU, mean of the images' IoU",
+        pd="Pd, share of targets found",
+        fa="Fa, false pixels per pixel",
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     export_output: ClassVar[str] = (

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpukit.training.task import Task
 
 THRESHOLDS = tuple(step / 20 for step in range(1, 20))
+DRAWN = ("iou", "pd", "fa")  # one below each panel
 
 
 def explore(run: Run, task: "Task", *, count: int = 32) -> None:
@@ -37,7 +38,7 @@ def explore(run: Run, task: "Task", *, count: int = 32) -> None:
     def draw(threshold, image):
         one = {name: values[image - 1 : image].numpy() for name, values in batch.items()}
         (panels,) = task.panels(one, predicted[image - 1 : image], threshold=threshold)
-        return threshold_figure(scores, task.score_names, threshold, panels)
+        return threshold_figure(scores, {name: task.score_names[name] for name in DRAWN}, threshold, panels)
 
     show_with_controls(
         draw,
@@ -50,7 +51,7 @@ def threshold_figure(
     scores: dict, score_names: dict, threshold: float, panels: list[figures.Panel]
 ) -> "Figure":
     """Draw the panels of an image, and below them the scores over the threshold, with a line at the one that
-    the panels show. scores: dict threshold -> dict of scores. score_names: of the task."""
+    the panels show. scores: dict threshold -> dict of scores. score_names: of those to draw."""
     columns = max(len(panels), len(score_names))
     figure, axes = figures.subplots(2, columns, 5.6, height_ratios=(3.4, 2.2))
     figures.write_above(figure, "Test images, recomputed on the CPU")

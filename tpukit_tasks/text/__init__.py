@@ -416,7 +416,7 @@ class LanguageModel(Task):
         texts = [] if prediction is None else self._texts(prediction)
         if not texts:
             return [[("", self._tokenizer.decode(row))] for row in np.asarray(batch["tokens"])]
-        shown = [f"{one['prompt']}\n\n{_legible(one['written'])}" for one in texts]
+        shown = [f"{one['prompt']}\n\n{legible(one['written'])}" for one in texts]
         return [[("a prompt, and what was written", text)] for text in shown]
 
     def read_files(self, paths: Any, best: Path) -> tuple[dict[str, np.ndarray], list[str]]:
@@ -442,7 +442,10 @@ class LanguageModel(Task):
         return self._texts(predictions)
 
 
-def _legible(text):
-    """Return a text that is to be shown; of a model that writes bytes at random, a word about it."""
-    odd = sum(not (one.isprintable() or one.isspace()) or one == "\ufffd" for one in text)
-    return "(random bytes)" if 2 * odd > len(text) else text
+def legible(text: str) -> str:
+    """Return a text to show: of a model that writes bytes at random, a word about it; else without what
+    cannot be printed."""
+    odd = {one for one in text if not (one.isprintable() or one.isspace())} | {"\ufffd"}
+    if 4 * sum(one in odd for one in text) > len(text):
+        return "(random bytes)"
+    return "".join("\ufffd" if one in odd else one for one in text)

@@ -7,6 +7,7 @@ from scipy import special
 
 from tests.tasks.mshnet.published import published_scores
 from tpukit import MSHNet
+from tpukit.reporting import findings
 from tpukit_tasks.mshnet.scores import THRESHOLDS, count, regions
 
 
@@ -51,6 +52,13 @@ def test_padding_is_left_out_niou_is_the_mean_of_the_images_and_iou_their_sum():
     ours, _ = scores_of(prediction, target, valid=[True, True, False])
     assert ours["niou"] == (1 + 4 / 16) / 2 and ours["iou"] == (16 + 4) / (16 + 16)
     assert ours["images"] == ours["targets"] == 2
+
+
+def test_a_table_has_the_fields_spelling_of_the_scores():
+    ours, _ = scores_of(square(16, (2, 2), 2)[None], square(16, (2, 2), 2)[None])
+    rows = findings.scores_table(ours, MSHNet.score_names).rows
+    names = [name.partition(",")[0] for name, _ in rows]
+    assert names == ["IoU", "nIoU", "pixel recall", "Pd", "Fa", "images", "targets"]
 
 
 def test_regions_equal_those_of_skimage():

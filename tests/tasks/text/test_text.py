@@ -305,7 +305,10 @@ def test_little_of_the_rows_of_a_small_set_is_empty_and_each_holds_its_longest_c
 def test_bytes_at_random_are_shown_as_such_and_any_language_as_it_is(tmp_path):
     task = task_of(write_model(tmp_path / "model"), tmp_path)
     tokenizer = hub.load_tokenizer("tiny")
-    for text, shown in (("你好 é\n", "你好 é\n"), ("", ""), ("a\x01\x02\ufffd", "(random bytes)")):
+    a_third = "." * 16 + 8 * "\x11"
+    cases = [("你好 é\n", "你好 é\n"), ("", ""), ("a\x01\x02\ufffd", "(random bytes)")]
+    cases += [(a_third, "(random bytes)"), ("Hello, Ada!\x07", "Hello, Ada!\ufffd")]
+    for text, shown in cases:
         ids = tokenizer(text)["input_ids"]
         batch = dict(written=np.array([[65, *ids, 256]]), prompt=np.array([1]))
         found = dict(batch, written=np.pad(batch["written"], ((0, 0), (0, 20))))

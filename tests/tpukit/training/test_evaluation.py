@@ -1,6 +1,7 @@
 """Scores of weights: all samples once, in the order of one device, recorded in one order."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +41,22 @@ def test_scores_of_numpy_and_torch_are_recorded_as_plain_numbers(digits, cpu, tm
     scores = [dict(accuracy=np.float32(0.5), of=dict(each=np.arange(2), one=torch.tensor(3)))]
     [record] = trained_with_scores(scores, digits, cpu, tmp_path, monkeypatch).records("evaluation")
     assert record["scores"] == dict(accuracy=0.5, of=dict(each=[0, 1], one=3)) and record["kept"]
+
+
+@pytest.mark.parametrize(
+    "names, printed",
+    [
+        (dict(accuracy="Acc, share of images"), "Acc 0.5"),
+        ({}, "accuracy 0.5, pixel_recall 0.25"),
+    ],
+)
+def test_an_epochs_line_has_the_scores_of_the_charts_by_their_names(
+    names, printed, digits, cpu, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(MNIST, "score_names", names)
+    run = trained_with_scores([dict(accuracy=0.5, pixel_recall=0.25)], digits, cpu, tmp_path, monkeypatch)
+    [line] = re.findall("epoch 1: loss [0-9.]+, (.*)", (run.path / "log.txt").read_text())
+    assert line == printed
 
 
 @pytest.mark.parametrize(
