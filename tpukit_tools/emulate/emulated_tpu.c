@@ -3,7 +3,8 @@
  * XLA's CPU plugin computes. Before it stand a TPU's names, one process a chip, chips that are busy while a
  * process holds them, HBM that is counted, and collectives between the processes: each one of a program
  * becomes a custom call of XLA's typed FFI, which meets the other processes in files of a common folder. So a
- * chip's program has one replica, programs may differ by chip as on a TPU, and N chips cost N times one.
+ * chip's program has one replica, and programs may differ by chip as on a TPU. N chips cost N times one, but
+ * that a program is compiled once.
  *
  * In each process, the plugin's device 0 is the process's own chip, whatever its number. A process without
  * TPU_PROCESS_BOUNDS owns all chips; then it may use SPMD, whose collectives are the plugin's own.
@@ -23,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -48,7 +50,8 @@ enum { /* places in Api.call */
   CLIENT_BUFFER_FROM_HOST = 22, DESCRIPTION_ID, DESCRIPTION_PROCESS_INDEX, DESCRIPTION_KIND = 26,
   DEVICE_IS_ADDRESSABLE = 30, DEVICE_ADDRESSABLE_MEMORIES = 32, DEVICE_MEMORY_STATS = 34,
   EXECUTABLE_DESTROY = 40,
-  EXECUTABLE_NUM_OUTPUTS = 44, LOADED_DESTROY = 50, LOADED_GET_EXECUTABLE, LOADED_EXECUTE = 55,
+  EXECUTABLE_NUM_OUTPUTS = 44, EXECUTABLE_SERIALIZE = 49, LOADED_DESTROY, LOADED_GET_EXECUTABLE,
+  LOADED_EXECUTE = 55, EXECUTABLE_DESERIALIZE,
   BUFFER_DESTROY = 58, BUFFER_SIZE = 64, BUFFER_DEVICE, BUFFER_DELETE = 67, BUFFER_IS_DELETED,
   BUFFER_COPY_TO_DEVICE, BUFFER_COPY_TO_MEMORY = 92, EXECUTABLE_MEMORY = 96, CALLS_AT_LEAST
 };
@@ -91,6 +94,22 @@ typedef struct {
   size_t options_size;
   Executable *executable;
 } CompileArgs;
+typedef struct {
+  HEAD;
+  Executable *executable;
+  const char *bytes;
+  size_t n_bytes;
+  void *owner, (*destroy)(void *owner);
+} SerializeArgs;
+typedef struct {
+  HEAD;
+  void *client;
+  const char *bytes;
+  size_t n_bytes;
+  Executable *executable;
+  const char *options;
+  size_t n_options;
+} DeserializeArgs;
 typedef struct {
   HEAD;
   void *client;
@@ -808,6 +827,62 @@ static Error *loaded_destroy(void *args) {
   return real->call[LOADED_DESTROY](args);
 }
 
+static bool write_all(int file, const void *data, size_t n) {
+  for (ssize_t wrote; n; data = (const char *)data + wrote, n -= wrote)
+    if ((wrote = write(file, data, n)) <= 0) return false;
+  return true;
+}
+
+/* Chips mostly compile the same programs: the first one does, and the others load its result, a file */
+
+static uint64_t hash(uint64_t from, const char *data, size_t n) { /* FNV-1a */
+  for (size_t i = 0; i < n; i++) from = (from ^ (unsigned char)data[i]) * 0x100000001b3;
+  return from;
+}
+
+static bool load(CompileArgs *a, int file) {
+  struct stat of;
+  if (fstat(file, &of) || !of.st_size) return false;
+  char *bytes = mmap(NULL, of.st_size, PROT_READ, MAP_SHARED, file, 0);
+  if (bytes == MAP_FAILED) return false;
+  DeserializeArgs it = {.size = sizeof it, .client = a->client, .bytes = bytes, .n_bytes = of.st_size};
+  Error *error = real->call[EXECUTABLE_DESERIALIZE](&it);
+  munmap(bytes, of.st_size);
+  a->executable = it.executable;
+  drop(error);
+  return !error;
+}
+
+static void save(Executable *executable, int file) {
+  PointerArgs inner = {.size = sizeof inner, .of = executable};
+  must(real->call[LOADED_GET_EXECUTABLE](&inner));
+  SerializeArgs it = {.size = sizeof it, .executable = inner.result};
+  Error *error = real->call[EXECUTABLE_SERIALIZE](&it);
+  if (!error) {
+    if (ftruncate(file, 0) || !write_all(file, it.bytes, it.n_bytes)) perror("emulated TPU");
+    it.destroy(it.owner);
+  }
+  drop(error);
+  drop(real->call[EXECUTABLE_DESTROY](&(OfArgs){.size = sizeof(OfArgs), .of = inner.result}));
+}
+
+static Error *compile_or_load(CompileArgs *a) {
+  if (chips == 1 || owns_all) return real->call[CLIENT_COMPILE](a);
+  uint64_t name = hash(hash(0xcbf29ce484222325, a->program->code, a->program->code_size), a->options,
+                       a->options_size);
+  char path[4096];
+  snprintf(path, sizeof path, "%s/program-%016llx", directory, (unsigned long long)name);
+  int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (file < 0 || flock(file, LOCK_EX)) { /* each for itself */
+    if (file >= 0) close(file);
+    return real->call[CLIENT_COMPILE](a);
+  }
+  Error *error = NULL;
+  if (!load(a, file) && !(error = real->call[CLIENT_COMPILE](a))) save(a->executable, file);
+  close(file);
+  return error;
+}
+
 static Error *compile(void *args) {
   CompileArgs *a = args, b = *a;
   Program program = *a->program;
@@ -832,7 +907,7 @@ static Error *compile(void *args) {
       error = own_error(UNIMPLEMENTED, "a program with collectives, in one process that opened all %d chips: "
                         "start a process for each chip (torch_xla.launch), or use SPMD", chips);
   }
-  if (!error && !(error = real->call[CLIENT_COMPILE](&b))) {
+  if (!error && !(error = compile_or_load(&b))) {
     a->executable = b.executable;
     error = remember(a->executable, talks && chips > 1);
   }
@@ -1021,12 +1096,6 @@ static void describe(const Frame *frame, const How *how, char *what, size_t room
       n += snprintf(what + n, room - n, d ? ",%ld" : "%ld", (long)array->dims[d]);
     if (n < room) n += snprintf(what + n, room - n, "]");
   }
-}
-
-static bool write_all(int file, const void *data, size_t n) {
-  for (ssize_t wrote; n; data = (const char *)data + wrote, n -= wrote)
-    if ((wrote = write(file, data, n)) <= 0) return false;
-  return true;
 }
 
 static bool give(const Frame *frame, const Message *head, const char *path) {

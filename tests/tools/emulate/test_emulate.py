@@ -186,7 +186,7 @@ def test_a_collective_that_a_rank_misses_ends_with_the_names_of_the_ranks(how, w
 def test_hbm_is_counted_and_ends_with_libtpus_words(emulator):
     text = emulator.run(1, PROGRAMS, "memory", outer=dict(TPUKIT_EMULATE_HBM=f"{(18 << 20) + 4096}"))
     full, freed, never = answers(text)
-    assert full["error"].startswith("RESOURCE_EXHAUSTED: Attempting to reserve 4.00M ")
+    assert "RESOURCE_EXHAUSTED: Attempting to reserve 4.00M " in full["error"]
     # Four tensors of 4 MiB, and the numbers that were added
     assert len(full["used"]) == 4 and all(
         0 <= used - (k + 1 << 22) < 4096 for k, used in enumerate(full["used"])
@@ -195,7 +195,7 @@ def test_hbm_is_counted_and_ends_with_libtpus_words(emulator):
     assert after["bytes_used"] < (5 << 20) < (16 << 20) <= after["peak_bytes_used"] <= after["bytes_limit"]
     assert after["bytes_limit"] == (18 << 20) + 4096
     words = "Ran out of memory in memory space hbm. Used 4096.00G of 18.00M hbm"
-    assert never["error"].startswith("RESOURCE_EXHAUSTED: XLA:TPU compile") and words in never["error"]
+    assert "RESOURCE_EXHAUSTED: XLA:TPU compile" in never["error"] and words in never["error"]
 
 
 @pytest.mark.slow
@@ -204,9 +204,9 @@ def test_a_chip_that_another_process_holds_is_busy(emulator):
     program = (
         "import subprocess, sys, torch_xla; torch_xla.device()\n"
         "again = 'import torch_xla; torch_xla.device()'\n"
-        "sys.exit(subprocess.run([sys.executable, '-c', again]).returncode)"
+        "sys.exit(subprocess.run([sys.executable, '-c', again]).returncode != 0)"
     )
-    text = emulator.run(1, "-c", program, code=1)
+    text = emulator.run(1, "-c", program, code=1)  # torch_xla 2.8 aborts once more when it ends
     assert "open(/dev/vfio/0): Device or resource busy" in text
 
 
