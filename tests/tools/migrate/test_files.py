@@ -133,11 +133,16 @@ def test_an_edit_that_is_saved_between_the_check_and_the_fix_stays_and_the_other
     assert f"{first} was edited meanwhile" in capsys.readouterr().out
 
 
+TYING = (
+    "class Net(nn.Module):\n    def __init__(self):\n        self.head.weight = self.transformer.wte.weight\n"
+)
+
+
 def test_files_that_a_script_imports_and_that_were_not_given_are_named(tmp_path, capsys):
     """A model in a file of its own may tie weights, which a move separates: that is found only there."""
     (tmp_path / "parts").mkdir()
     for name in ("model", "parts/__init__", "parts/loss", "unused"):
-        written(tmp_path, "self.embedding.weight = self.head.weight\n", f"{name}.py")
+        written(tmp_path, TYING, f"{name}.py")
     code = "import torch, os\nfrom model import GPT\nfrom .parts.loss import dice\nimport parts\n"
     script = written(tmp_path, code, "train.py")
     cli.main(["migrate", str(script)])
