@@ -840,14 +840,12 @@ static uint64_t hash(uint64_t from, const char *data, size_t n) { /* FNV-1a */
   return from;
 }
 
-static bool load(CompileArgs *a, int file) {
-  struct stat of;
-  if (fstat(file, &of) || !of.st_size) return false;
-  char *bytes = mmap(NULL, of.st_size, PROT_READ, MAP_SHARED, file, 0);
+static bool load(CompileArgs *a, int file, size_t n) {
+  char *bytes = mmap(NULL, n, PROT_READ, MAP_SHARED, file, 0);
   if (bytes == MAP_FAILED) return false;
-  DeserializeArgs it = {.size = sizeof it, .client = a->client, .bytes = bytes, .n_bytes = of.st_size};
+  DeserializeArgs it = {.size = sizeof it, .client = a->client, .bytes = bytes, .n_bytes = n};
   Error *error = real->call[EXECUTABLE_DESERIALIZE](&it);
-  munmap(bytes, of.st_size);
+  munmap(bytes, n);
   a->executable = it.executable;
   drop(error);
   return !error;
@@ -873,13 +871,13 @@ static Error *compile_or_load(CompileArgs *a) {
   char path[4096];
   snprintf(path, sizeof path, "%s/program-%016llx", directory, (unsigned long long)name);
   int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-  if (file < 0 || flock(file, LOCK_EX)) { /* each for itself */
-    if (file >= 0) close(file);
-    return real->call[CLIENT_COMPILE](a);
-  }
+  struct stat of = {0};
+  bool is_mine = file >= 0 && !flock(file, LOCK_EX) && !fstat(file, &of) && !of.st_size;
+  if (file >= 0 && !is_mine) flock(file, LOCK_UN); /* so that all others can load */
   Error *error = NULL;
-  if (!load(a, file) && !(error = real->call[CLIENT_COMPILE](a))) save(a->executable, file);
-  close(file);
+  if (!of.st_size || !load(a, file, of.st_size)) error = real->call[CLIENT_COMPILE](a);
+  if (is_mine && !error) save(a->executable, file);
+  if (file >= 0) close(file);
   return error;
 }
 
