@@ -131,13 +131,17 @@ def differences(loaded: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]"
     missing = [n for n in expected if n not in loaded and not n.endswith(COUNTER)]
     unknown = [n for n in loaded if n not in expected]
     shapes = [n for n in expected if n in loaded and expected[n].shape != loaded[n].shape]
-    if not (missing or unknown or shapes):
+    common = [n for n in expected if n in loaded and not n.endswith(COUNTER)]
+    kinds = [n for n in common if expected[n].is_floating_point() != loaded[n].is_floating_point()]
+    if not (missing or unknown or shapes or kinds):
         return ""
     sizes = {n: (tuple(loaded[n].shape), tuple(expected[n].shape)) for n in shapes[:3]}
     lines = [f"  {n}: shape {ours} in the file, {theirs} in the model" for n, (ours, theirs) in sizes.items()]
+    lines += [f"  {n}: {loaded[n].dtype} in the file, {expected[n].dtype} in the model" for n in kinds[:3]]
     lines += [f"  {n}: missing in the file" for n in missing[:3]]
     lines += [f"  {n}: not in the model" for n in unknown[:3]]
-    counts = f"{len(shapes)} other shapes, {len(missing)} missing, {len(unknown)} unknown of {len(expected)}"
+    others = f"{len(shapes)} other shapes, {len(kinds)} other types"
+    counts = f"{others}, {len(missing)} missing, {len(unknown)} unknown of {len(expected)}"
     return f"{counts}. First differences:\n" + "\n".join(lines)
 
 

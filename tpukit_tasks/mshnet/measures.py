@@ -58,8 +58,9 @@ def require_instances(masks: Iterable[tuple[str, np.ndarray]]) -> None:
         for value in values_of[name]:
             is_value = mask == value
             pixels[value] += int(is_value.sum())
-            labels, count = ndimage.label(is_value, EIGHT)
-            if count > 1:
+            labels = np.zeros(mask.shape, np.int32)
+            ndimage.label(is_value, EIGHT, labels)
+            if (count := int(labels.max())) > 1:
                 several.setdefault(value, name)
             others = ndimage.binary_dilation(~is_value & ~is_black, EIGHT)
             touching[value] += len(np.unique(labels[is_value & others]))

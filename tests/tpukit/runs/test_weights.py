@@ -67,6 +67,19 @@ def test_weights_of_another_model_are_refused_naming_the_first_differences(tmp_p
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_integers_of_quantized_weights_are_not_taken_for_the_weights(dtype, tmp_path, model):
+    state = {n: (100 * v).to(dtype) if v.is_floating_point() else v for n, v in model.state_dict().items()}
+    torch.save(state, tmp_path / "quantized.pth")
+    with refuses(f"0.weight: {dtype} in the file, torch.float32 in the model"):
+        weights.load(model, tmp_path / "quantized.pth")
+    counters = {
+        n: v.float() for n, v in model.state_dict().items()
+    }  # as model.float() leaves them, or half()
+    torch.save(counters, tmp_path / "counters.pth")
+    weights.load(model, tmp_path / "counters.pth")
+
+
 def names_of(kind, state):
     return with_prefix("module.")(state) | ({"n_averaged": torch.tensor(7)} if kind == "torchvision" else {})
 
