@@ -10,6 +10,8 @@ from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError, first_line, importing
 from tpukit.host.text import printable
 
+NOT_OPENED = "TPU initialization failed"  # libtpu's words
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
@@ -26,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     except TpukitError as error:
         message = str(error)
+        if NOT_OPENED in message and (torch_xla := sys.modules.get("torch_xla")):
+            # Version 2.8 tries to open the device once more when the process ends, and aborts.
+            atexit.unregister(torch_xla._prepare_to_exit)
     except ImportError as error:
         if (error.name or "").startswith("tpukit"):
             raise

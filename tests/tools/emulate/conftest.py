@@ -80,3 +80,15 @@ def emulator(can_emulate, request):
     if not found and not request.node.get_closest_marker("nightly"):
         pytest.skip("XLA's CPU plugin is not installed; the nightly tests install it")
     return Emulator(found[0] if found else COMPILERS)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """Chats, and a model with random weights and a chat template."""
+    from tests.tasks.text import small
+
+    folder = tmp_path_factory.mktemp("texts")
+    small.write_model(folder / "model", "llama", chat=small.CHAT)
+    rows = [dict(prompt=f"{n}" * (1 + n % 5), completion="abc" * (1 + n % 4)) for n in range(200)]
+    small.write_lines(folder / "chats.jsonl", *rows)
+    return folder

@@ -5,7 +5,6 @@ import torch
 from PIL import Image
 
 from tests.conftest import best_weights
-from tests.tasks.text import small
 from tests.tools.emulate.conftest import PROGRAMS
 from tests.tpukit.launching.public_loops import LOOPS
 from tests.tpukit.launching.test_public_loops import BOUNDS, STEPS
@@ -13,16 +12,6 @@ from tpukit import Run
 from tpukit_tasks import mnist_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Chats, and a model with random weights and a chat template."""
-    folder = tmp_path_factory.mktemp("texts")
-    small.write_model(folder / "model", "llama", chat=small.CHAT)
-    rows = [dict(prompt=f"{n}" * (1 + n % 5), completion="abc" * (1 + n % 4)) for n in range(200)]
-    small.write_lines(folder / "chats.jsonl", *rows)
-    return folder
 
 
 @pytest.mark.long
