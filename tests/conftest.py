@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from release.size import lines_of_code
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 # Where the compilers of `tpukit plan`, gigabytes, outlive the tests, which write nothing in the home.
@@ -48,6 +49,7 @@ def pytest_configure(config):
     os.environ["TPUKIT_OFFLINE"] = "1"
     os.environ["TPUKIT_CACHE"] = cache = tempfile.mkdtemp(prefix="tpukit-cache-")
     config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+    config.add_cleanup(warm.stop)
 
 
 @pytest.fixture(scope="session", autouse=True)
