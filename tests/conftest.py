@@ -65,6 +65,16 @@ def _compilers():
         yield
 
 
+@pytest.fixture(scope="module")
+def warm_calls():
+    """What tpukit itself calls in a process of its own is called in a warm one, see tests/warm.py."""
+    from tpukit_tools import subprocess_call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess_call, "PYTHON", [*warm.python(), "-P"])
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _opened():
     """An open CPU XLA runtime, or None. Opened before any gradient is computed: afterwards autograd refuses

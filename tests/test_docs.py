@@ -29,6 +29,8 @@ from tpukit.devices.runtime import Runtime
 from tpukit_tasks.cdeit.model import NETWORKS
 from tpukit_tools import cli
 
+pytestmark = pytest.mark.usefixtures("warm_calls")
+
 
 def pairs(line):
     """The options of a line, name -> value."""

@@ -100,12 +100,13 @@ def client(folder: str, command: list[str]) -> None:
     with open(f"{folder}/environ.json") as file:
         at_start = json.load(file)
     serves = {name: value for name, value in environ.items() if _is_read_at_start(name)} == at_start
-    if not serves or not (command[0] in ("-c", "-m") or command[0][0] != "-"):
+    kind = command[1 if command[0] == "-P" else 0]
+    if not serves or (kind.startswith("-") and kind not in ("-c", "-m")):
         os.execv(sys.executable, [sys.executable, *command])
     # torch_xla, when it is imported, looks for a device unless it is named.
-    kind = "torch_xla" if environ.get("PJRT_DEVICE") == "CPU" else "torch"
+    loaded = "torch_xla" if environ.get("PJRT_DEVICE") == "CPU" else "torch"
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(f"{folder}/{kind}")
+    connection.connect(f"{folder}/{loaded}")
     request = json.dumps(dict(command=command, environ=environ, folder=os.getcwd())).encode()
     connection.sendall(len(request).to_bytes(8))
     socket.send_fds(connection, [b"f"], [0, 1, 2])
@@ -200,6 +201,9 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 def become(environ: dict[str, str], folder: str, added: dict[str, str], path: list[str]) -> None:
     """Take over what a process has from its starter, and draw what is drawn when it starts."""
+    import logging
+    import tempfile
+
     os.environ.clear()
     os.environ.update({**added, **environ})
     os.chdir(folder)
@@ -213,6 +217,9 @@ def become(environ: dict[str, str], folder: str, added: dict[str, str], path: li
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    for handler in logging.root.handlers:  # torch_xla's
+        handler.setStream(sys.stderr)
+    tempfile.tempdir = None
     sys.excepthook = _without_this_file
 
 
@@ -223,17 +230,19 @@ def run(command: list[str]) -> None:
 
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
+    if is_safe := command[0] == "-P":
+        command = command[1:]
     kind, *rest = command
+    if not is_safe:
+        folders = {"-m": os.getcwd(), "-c": ""}
+        sys.path.insert(0, folders.get(kind, os.path.dirname(os.path.realpath(kind))))
     if kind == "-m":
-        sys.path.insert(0, os.getcwd())
         sys.argv = command
         runpy._run_module_as_main(sys.argv.pop(1))  # pyright: ignore
     elif kind == "-c":
-        sys.path.insert(0, "")
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
         sys.argv = command
         main.__file__ = kind
         with open(kind, "rb") as file:
