@@ -69,7 +69,8 @@ def test_it_ends_as_a_cold_one(program, starts):
 
 
 WAITS = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
 print(os.getpid(), flush=True)
 try:
     time.sleep(600)
@@ -99,7 +100,7 @@ def test_it_has_torch_and_only_where_an_xla_device_is_asked_for_torch_xla(starts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [("OMP_NUM_THREADS", "3"), ("PYTHONUNBUFFERED", "1")])
+@pytest.mark.parametrize("change", [("OMP_NUM_THREADS", "3"), ("PYTHONFAULTHANDLER", "1")])
 def test_where_a_variable_is_read_at_the_start_it_is_cold(change, starts, monkeypatch):
     monkeypatch.setenv(*change)
     program = "import sys; print('torch' in sys.modules)"

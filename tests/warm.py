@@ -108,6 +108,7 @@ def client(folder: str, command: list[str]) -> None:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(f"{folder}/{loaded}")
     request = json.dumps(dict(command=command, environ=environ, folder=os.getcwd())).encode()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until they can be sent on
     connection.sendall(len(request).to_bytes(8))
     socket.send_fds(connection, [b"f"], [0, 1, 2])
     connection.sendall(request)
@@ -115,6 +116,7 @@ def client(folder: str, command: list[str]) -> None:
     child = int(answers.readline())
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: _send(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     status = int(answers.readline())
     if status < 0:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
@@ -201,6 +203,7 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 def become(environ: dict[str, str], folder: str, added: dict[str, str], path: list[str]) -> None:
     """Take over what a process has from its starter, and draw what is drawn when it starts."""
+    import io
     import logging
     import tempfile
 
@@ -214,7 +217,9 @@ def become(environ: dict[str, str], folder: str, added: dict[str, str], path: li
     first = environ.get("PYTHONPATH")
     sys.path[:] = [*(first.split(os.pathsep) if first else []), *path]
     sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False)
+    unbuffered = bool(environ.get("PYTHONUNBUFFERED"))
+    output = open(1, "wb", 0 if unbuffered else -1, closefd=False)
+    sys.stdout = io.TextIOWrapper(output, write_through=unbuffered)
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     for handler in logging.root.handlers:  # torch_xla's

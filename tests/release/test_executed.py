@@ -147,7 +147,8 @@ def folder():
 def check_outputs(book, folder):
     """Execute a notebook in a folder, as nbval does, and compare the outputs of its tagged cells."""
     nbformat.write(book, folder / "copy.ipynb")
-    command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "copy.ipynb", "--nbval-current-env"]
+    command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "copy.ipynb"]
+    command += ["--nbval-kernel-name", warm.kernel(), "--nbval-kernel-startup-timeout", "300"]
     command += ["--nbval-sanitize-with", ROOT / "tests/nbval.cfg", "--nbval-cell-timeout", "500"]
     environ = executed.environment() | dict(HOME=str(folder / "home"))
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=550)
