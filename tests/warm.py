@@ -272,7 +272,8 @@ def main(ends: int, *listening: int) -> None:
     sockets.pop().close()
     select.select([ends, mine], [], [])
     if not select.select([ends], [], [], 0)[0]:
-        importlib.import_module("torch" if other else "torch_xla")
+        # Which torch_xla loads, and every first step of an optimizer.
+        importlib.import_module("torch._dynamo" if other else "torch_xla")
         gc.freeze()
     added = {name: value for name, value in os.environ.items() if name not in before}
     if request := serve(ends, mine):

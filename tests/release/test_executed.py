@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from release import executed, notebooks
+from tests import warm
 from tests.conftest import ROOT
 from tpukit_tasks.mshnet import overlay
 
