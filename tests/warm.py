@@ -18,7 +18,7 @@ from pathlib import Path
 
 KERNEL = "tpukit-warm"
 # What is read when torch, torch_xla or Python are loaded: with another value of these, nothing loaded serves.
-AT_START = ("OMP_NUM_THREADS", "MALLOC_", "PYTHON", "LD_", "TORCH_", "TF_", "TPUKIT_TEST_COLD")
+AT_START = ("OMP_NUM_THREADS", "MALLOC_", "PYTHON", "LD_", "TORCH_", "TPUKIT_TEST_COLD")
 FOLLOWED = ("PYTHONPATH", "PYTHON_EXECUTABLE")
 # Those sent on; the client's other signals are its own.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
