@@ -29,9 +29,9 @@ test_notebooks.py tools/emulate/test_emulate.py test_docs.py tpukit/launching/te
 release/test_executed.py tpukit/training/test_checkpoint.py tpukit/launching/test_public_loops.py
 tools/test_hardware.py tpukit/runs/test_backup.py tpukit/launching/test_supervisor.py
 tpukit/runs/test_own_loop.py tpukit/launching/test_core.py tpukit/reporting/test_widgets.py
-tpukit/devices/test_xla.py tpukit/training/test_loop.py tasks/text/test_text.py tpukit/launching/test_averages.py
-tpukit/launching/test_share.py tools/plan/test_plan.py tools/test_export.py test_benchmarks.py tools/cli/test_cli.py
-test_types.py tasks/cdeit/test_task.py
+tpukit/devices/test_xla.py tpukit/training/test_loop.py tasks/text/test_text.py
+tpukit/launching/test_averages.py tpukit/launching/test_share.py tools/plan/test_plan.py
+tools/test_export.py test_benchmarks.py tools/cli/test_cli.py test_types.py tasks/cdeit/test_task.py
 """.split()
 
 

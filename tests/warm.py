@@ -77,7 +77,16 @@ def _start_server() -> str:
     os.close(ends)
     for listening in sockets:
         listening.close()
-    _stop.extend([lambda: os.close(stays), server.wait, lambda: shutil.rmtree(folder)])
+
+    def end():
+        os.close(stays)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:  # a fork of this process is left, which has that end, too
+            server.kill()
+        shutil.rmtree(folder)
+
+    _stop.append(end)
     return folder
 
 
