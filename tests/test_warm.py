@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests import warm
-from tests.conftest import wait_for
+from tests.tpukit.launching.conftest import are_gone
 
 TELLS = """
 import json, os, sys, tempfile
@@ -87,7 +87,7 @@ def test_a_signal_to_the_client_is_one_to_it_and_it_does_not_outlive_its_client(
         pid = int(process.stdout.readline())
         process.send_signal(number)
     assert process.returncode == code
-    wait_for(lambda: not os.path.exists(f"/proc/{pid}"), timeout_s=20)
+    assert are_gone([pid])
 
 
 @pytest.mark.slow

@@ -272,7 +272,7 @@ def _without_this_file(kind, error, trace):
 def main(ends: int, *listening: int) -> None:
     """Serve, in two processes: one loads torch and one torch_xla, when they are first asked."""
     import gc
-    import importlib
+    import importlib.util
 
     sockets = [socket.socket(fileno=fd) for fd in listening]
     before, path = dict(os.environ), sys.path[1:]
@@ -281,8 +281,9 @@ def main(ends: int, *listening: int) -> None:
     sockets.pop().close()
     select.select([ends, mine], [], [])
     if not select.select([ends], [], [], 0)[0]:
-        # Which torch_xla loads, and every first step of an optimizer.
-        importlib.import_module("torch._dynamo" if other else "torch_xla")
+        # torch._dynamo: which torch_xla loads, and an optimizer's first step.
+        has_xla = not other and importlib.util.find_spec("torch_xla")
+        importlib.import_module("torch_xla" if has_xla else "torch._dynamo")
         gc.freeze()
     added = {name: value for name, value in os.environ.items() if name not in before}
     if request := serve(ends, mine):
