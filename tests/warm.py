@@ -219,6 +219,7 @@ def become(environ: dict[str, str], folder: str, added: dict[str, str], path: li
     os.environ.clear()
     os.environ.update({**added, **environ})
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
     if torch_xla := sys.modules.get("torch_xla"):
         torch_xla._setup_xla_flags()
     if numpy := sys.modules.get("numpy"):
