@@ -48,7 +48,8 @@ CPU_TORCH := $(if $(NVIDIA)$(TORCH),,$(if $(filter Linux-x86_64,$(shell uname -s
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run try lint check fast test nightly coverage bench plan notebooks twins wheel release site size executed publish clean
+.PHONY: run try lint check fast test nightly nightly-tests campaign coverage bench plan notebooks twins wheel
+.PHONY: release site size executed publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -98,9 +99,15 @@ test: lint
 	-$(BIN)/tpukit emulate v5e-1 true
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not nightly"
 
-# One worker: the compiler of a TPU takes up to 10 GB.
+# Side by side, because each takes one core.
 nightly: .venv/installed
+	$(MAKE) -j 2 nightly-tests campaign
+
+# One worker: the compiler of a TPU takes up to 10 GB.
+nightly-tests: .venv/installed
 	$(PYTEST) -n 1 -m "$(NIGHTLY)"
+
+campaign: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --kills $(KILLS) --flips $(KILLS) \
 		--read-faults $(FAULTS) --write-faults $(FAULTS)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from release.size import lines_of_code
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 # Where the compilers of `tpukit plan`, gigabytes, outlive the tests, which write nothing in the home.
@@ -24,12 +25,13 @@ XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization
 
 # The files that take most CPU time, the longest first: at the end of all, one of them would run alone.
 LONGEST = """
-test_notebooks.py test_docs.py tpukit/launching/test_launcher.py release/test_executed.py
-tpukit/launching/test_supervisor.py tools/emulate/test_emulate.py tpukit/launching/test_core.py
-tpukit/devices/test_xla.py tpukit/training/test_checkpoint.py tpukit/launching/test_public_loops.py
-tpukit/training/test_loop.py tasks/text/test_text.py tpukit/runs/test_own_loop.py tools/test_hardware.py
-tpukit/launching/test_averages.py tpukit/launching/test_share.py tools/test_export.py
-tools/cli/test_cli.py test_types.py tasks/cdeit/test_task.py
+test_notebooks.py tools/emulate/test_emulate.py test_docs.py tpukit/launching/test_launcher.py
+release/test_executed.py tpukit/training/test_checkpoint.py tpukit/launching/test_public_loops.py
+tools/test_hardware.py tpukit/runs/test_backup.py tpukit/launching/test_supervisor.py
+tpukit/runs/test_own_loop.py tpukit/launching/test_core.py tpukit/reporting/test_widgets.py
+tpukit/devices/test_xla.py tpukit/training/test_loop.py tasks/text/test_text.py
+tpukit/launching/test_averages.py tpukit/launching/test_share.py tools/plan/test_plan.py
+tools/test_export.py test_benchmarks.py tools/cli/test_cli.py test_types.py tasks/cdeit/test_task.py
 """.split()
 
 
@@ -48,6 +50,7 @@ def pytest_configure(config):
     os.environ["TPUKIT_OFFLINE"] = "1"
     os.environ["TPUKIT_CACHE"] = cache = tempfile.mkdtemp(prefix="tpukit-cache-")
     config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+    config.add_cleanup(warm.stop)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,6 +63,16 @@ def _compilers():
     folder_of = compiler.folder_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "folder_of", lambda *packages: COMPILERS / folder_of(*packages).name)
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_calls():
+    """What tpukit itself calls in a process of its own is called in a warm one, see tests/warm.py."""
+    from tpukit_tools import subprocess_call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess_call, "PYTHON", [*warm.python(), "-P"])
         yield
 
 

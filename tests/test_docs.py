@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from PIL import Image
 
 import tpukit
+from tests import warm
 from tests.conftest import ROOT
 from tests.tasks.cdeit.small import TINY as SIZES
 from tests.tasks.text.small import CHAT, write_model
@@ -28,6 +28,8 @@ from tpukit import CDEIT, MNIST, ImageClassifier, LanguageModel, MSHNet, Run, tr
 from tpukit.devices.runtime import Runtime
 from tpukit_tasks.cdeit.model import NETWORKS
 from tpukit_tools import cli
+
+pytestmark = pytest.mark.usefixtures("warm_calls")
 
 
 def pairs(line):
@@ -172,7 +174,7 @@ def test_a_command_with_something_before_it_runs_as_it_stands(command, place, mo
     monkeypatch.chdir(place)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     shutil.rmtree("outputs/new", ignore_errors=True)
-    line = f"{before}{shlex.quote(sys.executable)} -m tpukit {shlex.join(words)}"
+    line = f"{before}{shlex.join(warm.python())} -m tpukit {shlex.join(words)}"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environ, timeout=300)
     assert ran.returncode == 0 and "Scores" in ran.stdout, ran.stdout + ran.stderr
@@ -295,7 +297,7 @@ def test_the_loop_by_hand_of_the_tpu_guide_trains_mnist(place):
     (code,) = [code for code in codes if "_mp_fn" in code]
     (place / "mp_mnist.py").write_text(code)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"}
-    command = [sys.executable, "mp_mnist.py"]
+    command = [*warm.python(), "mp_mnist.py"]
     ran = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=300)
     losses = [float(loss) for loss in re.findall(r"core 0, epoch \d: loss ([\d.]+)", ran.stdout)]
     assert len(losses) == 2 and losses[1] < losses[0], ran.stdout + ran.stderr[-2000:]

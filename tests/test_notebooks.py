@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import tpukit
+from tests import warm
 from tests.conftest import ROOT
 from tpukit import Checkpoints, MSHNet, Run
 from tpukit.launching.core import Core, running
@@ -29,7 +30,8 @@ def execute(book, folder, **parameters):
     nbformat.write(book, source)
     papermill.execute_notebook(
         str(source), str(done), parameters,
-        cwd=str(folder), progress_bar=False, kernel_name="python3", execution_timeout=500,
+        cwd=str(folder), progress_bar=False, kernel_name=warm.kernel(), start_timeout=300,
+        execution_timeout=500,
     )  # fmt: skip
     return nbformat.read(done, 4)
 

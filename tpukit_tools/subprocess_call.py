@@ -17,18 +17,19 @@ from tpukit.host.errors import TpukitError
 from tpukit.runs.settings import Described, from_settings, settings_dict
 
 ROOT = Path(__file__).parents[1]  # the folder that tpukit and its guests are imported from
+PYTHON = [sys.executable, "-P"]  # -P: no file of the current folder shadows a package
 
 
 def run_python(*arguments, text="", variables=None, timeout_s=None):
     """Run this Python, with the same tpukit as here. Return the finished process, with its output.
 
     variables: changes of the environment; None removes one. timeout_s: after it subprocess.TimeoutExpired is
-    raised, and what the process has started ends too. -P: no file of the current folder shadows a package."""
+    raised, and what the process has started ends too."""
     # An empty one is the current folder.
     paths = filter(None, [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
-    command = [sys.executable, "-P", *map(str, arguments)]
+    command = [*PYTHON, *map(str, arguments)]
     pipes: dict = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(
         command, env=environ, text=True, errors="replace", start_new_session=True, **pipes

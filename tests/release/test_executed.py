@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from release import executed, notebooks
+from tests import warm
 from tests.conftest import ROOT
 from tpukit_tasks.mshnet import overlay
 
@@ -161,7 +162,8 @@ def check_outputs(book, folder, name=""):
     """Execute a notebook in a folder, as nbval does, and compare the outputs of its tagged cells. name: of
     the copy."""
     nbformat.write(book, folder / "copy.ipynb")
-    command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "copy.ipynb", "--nbval-current-env"]
+    command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "copy.ipynb"]
+    command += ["--nbval-kernel-name", warm.kernel(), "--nbval-kernel-startup-timeout", "300"]
     command += ["--nbval-sanitize-with", ROOT / "tests/nbval.cfg", "--nbval-cell-timeout", "500"]
     environ = executed.environment(name) | dict(HOME=str(folder / "home"))
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=550)

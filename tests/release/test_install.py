@@ -87,7 +87,9 @@ def project(tmp_path):
     kept = [line for line in lines if line.split("==")[0] in PINNED]
     assert kept == [f"{name}=={version}" for name, version in PINNED.items()]
     (folder / "requirements.txt").write_text("\n".join([*kept, "other"]) + "\n")
-    shutil.copy(ROOT / "Makefile", folder)
+    makefile = (ROOT / "Makefile").read_text()
+    assert makefile.count("--timeout 10 ") == 1  # the time to wait for an index that does not answer
+    (folder / "Makefile").write_text(makefile.replace("--timeout 10 ", "--timeout 2 "))
     python = folder / "python"  # makes an environment without a pip of its own, which takes seconds
     python.write_text(
         f'#!/bin/sh\ncase "$*" in\n"-m venv .venv")'

@@ -22,6 +22,8 @@ from tpukit_tools.doctor import causes, hardware
 from tpukit_tools.doctor.hardware import FAIL, PASS, SKIP
 from tpukit_tools.subprocess_call import run_python
 
+pytestmark = pytest.mark.usefixtures("warm_calls")
+
 
 @pytest.fixture
 def machine(tmp_path):

@@ -1,6 +1,7 @@
 """The command line. `commands.py` lists the commands; each imports what it needs when it runs."""
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ def _main_of_process(argv: list[str]) -> int:
 def _leave(code: list[int]) -> None:
     """End the process here, without taking its libraries down, where that is known to crash: with cuDNN 9.10
     and newer under torch 2.9 and older, after a convolution on a GPU. The command has done its work."""
+    gc.freeze()  # Python would search all that torch_xla has loaded for cycles, which takes a second
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized() or release(torch.__version__) > (2, 9):
         return

@@ -26,6 +26,8 @@ COMMITTED = json.loads(plans.PATH.read_text())
 TINY = MNIST(batch_size=32, channels=8)
 V5E = MACHINES["v5e-1"]
 
+pytestmark = pytest.mark.usefixtures("warm_calls")
+
 
 @pytest.fixture
 def needs_xla():

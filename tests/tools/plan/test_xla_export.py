@@ -35,6 +35,6 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_what_is_exported_has_its_collectives_is_not_run_and_has_no_fallback():
+def test_what_is_exported_has_its_collectives_is_not_run_and_has_no_fallback(warm_calls):
     ran = run_python("-c", STEP, timeout_s=300)
     assert ran.stdout.endswith("exported\n"), ran.stderr

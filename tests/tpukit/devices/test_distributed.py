@@ -55,7 +55,7 @@ def test_what_another_rank_sends_runs_no_code():
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told(tmp_path_factory, warm_calls):
     """What each of three ranks tells, line by line."""
     told = told_by_ranks(RANK, 3, tmp_path_factory.mktemp("ranks"))
     assert [len(lines) for lines in told] == [8] * 3, told

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import warm
 from tests.conftest import COMPILERS, ROOT, best_weights, exact, refuses, same
 from tests.tpukit.devices import torch_tpu_mock
 from tests.tpukit.launching.conftest import CPU, losses, on_one_core
@@ -108,7 +109,7 @@ def test_a_launch_may_take_any_number_of_the_chips_each_of_which_opens_before_it
 @pytest.mark.slow
 def test_two_chips_of_a_launch_have_the_losses_of_one(digits, tmp_path):
     command = [
-        sys.executable,
+        *warm.python(),
         "-m",
         "tests.tpukit.devices.torch_tpu_mock",
         str(tmp_path / "two"),

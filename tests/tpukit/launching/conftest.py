@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from tests import warm
 from tests.conftest import ROOT
 from tests.tpukit.launching.launched import RECIPE, Watched
 from tpukit import Run, train
@@ -43,14 +44,14 @@ def needs_torch_xla():
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it has wheels for Linux x86_64 only")
 
 
-def started(kind, data, launches, **environ):
+def started(kind, data, launches, start=(sys.executable,), **environ):
     """A process that launches; kind: cpu or xla. launches: run and settings of each."""
     own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"])
     if kind == "xla":
         needs_torch_xla()
         own = xla_environ()
     options = json.dumps(dict(data=data, launches=launches), default=str)
-    command = [sys.executable, "-m", "tests.tpukit.launching.launched", options]
+    command = [*start, "-m", "tests.tpukit.launching.launched", options]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen(command, cwd=ROOT, env=own | environ, **pipes)
 
@@ -71,7 +72,7 @@ def launched(kind, data, folder, **launches):
     `left`, the pids of processes that were not gone."""
     runs = {name: folder / settings.pop("run", name) for name, settings in launches.items()}
     asked = [dict(settings, run=runs[name]) for name, settings in launches.items()]
-    out, err = output_of(started(kind, data, asked))
+    out, err = output_of(started(kind, data, asked, warm.python()))
     assert "DONE " in out, out[-2000:] + err[-4000:]
     done = json.loads(out.partition("DONE ")[2])
     return {name: (Run(runs[name]), outcome) for name, outcome in zip(runs, done, strict=True)}
@@ -80,7 +81,7 @@ def launched(kind, data, folder, **launches):
 def python(program, *arguments, env=None, timeout=500):
     """A finished process that ran a program after HEAD, on the CPU XLA device unless `env` says otherwise."""
     env = env or xla_environ()
-    command = [sys.executable, "-c", HEAD + program, *map(str, arguments)]
+    command = [*warm.python(), "-c", HEAD + program, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tpukit
+from tests import warm
 from tests.conftest import best_weights, checkpoint, exact, refuses, same, scores_of, wait_for
 from tests.tpukit.launching.conftest import (
     CPU,
@@ -128,7 +129,7 @@ def test_every_rank_resumes_with_its_own_random_numbers(launches):
 def test_a_launch_that_is_killed_and_terminated_draws_what_a_straight_one_draws(kind, odd, tmp_path):
     settings = dict(dropout=0.5, cores=2, epochs=8, save_every_s=0.0)
     for number, at in ((signal.SIGKILL, 7), (signal.SIGTERM, 40)):
-        process = started(kind, odd, [dict(settings, run=tmp_path / "parted")])
+        process = started(kind, odd, [dict(settings, run=tmp_path / "parted")], warm.python())
         wait_for(lambda: steps_logged(tmp_path / "parted") >= at, process)
         process.send_signal(number)
         output_of(process)

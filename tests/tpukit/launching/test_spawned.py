@@ -3,10 +3,10 @@
 import dataclasses
 import os
 import subprocess
-import sys
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT, refuses
 from tests.tpukit.launching.conftest import (
     HEAD,
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 def test_torch_xla_starts_it_by_both_of_its_names(odd, tmp_path):
     needs_torch_xla()
     (tmp_path / "program.py").write_text(HEAD + BY_TORCH_XLA)
-    command = [sys.executable, str(tmp_path / "program.py"), str(odd), str(tmp_path)]
+    command = [*warm.python(), str(tmp_path / "program.py"), str(odd), str(tmp_path)]
     env = dict(xla_environ(), PYTHONPATH=str(ROOT))
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]

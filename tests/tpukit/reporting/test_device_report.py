@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tpukit
+from tests import warm
 from tpukit.host import language
 from tpukit.reporting import device_report
 
@@ -292,7 +293,7 @@ with tpukit.metrics_report():
 @pytest.mark.slow
 def test_a_report_around_a_launch_says_that_the_function_makes_its_own_which_it_can():
     pytest.importorskip("torch_xla")
-    ran = subprocess.run([sys.executable, "-c", LAUNCH], capture_output=True, text=True)
+    ran = subprocess.run([*warm.python(), "-c", LAUNCH], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     own, _, around = ran.stdout.partition("This process has not opened")
     assert "in this block: graphs compiled: 0" in own

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT, refuses, wait_for
 from tests.tpukit.reporting.hostile import SPEED, evaluated, write_run
 from tpukit import MNIST, Run
@@ -99,7 +100,7 @@ def test_in_a_kernel_one_picture_is_redrawn_in_place_on_one_core_and_on_two(digi
 
     environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     environ.pop("PJRT_DEVICE", None)  # launched on CPU cores
-    manager, client = start_new_kernel(env=environ)
+    manager, client = start_new_kernel(300, warm.kernel(), env=environ)
 
     def pictures(cores):
         messages = []

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import warm
 from tests.conftest import ROOT, flip, loaded_by, refuses
 from tests.tpukit.runs.store import again, alike, content, filled, forked, kill_everywhere, steps_in, value_of
 from tpukit import Checkpoints, TpukitError
@@ -91,7 +92,7 @@ def own_loop(kind, cores, folder, kill_at=0):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     if kind == "cpu":
         env = {name: value for name, value in env.items() if name != "PJRT_DEVICE"}
-    command = [sys.executable, "-c", OWN_LOOP, str(cores), str(folder), str(kill_at)]
+    command = [*warm.python(), "-c", OWN_LOOP, str(cores), str(folder), str(kill_at)]
     return subprocess.run(command, env=env, timeout=300).returncode
 
 

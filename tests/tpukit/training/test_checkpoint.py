@@ -6,13 +6,13 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from tests import warm
 from tests.conftest import SMALL, best_weights, checkpoint, exact, flip, refuses, same
 from tests.tasks.cdeit import small as cdeit
 from tests.tasks.mshnet.small import Narrow
@@ -322,7 +322,7 @@ KILLS = {  # device, recipe, the kills of each run: each before that step, or th
 
 def assert_that_kills_change_nothing(task, runs, folder, device="cpu"):
     """Train straight, and once for each of the runs with its kills. Returns (the straight run, its state)."""
-    command = [sys.executable, "-c", KILLED, str(folder), device, json.dumps(to_request(task))]
+    command = [*warm.python(), "-c", KILLED, str(folder), device, json.dumps(to_request(task))]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     pipes = dict(capture_output=True, text=True, timeout=550)
     ran = subprocess.run([*command, json.dumps(runs)], env=environ, **pipes)

@@ -187,7 +187,7 @@ tell(json.dumps(told))
 """
 
 
-def test_two_cores_of_which_one_steps_wrong_both_do_without(tmp_path):
+def test_two_cores_of_which_one_steps_wrong_both_do_without(tmp_path, warm_calls):
     for [line] in told_by_ranks(RANK, 2, tmp_path):
         rank = json.loads(line)
         assert rank["sound"] <= 1e-3 and not rank["trusts"]
