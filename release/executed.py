@@ -28,9 +28,8 @@ ROOT = Path(__file__).parent.parent
 KEPT = {
     "mnist_quickstart": dict(ACCELERATOR="cpu"),
     "finetune_images": dict(ACCELERATOR="cpu", EPOCHS=12, IMAGE_SIZE=64, PRETRAINED="no"),
-    "colab_tpu_setup": dict(ACCELERATOR="any", NETWORK="small", EPOCHS=8, WARM_EPOCH=4, BATCH_SIZE=4),
+    "colab_tpu_setup": dict(ACCELERATOR="cpu", NETWORK="small", EPOCHS=8, WARM_EPOCH=4, BATCH_SIZE=4),
 }
-ON_XLA = ("colab_tpu_setup",)  # the guides to TPUs, on the CPU XLA device, so that they show compilations
 # Notebook -> (score, what its best epoch reaches at least, in percent). With less, nothing was learned.
 LEAST = {
     "mnist_quickstart": ("accuracy", 95),
@@ -58,11 +57,10 @@ def main():
         print(f"{len(text.encode()) / 1e3:5.0f} kB  {name}", flush=True)
 
 
-def environment(name: str = "") -> dict[str, str]:
-    """Return the variables with which a notebook is executed: on the CPU or its XLA device, without the
-    internet."""
+def environment() -> dict[str, str]:
+    """Return the variables with which a notebook is executed: on the CPU, without the internet."""
     variables = {key: value for key, value in os.environ.items() if key not in XLA}
-    return variables | (XLA if name in ON_XLA else {}) | dict(PYTHONPATH=str(ROOT), TPUKIT_OFFLINE="1")
+    return variables | dict(PYTHONPATH=str(ROOT), TPUKIT_OFFLINE="1")
 
 
 def execute(name: str, folder: str):
@@ -74,7 +72,7 @@ def execute(name: str, folder: str):
     command = [sys.executable, "-m", "papermill", source, done, "-k", "python3", "--no-progress-bar"]
     for setting, value in KEPT[name].items():
         command += ["-p", setting, str(value)]
-    subprocess.run(command, cwd=folder, env=environment(name), check=True)
+    subprocess.run(command, cwd=folder, env=environment(), check=True)
     return nbformat.read(done, 4)
 
 
@@ -110,9 +108,8 @@ def introduction(source: str, name: str) -> str:
     """Return the first cell of a copy: no picture, but what it is and where the notebook itself is."""
     title, _, rest = source.partition("\n")
     rest = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n+", "", rest, flags=re.MULTILINE)
-    device = " as an XLA device" if name in ON_XLA else ""
     note = (
-        f"> A copy **with outputs**, executed on a CPU{device} with small settings by tpukit"
+        f"> A copy **with outputs**, executed on a CPU with small settings by tpukit"
         f" {tpukit.__version__}, {time.strftime('%Y-%m')}; n = 1, and times are those of a shared machine."
         f" Scores on synthetic data say nothing about real data. To run it, open"
         f" `notebooks/{name}.ipynb`, or a badge."

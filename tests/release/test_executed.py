@@ -158,14 +158,13 @@ def folder():
         yield Path(path)
 
 
-def check_outputs(book, folder, name=""):
-    """Execute a notebook in a folder, as nbval does, and compare the outputs of its tagged cells. name: of
-    the copy."""
+def check_outputs(book, folder):
+    """Execute a notebook in a folder, as nbval does, and compare the outputs of its tagged cells."""
     nbformat.write(book, folder / "copy.ipynb")
     command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "copy.ipynb"]
     command += ["--nbval-kernel-name", warm.kernel(), "--nbval-kernel-startup-timeout", "300"]
     command += ["--nbval-sanitize-with", ROOT / "tests/nbval.cfg", "--nbval-cell-timeout", "500"]
-    environ = executed.environment(name) | dict(HOME=str(folder / "home"))
+    environ = executed.environment() | dict(HOME=str(folder / "home"))
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=550)
 
 
@@ -175,7 +174,7 @@ def test_the_outputs_of_a_copy_come_out_again(path, folder):
     book = nbformat.read(path, 4)
     if path.stem == "mnist_quickstart":  # as it is built: with the library inside
         notebooks.embed(book, notebooks.archive_for(book), ROOT / "notebooks")
-    ran = check_outputs(book, folder, path.stem)
+    ran = check_outputs(book, folder)
     assert ran.returncode == 0, ran.stdout
     assert (folder / "home/.cache/tpukit").exists() == (path.stem == "mnist_quickstart")
 
