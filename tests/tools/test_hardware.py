@@ -235,7 +235,7 @@ print(*hardware.mshnet(hardware.detect()))
 @pytest.mark.parametrize("wrong, holds", [("", True), ("exchange_halo", False), ("merge", False)])
 def test_mshnet_on_tiles_has_the_gradients_of_the_plain_network_unless_a_tile_is_wrong(wrong, holds):
     """A process of its own, because it changes what others use."""
-    output = run_python("-c", TILES, wrong, timeout_s=120).stdout
+    output = run_python("-c", TILES, wrong, timeout_s=300).stdout
     assert output.startswith(f"{holds} 4 tiles of an image; relative differences: loss "), output
 
 
@@ -270,7 +270,7 @@ print("FOUND", causes.scrub(text))
 @pytest.mark.slow
 @pytest.mark.parametrize("accident", ACCIDENTS)
 def test_of_a_check_on_several_cores_the_core_that_failed_and_its_error_are_reported(accident):
-    ran = run_python("-c", PROGRAM, accident, timeout_s=120)
+    ran = run_python("-c", PROGRAM, accident, timeout_s=300)
     text = ran.stdout.rpartition("FOUND ")[2].strip()
     assert re.match(ACCIDENTS[accident], text), text or ran.stderr
 
