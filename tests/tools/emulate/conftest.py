@@ -88,7 +88,7 @@ def texts(tmp_path_factory):
     from tests.tasks.text import small
 
     folder = tmp_path_factory.mktemp("texts")
-    small.write_model(folder / "model", "llama", chat=small.CHAT)
+    small.write_model(folder / "model", "llama", chat=small.CHAT, max_position_embeddings=256)
     rows = [dict(prompt=f"{n}" * (1 + n % 5), completion="abc" * (1 + n % 4)) for n in range(200)]
     small.write_lines(folder / "chats.jsonl", *rows)
     return folder
