@@ -108,8 +108,8 @@ class MNIST(Task):
         return model(inputs["image"].float() / 255).float().softmax(1)  # (B, 10)
 
     def read_files(self, paths, best) -> tuple[dict[str, np.ndarray], list[str]]:
-        images = np.stack(pictures.read_images(paths, mnist_data.read_digit))  # (N, 28, 28)
-        return dict(image=images[:, None]), [path.name for path in paths]
+        read = pictures.read_images(paths, lambda path: (mnist_data.read_digit(path), pictures.Odd()))
+        return dict(image=np.stack(read)[:, None]), [path.name for path in paths]  # (N, 1, 28, 28)
 
     def results(self, batch, predictions) -> list[dict[str, int]]:
         return [dict(digit=int(digit)) for digit in predictions]
