@@ -235,6 +235,8 @@ def become(environ: dict[str, str], folder: str, added: dict[str, str], path: li
     for handler in logging.root.handlers:  # torch_xla's
         handler.setStream(sys.stderr)
     tempfile.tempdir = None
+    if process := sys.modules.get("multiprocessing.process"):
+        process.ORIGINAL_DIR = folder  # where the processes that it spawns look for its file
     sys.excepthook = _without_this_file
 
 
