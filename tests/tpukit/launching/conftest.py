@@ -78,10 +78,11 @@ def launched(kind, data, folder, **launches):
     return {name: (Run(runs[name]), outcome) for name, outcome in zip(runs, done, strict=True)}
 
 
-def python(program, *arguments, env=None, timeout=500):
-    """A finished process that ran a program after HEAD, on the CPU XLA device unless `env` says otherwise."""
+def python(program, *arguments, env=None, timeout=500, start=None):
+    """A finished process that ran a program after HEAD, on the CPU XLA device unless `env` says otherwise.
+    start: of its command; by default a warm one, of which /proc has the environment of another process."""
     env = env or xla_environ()
-    command = [*warm.python(), "-c", HEAD + program, *map(str, arguments)]
+    command = [*(start or warm.python()), "-c", HEAD + program, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 

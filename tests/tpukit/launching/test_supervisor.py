@@ -3,6 +3,7 @@ outlives its parent."""
 
 import json
 import signal
+import sys
 
 import pytest
 
@@ -201,7 +202,8 @@ phases = [*map(are_there, (1, 2, 3)), *(lambda seconds, end=end: seconds > end f
 counts = [killed(number, now)[1:] for number, now in enumerate(phases)]
 print("KILLED", json.dumps([most, orphans, *zip(*counts)]))
 """
-    ran = python(program, odd, tmp_path, env={**CPU, "TPUKIT_KILLED": "1", "TMPDIR": str(tmp_path)})
+    env = {**CPU, "TPUKIT_KILLED": "1", "TMPDIR": str(tmp_path)}
+    ran = python(program, odd, tmp_path, env=env, start=[sys.executable])
     assert "KILLED " in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
     most, orphans, seen, more_orphans = json.loads(ran.stdout.partition("KILLED ")[2])
     # A kernel and two cores, and for a moment what one of them asks of the system; at several moments
