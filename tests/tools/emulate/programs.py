@@ -102,12 +102,12 @@ def small_task(kind, data, **changes):
     elif kind == "mshnet":
         from tests.tasks.mshnet.small import Narrow as made
 
-        own = dict(batch_size=4, epochs=5, warm_epoch=1, base_size=32, crop_size=32, batch_norm="frozen")
+        own = dict(epochs=20, eval_every=10, warm_epoch=4, base_size=32, crop_size=32, batch_norm="frozen")
         own |= dict(lr=2e-3, clip_norm=0.01)  # at higher rates rounding errors grow
     elif kind == "cdeit":
         from tests.tasks.cdeit.small import Tiny as made
 
-        own = dict(batch_size=4, epochs=4, lr=1e-3, clip_norm=0.05)
+        own = dict(epochs=20, eval_every=10, lr=1e-3, clip_norm=0.05)
     elif kind == "images":
         made, own = tpukit.ImageClassifier, dict(model_name="test_resnet", pretrained="no", image_size=32)
         own |= dict(epochs=7, batch_norm="frozen")
