@@ -69,6 +69,6 @@ class FrozenBatchNorm(_BatchNorm):
         scale = torch.rsqrt(variance + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         x = (input - mean.view(shape)) * scale.view(shape)
-        # Times one, for a gradient of its own: of one sample of 1x1 it is a view of what another bias gets, too,
+        # Times one, for a gradient of its own: of one pixel it is a view of what another bias gets, too,
         # and the next micro-batch would be added to both twice.
         return x if self.bias is None else x + (1 * self.bias).view(shape)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
         ("text", 8, "texts"),
         ("mshnet", 8, "infrared"),
         ("cdeit", 8, "tank"),
-        ("images", 2, "shapes"),
+        ("images", 8, "shapes"),
     ],
 )
 def test_each_task_trains_on_several_chips_as_on_one(kind, chips, data, emulator, tmp_path, request):
