@@ -69,6 +69,4 @@ class FrozenBatchNorm(_BatchNorm):
         scale = torch.rsqrt(variance + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         x = (input - mean.view(shape)) * scale.view(shape)
-        # Times one, for a gradient of its own: of one pixel it is a view of what another bias gets, too,
-        # and the next micro-batch would be added to both twice.
-        return x if self.bias is None else x + (1 * self.bias).view(shape)
+        return x if self.bias is None else x + self.bias.view(shape)

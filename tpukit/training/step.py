@@ -85,9 +85,19 @@ def add_gradients(
             value = loss(model, part, epoch).float()
         value = value if count == 1 else value / count
         runtime.scaler.scale(value).backward()  # scaled in fp16 only
+        if number == 0 and count > 1:
+            separate(optimizer)
         losses.append(value.detach())
     runtime.scaler.unscale_(optimizer)
     return sum(losses[1:], start=losses[0])
+
+
+def separate(optimizer: Optimizer) -> None:
+    """Give each gradient memory of its own, before others are added to it. Of a sample of one pixel, autograd
+    makes those of two biases views of one tensor, to which it would add twice."""
+    for parameter in parameters_with_gradient(optimizer):
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clone()
 
 
 class TrainingStep:

@@ -35,9 +35,8 @@ def find_in_class_folders(folder: str, listing: Listing) -> tuple[list[Sample], 
     classes = classes if named else [(child, None) for child in children]
     images = {(class_folder, split): _images_below(class_folder, listing) for class_folder, split in classes}
     inner = _folders_in_classes(images)
-    told = _require_own_folders(inner) + _find_same_names(images)
+    notices = _require_own_folders(inner) + _find_same_names(images)
     start = len(os.path.join(folder, ""))  # of a path in the folder
-    notices = told
     if empty := [each[start:] for (each, _), paths in images.items() if not paths]:
         notices.append(f"{len(empty)} folders have no images, so they are not classes ({splits.some(empty)})")
     learned = {_name(each) for (each, split), paths in images.items() if paths and split in (None, "train")}

@@ -170,7 +170,7 @@ def run_ahead(env: Environment) -> Found:
     """A host that is many steps ahead of a device with 100 M parameters takes no memory for each of them."""
     runtime = open_runtime(env)
     torch.manual_seed(0)
-    task = Wide()
+    task = Wide(batch_size=8)
     taken = TrainingStep(task, runtime, task.model())
     taken.compile()
     batch = runtime.put(task.example(task.batch_size))
@@ -252,8 +252,6 @@ ON_ALL_CORES = ("all_reduce", "all_cores")
 
 class Wide(Task):
     """A sum of squares of a network of large layers."""
-
-    batch_size = 8
 
     def model(self):
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]

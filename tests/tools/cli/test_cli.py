@@ -355,6 +355,29 @@ def test_a_command_ends_before_cudnn_does_where_that_crashes_and_after_all_else(
     assert code == 99 or "saved" in ran.stdout
 
 
+FAILING = """
+import atexit, sys, types
+torch_xla = sys.modules["torch_xla"] = types.ModuleType("torch_xla")
+torch_xla._prepare_to_exit = lambda: print("again")
+atexit.register(torch_xla._prepare_to_exit)
+from tpukit.host.errors import TpukitError
+from tpukit_tools import cli
+def fail(argv):
+    raise TpukitError(sys.argv[1])
+cli._run = fail
+sys.exit(cli.main(["train"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words, is_opened_again", [("TPU initialization failed: busy", False), ("it is full", True)]
+)
+def test_a_chip_that_could_not_be_opened_is_left_alone_when_the_command_ends(words, is_opened_again):
+    ran = subprocess.run([sys.executable, "-c", FAILING, words], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 1 and words in ran.stderr
+    assert ("again" in ran.stdout) == is_opened_again
+
+
 def in_a_shell(code, *args, **environ):
     ran = subprocess.run(
         [sys.executable, "-c", code, *args],

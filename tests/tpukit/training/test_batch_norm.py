@@ -29,16 +29,6 @@ def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla
         assert layers(torch.ones(1, 3, 4, 4)).dtype == torch.bfloat16
 
 
-def test_frozen_batch_norms_of_one_sample_of_one_pixel_get_the_gradients_of_each_micro_batch_once(xla):
-    model = torch.nn.ModuleList([torch.nn.BatchNorm2d(4), torch.nn.BatchNorm2d(4)])
-    batch_norm.freeze(model)
-    model = model.to(xla.device)
-    for share in (1.0, 2.0):
-        x = torch.ones(1, 4, 1, 1, device=xla.device)
-        (share * (model[0](x) + model[1](x))).sum().backward()
-    assert [norm.bias.grad.tolist() for norm in model] == [[3.0] * 4] * 2
-
-
 def test_a_batch_norm_of_timm_keeps_its_activation():
     norm = pytest.importorskip("timm.layers").BatchNormAct2d(3).eval()
     wanted = norm(x := torch.randn(2, 3, 4, 4))

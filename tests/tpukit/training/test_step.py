@@ -18,6 +18,7 @@ from tpukit import MNIST, LanguageModel, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.training.step import TrainingStep, add_gradients, clip_gradients
+from tpukit.training.task import Task
 
 
 def test_the_loss_is_computed_in_float32_under_autocast(infrared):
@@ -128,6 +129,28 @@ def test_micro_batches_give_the_losses_gradients_and_weights_of_the_whole_batch(
             # Adam turns a gradient of nothing but rounding into up to a step of lr: a hundredth of one.
             torch.testing.assert_close(found[count][1][name], value, atol=1e-4, rtol=1e-4)
     assert len(found[1][0]) >= 8
+
+
+class TwoBiases(Task):
+    """Two biases of one pixel. `view` makes both gradients views of one tensor if there is one sample."""
+
+    def model(self):
+        return torch.nn.ParameterList([torch.zeros(4), torch.zeros(4)])
+
+    def loss(self, model, batch, epoch):
+        sums = batch["x"] + model[0].view(1, 4, 1, 1) + model[1].view(1, 4, 1, 1)
+        return (batch["x"] * sums).sum()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "xla"])
+def test_gradients_that_are_views_of_one_tensor_get_those_of_each_micro_batch_once(kind, request):
+    runtime, task = request.getfixturevalue(kind), TwoBiases(micro_batches=2)
+    model = runtime.to_device(task.model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = dict(x=torch.tensor([1.0, 2.0]).view(2, 1, 1, 1).expand(2, 4, 1, 1).contiguous())
+    add_gradients(task, task.loss, model, optimizer, runtime, runtime.put(batch), 0)
+    # The mean of both micro-batches
+    assert [bias.tolist() for bias in runtime.to_cpu([one.grad for one in model])] == [[1.5] * 4] * 2
 
 
 def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():
