@@ -37,12 +37,12 @@ def accumulate(sums: Tensor, loss: Tensor, grad_norm: Tensor | None, *, overflow
     overflow_is_skipped: a loss scaler skips steps whose gradient overflows, so an infinite norm is not yet an
     error."""
     loss_sum, steps, bad_step, last_norm = sums.unbind()
-    is_bad = ~torch.isfinite(loss)
+    is_good = loss.abs() < math.inf  # NaN is not; `isfinite` would be four operations
     if grad_norm is not None:
         last_norm = grad_norm
         if not overflow_is_skipped:
-            is_bad = is_bad | ~torch.isfinite(grad_norm)
-    bad_step = torch.where((bad_step < 0) & is_bad, steps, bad_step)
+            is_good = is_good & (grad_norm < math.inf)
+    bad_step = torch.where(is_good | (bad_step >= 0), bad_step, steps)
     return torch.stack([loss_sum + loss, steps + 1, bad_step, last_norm])
 
 

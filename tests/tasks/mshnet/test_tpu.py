@@ -17,7 +17,7 @@ def test_xla_alone_takes_the_way_for_tpus(xla):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "frozen"])
-@pytest.mark.parametrize("tiles", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_a_network_on_tiles_has_the_outputs_gradients_and_statistics_of_the_plain_one(tiles, mode):
     torch.manual_seed(0)
     plain, tiled = (Narrow().model().double().train(mode != "eval") for _ in range(2))
@@ -46,10 +46,18 @@ def test_a_network_on_tiles_has_the_outputs_gradients_and_statistics_of_the_plai
 
 
 @pytest.mark.parametrize(
-    "batch, size, tiles", [(32, 256, 4), (4, 256, 16), (128, 256, 1), (16, 64, 4), (1, 48, 2), (1, 16, 1)]
+    "batch, size, tiles", [(32, 256, 4), (4, 256, 32), (128, 256, 1), (16, 64, 8), (1, 48, 4), (1, 16, 2)]
 )
 def test_tiles_fill_the_lanes_of_a_core(batch, size, tiles):
     assert tiling.num_tiles(torch.zeros(batch, 3, size, size)) == tiles
+
+
+@pytest.mark.parametrize("height, tiles, halo", [(12, 3, 1), (12, 6, 3), (4, 2, 3), (2, 2, 5)])
+def test_a_halo_is_the_rows_of_the_image_around_a_tile_or_zeros(height, tiles, halo):
+    image = torch.randn(2, 3, height, 5)
+    around, size = F.pad(image, (0, 0, halo, halo)), height // tiles
+    wanted = [around[:, :, start : start + size + 2 * halo] for start in range(0, height, size)]
+    assert torch.equal(tiling.exchange_halo(tiling.split(image, tiles), tiles, halo), torch.cat(wanted))
 
 
 def test_the_gradient_that_the_convolutions_of_a_backward_pass_read_is_computed_once(xla):

@@ -1,6 +1,7 @@
 """`launch`: the same training on one core and on several; what is refused before anything starts."""
 
 import contextlib
+import fcntl
 import functools
 import signal
 
@@ -133,6 +134,9 @@ def test_a_launch_that_is_killed_and_terminated_draws_what_a_straight_one_draws(
         wait_for(lambda: steps_logged(tmp_path / "parted") >= at, process)
         process.send_signal(number)
         output_of(process)
+        for name in (".launch.lock", ".lock"):  # which its cores hold until they are gone, a moment later
+            with open(tmp_path / "parted" / name) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
     runs = launched(kind, odd, tmp_path, straight=dict(settings), parted=dict(settings))
     (straight, _), (parted, _) = runs["straight"], runs["parted"]
     assert len(parted.records("start")) == 3 and len(losses(parted)) == 8 * 24
