@@ -25,13 +25,14 @@ XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization
 
 # The files that take most CPU time, the longest first: at the end of all, one of them would run alone.
 LONGEST = """
-test_notebooks.py tools/emulate/test_emulate.py test_docs.py tpukit/launching/test_launcher.py
-release/test_executed.py tpukit/training/test_checkpoint.py tpukit/launching/test_public_loops.py
-tools/test_hardware.py tpukit/runs/test_backup.py tpukit/launching/test_supervisor.py
-tpukit/runs/test_own_loop.py tpukit/launching/test_core.py tpukit/reporting/test_widgets.py
-tpukit/devices/test_xla.py tpukit/training/test_loop.py tasks/text/test_text.py
-tpukit/launching/test_averages.py tpukit/launching/test_share.py tools/plan/test_plan.py
-tools/test_export.py test_benchmarks.py tools/cli/test_cli.py test_types.py tasks/cdeit/test_task.py
+test_notebooks.py test_docs.py tools/emulate/test_emulate.py tpukit/training/test_checkpoint.py
+tpukit/training/test_loop.py tpukit/launching/test_core.py tpukit/launching/test_supervisor.py
+tpukit/runs/test_own_loop.py tpukit/launching/test_launcher.py tasks/text/test_text.py
+tools/test_export.py tpukit/devices/test_xla.py release/test_notebooks.py release/test_executed.py
+tpukit/reporting/test_device_report.py tpukit/runs/test_faults.py tpukit/training/test_step.py
+tools/test_hardware.py tpukit/reporting/test_display.py tools/cli/test_cli.py
+release/test_install.py tpukit/training/test_saver.py tpukit/runs/test_backup.py
+tasks/text/test_dropout.py tasks/text/test_memory.py tpukit/launching/test_share.py
 """.split()
 
 

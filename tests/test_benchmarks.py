@@ -61,6 +61,8 @@ def test_a_row_is_read_from_what_a_part_prints_and_peers_take_the_steps_of_the_b
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.long  # which has the large one
 def test_a_small_campaign_of_kills_flipped_bits_and_faults_of_the_disk_loses_nothing():
     often = ["--kills", "5", "--flips", "4", "--read-faults", "6", "--write-faults", "6"]
     ran = subprocess.run(

@@ -168,8 +168,14 @@ def check_outputs(book, folder):
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=550)
 
 
+# Minutes: what an accuracy or a score takes that is worth showing
+DEAR = dict(colab_tpu_setup=[pytest.mark.nightly], finetune_images=[pytest.mark.nightly, pytest.mark.long])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", COPIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=DEAR.get(path.stem, ()), id=path.stem) for path in COPIES]
+)
 def test_the_outputs_of_a_copy_come_out_again(path, folder):
     book = nbformat.read(path, 4)
     if path.stem == "mnist_quickstart":  # as it is built: with the library inside

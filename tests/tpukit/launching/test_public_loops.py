@@ -1,4 +1,5 @@
-"""Five public loops' shapes (see public_loops.py) on two cores and on one."""
+"""Five public loops' shapes (see public_loops.py) on two cores and on one. On XLA they take minutes to
+compile, and the emulated TPU runs them too."""
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ BOUNDS = dict.fromkeys(LOOPS, 1e-5) | dict(lbfgs=1e-10)
 STEPS = dict(mnist=12, dcgan=4, nanogpt=6, unet=6, lbfgs=6)  # lbfgs: evaluations
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla"])
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("xla", marks=[pytest.mark.nightly, pytest.mark.long])]
+)
 def launched_loops(request, tmp_path_factory):
     """dict(two, one: name -> what the loop returned on as many cores, out: what was printed)."""
     if request.param == "xla":

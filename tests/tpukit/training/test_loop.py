@@ -32,8 +32,14 @@ TASKS = {  # the class, its data, its settings
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "device, name",
+    [
+        *(("cpu", name) for name in TASKS),
+        *(pytest.param("xla", name, marks=pytest.mark.slow) for name in TASKS if name != "mshnet"),
+        pytest.param("xla", "mshnet", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
+)
 def test_every_task_moves_its_weights_scores_and_shows(name, device, tmp_path, request, capsys):
     kind, data, settings = TASKS[name]
     kind = Narrow if kind is MSHNet and device == "xla" else kind
