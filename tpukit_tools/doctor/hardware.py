@@ -100,7 +100,7 @@ def all_reduce(env: Environment) -> Found:
 
 
 def all_cores(env: Environment) -> Found:
-    """A training run on all cores, a process each, has the losses of one on one core."""
+    """A training run on all cores, a process each, has the losses of a run on one core."""
     # The several first: afterwards this process has opened the device.
     several, has_learned, text = train_digits(env, max(2, env.cores), precision="fp32")
     one, _, _ = train_digits(env, 1, precision="fp32")
@@ -119,7 +119,7 @@ def attention_kernels(env: Environment) -> Found:
 
 
 def replays(env: Environment) -> Found:
-    """Steps with a changing learning rate are one graph, wait for nothing, and lose no memory."""
+    """Steps with a changing learning rate are one graph, wait for nothing, and leak no memory."""
     runtime = open_runtime(env)
     taken, batch = new_step(runtime)
     peaks = []
@@ -167,7 +167,7 @@ def mshnet(env: Environment) -> Found:
 
 
 def run_ahead(env: Environment) -> Found:
-    """A host that is many steps ahead of a device with 100 M parameters takes no memory for each of them."""
+    """A host many steps ahead of a device with 100 M parameters takes no extra memory per step."""
     runtime = open_runtime(env)
     torch.manual_seed(0)
     task = Wide(batch_size=8)
@@ -224,7 +224,7 @@ def overflow(env: Environment) -> Found:
 
 
 def out_of_memory(env: Environment) -> Found:
-    """Asking for more memory than there is ends in an error that tpukit knows, and the device computes on."""
+    """Asking for more memory than there is ends in an error that tpukit knows, and the device still works."""
     runtime = open_runtime(env)
     try:
         x = runtime.put(torch.ones(2**20))
