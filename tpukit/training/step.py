@@ -85,7 +85,7 @@ def add_gradients(
             value = loss(model, part, epoch).float()
         value = value if count == 1 else value / count
         runtime.scaler.scale(value).backward()  # scaled in fp16 only
-        if number == 0 and count > 1:
+        if number == 0:
             separate(optimizer)
         losses.append(value.detach())
     runtime.scaler.unscale_(optimizer)
@@ -93,11 +93,18 @@ def add_gradients(
 
 
 def separate(optimizer: Optimizer) -> None:
-    """Give each gradient memory of its own, before others are added to it. Of a sample of one pixel, autograd
-    makes those of two biases views of one tensor, to which it would add twice."""
+    """Give each gradient memory of its own, before anything is written to it. Of a sample of one pixel,
+    autograd makes those of two biases views of one tensor, which a second micro-batch, a clip or a scaler
+    would change twice: https://github.com/pytorch/pytorch/issues/34082."""
+    seen = set()
     for parameter in parameters_with_gradient(optimizer):
         assert parameter.grad is not None
-        parameter.grad = parameter.grad.clone()
+        if parameter.grad.layout != torch.strided:
+            continue
+        memory = parameter.grad.untyped_storage()._cdata  # has an address on XLA, too
+        if memory in seen:
+            parameter.grad = parameter.grad.clone()
+        seen.add(memory)
 
 
 class TrainingStep:

@@ -142,15 +142,27 @@ class TwoBiases(Task):
         return (batch["x"] * sums).sum()
 
 
-@pytest.mark.parametrize("kind", ["cpu", "xla"])
-def test_gradients_that_are_views_of_one_tensor_get_those_of_each_micro_batch_once(kind, request):
-    runtime, task = request.getfixturevalue(kind), TwoBiases(micro_batches=2)
+def two_gradients(runtime, micro_batches, clip_norm=None):
+    """The gradients of both biases, for a batch of 1 or of 1 and 2."""
+    task = TwoBiases(micro_batches=micro_batches)
     model = runtime.to_device(task.model())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batch = dict(x=torch.tensor([1.0, 2.0]).view(2, 1, 1, 1).expand(2, 4, 1, 1).contiguous())
+    batch = dict(x=torch.arange(1.0, micro_batches + 1)[:, None, None, None].repeat(1, 4, 1, 1))
     add_gradients(task, task.loss, model, optimizer, runtime, runtime.put(batch), 0)
-    # The mean of both micro-batches
-    assert [bias.tolist() for bias in runtime.to_cpu([one.grad for one in model])] == [[1.5] * 4] * 2
+    clip_gradients(optimizer, clip_norm)
+    return [gradient.tolist() for gradient in runtime.to_cpu([one.grad for one in model])]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "xla"])
+def test_gradients_that_are_views_of_one_tensor_are_added_and_clipped_once(kind, request):
+    runtime = request.getfixturevalue(kind)
+    assert two_gradients(runtime, micro_batches=2) == [[1.5] * 4] * 2  # the mean of both
+    clipped = two_gradients(runtime, micro_batches=1, clip_norm=2**0.5)  # half of their norm
+    torch.testing.assert_close(clipped, [[0.5] * 4] * 2, atol=1e-5, rtol=0)
+
+
+def test_in_fp16_gradients_that_are_views_of_one_tensor_are_scaled_back_once():
+    assert two_gradients(Runtime("cpu", "fp16"), micro_batches=1) == [[1.0] * 4] * 2
 
 
 def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():
