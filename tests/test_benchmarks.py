@@ -49,7 +49,9 @@ def test_the_bare_loop_trains_the_same_network_on_the_same_batches_as_tpukits(di
 def test_a_row_is_read_from_what_a_part_prints_and_peers_take_the_steps_of_the_bare_loop(capsys, monkeypatch):
     ways = loops.contenders(loops.Tiny(epochs=2, eval_every=9, log_every=999, steps=3), "cpu")
     taken, step = [], torch.optim.SGD.step
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda *given: taken.append(1) or step(*given))
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda *given, **named: taken.append(1) or step(*given, **named)
+    )
     for name in {*ways} & {"bare", "tpukit", "Fabric", "Lightning"}:  # accelerate takes the XLA device here
         assert ways[name].run() > 0
         assert len(taken) == 2 * 3, name

@@ -236,7 +236,7 @@ print(*hardware.mshnet(hardware.detect()))
 def test_mshnet_on_tiles_has_the_gradients_of_the_plain_network_unless_a_tile_is_wrong(wrong, holds):
     """A process of its own, because it changes what others use."""
     output = run_python("-c", TILES, wrong, timeout_s=300).stdout
-    assert output.startswith(f"{holds} 4 tiles of an image; relative differences: loss "), output
+    assert output.startswith(f"{holds} 8 tiles of an image; relative differences: loss "), output
 
 
 AT = r"string. line \d+"

@@ -25,6 +25,21 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
+def separate_gradients(optimizer: Optimizer) -> None:
+    """Give each gradient memory of its own, before anything is written to it. Of a sample of one pixel,
+    autograd makes those of two biases views of one tensor, which a second micro-batch, a clip or a scaler
+    would change twice: https://github.com/pytorch/pytorch/issues/34082."""
+    seen = set()
+    for parameter in parameters_with_gradient(optimizer):
+        assert parameter.grad is not None
+        if parameter.grad.layout != torch.strided:
+            continue
+        memory = parameter.grad.untyped_storage()._cdata  # has an address on XLA, too
+        if memory in seen:
+            parameter.grad = parameter.grad.clone()
+        seen.add(memory)
+
+
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors of an optimizer's state, wherever they lie."""
     values = (value for state in optimizer.state.values() for value in state.values())

@@ -137,17 +137,20 @@ class Core:
         Args:
             optimizer: one whose parameters have gradients.
             *others: more of them."""
+        from tpukit.devices.optimizers import separate_gradients  # here: it loads torch
+
         for each in (optimizer, *others):
             if each not in self.averaged:
                 self._prepare(each)
             if self.averaged[each]() and self.size > 1:
                 self._say_once(_CHANGED)
+            separate_gradients(each)
             self.runtime.even_out_gradients(each)
             self.runtime.all_reduce_gradients(each)
 
     def _prepare(self, optimizer: Optimizer) -> None:
         """Let all cores have the same weights, and the first step be compiled like the others."""
-        from tpukit.devices.optimizers import watch_gradients  # here: it loads torch
+        from tpukit.devices.optimizers import watch_gradients
 
         self.averaged[optimizer] = watch_gradients(optimizer)
         if self.runtime.copy_weights_of_rank_0(optimizer):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tpukit.devices.optimizers import gradients, parameters_with_gradient
+from tpukit.devices.optimizers import gradients, parameters_with_gradient, separate_gradients
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.tensors import after_gradients
 from tpukit.training import batch_norm, layers, metrics
@@ -86,25 +86,10 @@ def add_gradients(
         value = value if count == 1 else value / count
         runtime.scaler.scale(value).backward()  # scaled in fp16 only
         if number == 0:
-            separate(optimizer)
+            separate_gradients(optimizer)
         losses.append(value.detach())
     runtime.scaler.unscale_(optimizer)
     return sum(losses[1:], start=losses[0])
-
-
-def separate(optimizer: Optimizer) -> None:
-    """Give each gradient memory of its own, before anything is written to it. Of a sample of one pixel,
-    autograd makes those of two biases views of one tensor, which a second micro-batch, a clip or a scaler
-    would change twice: https://github.com/pytorch/pytorch/issues/34082."""
-    seen = set()
-    for parameter in parameters_with_gradient(optimizer):
-        assert parameter.grad is not None
-        if parameter.grad.layout != torch.strided:
-            continue
-        memory = parameter.grad.untyped_storage()._cdata  # has an address on XLA, too
-        if memory in seen:
-            parameter.grad = parameter.grad.clone()
-        seen.add(memory)
 
 
 class TrainingStep:

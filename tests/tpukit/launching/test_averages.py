@@ -122,6 +122,15 @@ def seeded():
     core.optimizer_step(other)
     return before, after, ranks(core, model, second)
 
+def views():
+    core = tpukit.core()
+    biases = [nn.Parameter(torch.zeros(4, device=core.device)) for _ in range(2)]
+    x = torch.ones(1, 4, 1, 1).to(core.device)
+    (x * (x + biases[0].view(x.shape) + biases[1].view(x.shape))).sum().backward()
+    core.average_gradients(torch.optim.SGD(biases, lr=0.1))
+    nn.utils.clip_grad_norm_(biases, 2**0.5)
+    return core.world.all_gather([g for bias in biases for g in bias.grad.cpu().tolist()])
+
 def told(function, *args, cores=2):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         result = launch(function, *args, cores=cores)
@@ -142,6 +151,7 @@ print("RESULT", dict(
     by_ddp=told(by_ddp),
     late=told(late),
     seeded=told(seeded),
+    views=[told(views), told(views, cores=1)],
 ))
 """
 UNAVERAGED, CHANGED = "nothing averaged", "Gradients changed"
@@ -173,6 +183,12 @@ def test_two_cores_that_accumulate_and_clip_equal_one_to_eight_digits(kind, requ
     check_equal(two[0], one[0])
     assert one[0][0][0] == pytest.approx(0.04451792, abs=1e-8)  # Lightning Fabric's, on two processes
     assert two[1] == one[1] == 5  # steps
+
+
+@pytest.mark.slow
+def test_gradients_that_are_views_of_one_tensor_are_clipped_once(loops):
+    for ranks, _ in loops["views"]:
+        assert all(rank == pytest.approx([0.5] * 8, abs=1e-5) for rank in ranks)
 
 
 @pytest.mark.slow
