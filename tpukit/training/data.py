@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
@@ -10,6 +11,7 @@ import numpy as np
 from tpukit.devices.runtime import Batch, Runtime, Stored
 from tpukit.host.errors import TpukitError
 
+QUICK_S = 5e-4  # what takes less is made sooner than given to a thread
 MAX_BYTES = 2**31  # of a dataset kept on a device: an eighth of the 16 GiB of a T4 or a v5e chip
 
 
@@ -61,9 +63,9 @@ class BatchLoader:
     """Brings the batches of a dataset to a runtime's device.
 
     data: as `Task.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an
-    index and a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead (0: in the
-    calling thread); "auto" stores them on an accelerator if they take at most MAX_BYTES, or an eighth of a
-    GPU that is larger; each of the devices holds them."""
+    index and a few numbers per sample; "host" makes every batch: `workers` threads do, a few ahead, once one
+    takes QUICK_S (0: the calling thread); "auto" stores them on an accelerator if they take at most
+    MAX_BYTES, or an eighth of a GPU that is larger; each of the devices holds them."""
 
     def __init__(self, data: Any, runtime: Runtime, *, on: str = "auto", workers: int = 2) -> None:
         self.data, self.runtime, self.workers = data, runtime, workers
@@ -76,7 +78,9 @@ class BatchLoader:
                 " 'host', or implement device_arrays, device_nbytes, sample_parameters and compose"
                 " (tpukit_tasks/mnist.py has them)"
             )
-        where = f"{workers} threads prepare batches in advance" if workers else "batches are made on demand"
+        where = "batches are made on demand"
+        if workers:
+            where = f"up to {workers} threads prepare batches in advance"
         if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):
             gpus = runtime.memory() if runtime.device.type == "cuda" else []
             limit = max([MAX_BYTES, *(total // 8 for _, total in gpus)])
@@ -94,8 +98,15 @@ class BatchLoader:
         Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what
         one device would."""
         # For an index and a few numbers, threads would only compete for the interpreter.
-        if self.workers == 0 or self.resident is not None:
-            yield from (self.runtime.put_batch(self._make(spec)) for spec in plan)
+        uses_threads, plan = self.workers > 0 and self.resident is None, iter(plan)
+        for spec in plan:
+            started = time.perf_counter()
+            arrays = self._make(spec)
+            is_quick = time.perf_counter() - started < QUICK_S
+            yield self.runtime.put_batch(arrays)
+            if uses_threads and not is_quick:
+                break
+        else:
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix="batches")
         pending = collections.deque()

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 import types
 
 import numpy as np
@@ -41,12 +42,15 @@ def test_an_evaluation_sees_every_sample_once_in_batches_of_one_shape(size, batc
     assert np.concatenate([indices[valid] for indices, _, valid in plan]).tolist() == list(range(size))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_come_in_order_and_without_workers_the_thread_that_asks_makes_them(workers, cpu):
+@pytest.mark.parametrize(
+    "workers, takes_s, has_threads", [(0, 0.01, False), (1, 0.01, True), (3, 0.01, True), (3, 0.0, False)]
+)
+def test_batches_come_in_order_and_threads_make_those_that_take_long(workers, takes_s, has_threads, cpu):
     made_by = []
 
     class Numbers:
         def batch(self, indices, numbers=None):
+            time.sleep(takes_s)
             made_by.append(threading.current_thread())
             return dict(number=indices, sum=numbers.sum(1))
 
@@ -55,12 +59,12 @@ def test_batches_come_in_order_and_without_workers_the_thread_that_asks_makes_th
 
     plan = list(training_index_batches(40, 4, seed=0, epoch=0, num_uniforms=2))
     batches = BatchLoader(Numbers(), cpu, workers=workers).batches(plan)
-    first = next(batches)
-    here = threading.current_thread()
-    assert here not in made_by if workers else made_by == [here], "one, when it is due"
+    first, here = next(batches), threading.current_thread()
+    assert made_by == [here], "one, when it is due"
     for batch, spec in itertools.zip_longest([first, *batches], plan):
         assert np.array_equal(batch["number"], spec.indices)
         assert np.array_equal(batch["sum"], spec.numbers.sum(1))
+    assert (here not in made_by[1:]) == has_threads
 
 
 KINDS = {
