@@ -70,8 +70,8 @@ def test_it_ends_as_a_cold_one(program, starts):
 
 WAITS = """
 import os, time
-print(os.getpid(), flush=True)
 try:
+    print(os.getpid(), flush=True)  # upon which the signal comes
     time.sleep(600)
 except KeyboardInterrupt:
     os._exit(130)
