@@ -85,8 +85,7 @@ def add_gradients(
             value = loss(model, part, epoch).float()
         value = value if count == 1 else value / count
         runtime.scaler.scale(value).backward()  # scaled in fp16 only
-        if number == 0:
-            separate_gradients(optimizer)
+        separate_gradients(optimizer)
         losses.append(value.detach())
     runtime.scaler.unscale_(optimizer)
     return sum(losses[1:], start=losses[0])

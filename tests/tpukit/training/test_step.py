@@ -142,9 +142,9 @@ class TwoBiases(Task):
         return (batch["x"] * sums).sum()
 
 
-def two_gradients(runtime, micro_batches, clip_norm=None):
-    """The gradients of both biases, for a batch of 1 or of 1 and 2."""
-    task = TwoBiases(micro_batches=micro_batches)
+def two_gradients(runtime, micro_batches, clip_norm=None, kind=TwoBiases):
+    """The gradients of both biases, for a batch of 1, of 1 and 2, or of 1 to 3."""
+    task = kind(micro_batches=micro_batches)
     model = runtime.to_device(task.model())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batch = dict(x=torch.arange(1.0, micro_batches + 1)[:, None, None, None].repeat(1, 4, 1, 1))
@@ -159,6 +159,18 @@ def test_gradients_that_are_views_of_one_tensor_are_added_and_clipped_once(kind,
     assert two_gradients(runtime, micro_batches=2) == [[1.5] * 4] * 2  # the mean of both
     clipped = two_gradients(runtime, micro_batches=1, clip_norm=2**0.5)  # half of their norm
     torch.testing.assert_close(clipped, [[0.5] * 4] * 2, atol=1e-5, rtol=0)
+
+
+class LateBiases(TwoBiases):
+    """Biases that the first micro-batch does not use."""
+
+    def loss(self, model, batch, epoch):
+        loss = super().loss(model, batch, epoch)
+        return loss if batch["x"].max() > 1 else loss.detach().requires_grad_()
+
+
+def test_views_of_one_tensor_that_come_with_a_later_micro_batch_are_added_once(cpu):
+    assert two_gradients(cpu, micro_batches=3, kind=LateBiases) == [[pytest.approx(5 / 3)] * 4] * 2
 
 
 def test_in_fp16_gradients_that_are_views_of_one_tensor_are_scaled_back_once():
