@@ -62,15 +62,18 @@ def plot_curve(axis, name, epochs, values, labels, end):
 
 
 def live_figure(records: list, labels: findings.Labels) -> "Figure":
-    """Draw a training run as it stands, over all planned epochs: loss, the score that decides, and speed.
-    The progress bar, which is redrawn more often, says how far it is."""
+    """Draw a training run as it stands, over all planned epochs: loss, a score, and speed. The score is the
+    one that decides, or where it has no name, the first that has. The progress bar, which is redrawn more
+    often, says how far it is."""
     figure, ((loss, score, speed),) = subplots(1, 3, 2.9)
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
     intervals = findings.of_kind(findings.last_session(records), "train")
     done = [record["step"] / steps_per_epoch for record in intervals]
     end = max([findings.planned_epochs(records), *done, *(epochs[-1] for epochs, _ in series.values())])
     scores = [name for name in series if name not in findings.NO_SCORES]
-    for axis, name in ((loss, "loss"), (score, labels.score or next(iter(scores), "score"))):
+    named = list(labels.names) or [labels.score or next(iter(scores), "score")]
+    shown = labels.score if labels.score in named else named[0]
+    for axis, name in ((loss, "loss"), (score, shown)):
         plot_curve(axis, name, *series.get(name, ((), ())), labels, end)
     rates = [record["speed"]["images_per_s"] for record in intervals]
     plot(speed, done, rates, GREEN)

@@ -28,6 +28,17 @@ def local(path: str | Path) -> Path:
     return files.local_path(path, "weights are read from a file: download it first")
 
 
+def find(path: str | Path) -> Path:
+    """Return the path of a weights file that is there. Raises TpukitError for one that is not, for a folder,
+    and for an address."""
+    path = local(path)
+    with explain_damage(path):
+        if not path.is_file():
+            folder = "a folder; name the file in it, of a run best.safetensors"
+            raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
+    return path
+
+
 def read(path: str | Path) -> "dict[str, Tensor]":
     """Return name -> CPU tensor of a .safetensors, .pth, .pt, .pkl or .tar file.
 
@@ -37,11 +48,8 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     cannot be read now, and for a pickle that would run code: it is never run."""
     import torch
 
-    path = local(path)
+    path = find(path)
     with explain_damage(path):
-        if not path.is_file():
-            folder = "a folder; name the file in it, of a run best.safetensors"
-            raise TpukitError(f"weights {path}: {folder if path.is_dir() else 'no such file'}")
         # By Python, because the readers of torch and safetensors take an error of the disk for damage.
         data = manifest.read_best(path) if path.name == manifest.BEST else files.read_bytes(path)
         if path.suffix == ".safetensors":

@@ -51,6 +51,8 @@ def train(
     from tpukit.reporting.findings import labels_of, last_and_kept_table
 
     env = tpukit.detect()
+    if task.weights:
+        weights.find(task.weights)  # before any data is made or downloaded
     task = with_dataset(task, env)
     opened = tpukit.Run.open(run or env.outputs / task.name, task, backup=backup)
     scores = tpukit.launch(tpukit.train, task, opened, cores=cores)

@@ -68,6 +68,13 @@ def test_a_backup_that_cannot_be_made_is_refused_before_the_training(digits, cal
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "new/records.jsonl").exists()
 
 
+def test_weights_that_are_missing_are_named_before_any_data_is_made(call, tmp_path):
+    for words in ("train mshnet --weights none.pt", "train mnist --weights here"):
+        (tmp_path / "here").mkdir(exist_ok=True)
+        refused(call(*words.split()), words.split()[-1], "no such file" if "none" in words else "a folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
 @contextlib.contextmanager
 def as_nobody(folder):
     """Context manager: without root's right to every file, in a folder."""

@@ -208,6 +208,13 @@ def test_a_live_chart_shows_loss_the_deciding_score_and_speed_from_the_first_mom
     assert axes_of(flat)["loss"].yaxis.get_offset_text().get_text() == ""
 
 
+def test_a_live_chart_names_its_score_as_the_tables_do_where_the_deciding_one_has_no_name():
+    records = records_of([0.25, 0.75])
+    axes = axes_of(figures.live_figure(records, findings.Labels("iou", dict(fa="Fa"))))
+    assert list(axes) == ["loss", "Fa", "samples per second"]
+    assert lines(axes["Fa"])[0] == lines(axes_of(figures.curves_figure(records, LABELS))["Fa"])[0]
+
+
 def test_an_axis_of_scores_tells_97_from_99_percent_and_leaves_room_above_the_best():
     rising = [0.1, 0.5, 0.8, 0.9, 0.97, 0.98, 0.985, 0.99]
     axis = axes_of(figures.curves_figure(records_of(rising), LABELS))["IoU (best 0.99)"]
