@@ -297,9 +297,9 @@ def test_notebooks_are_thin_have_no_outputs_and_preselect_their_hardware(path):
     for cell in cells:
         assert not cell["outputs"] and cell["execution_count"] is None
         lines = lines_of(cell)
-        most = 17 if cell is parameters else 12
+        most = 17 if cell is parameters else 15
         assert len(lines) <= most, "".join(cell["source"])
-        assert max(map(len, lines)) <= 100, max(lines, key=len)  # more is cut at the width of a laptop
+        assert max(map(len, lines)) <= 80, max(lines, key=len)  # more is cut in half a screen
     assert sum(len(text.split()) for text in texts(notebook)) <= 700
     # A line a setting: a list for Colab's form, or what it means; both are read in JupyterLab, too.
     assert all(

@@ -193,7 +193,7 @@ class Task:
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index,
     augmented there. host: threads make the batches. auto: the device, if it is an accelerator and they
-    take at most 2 GiB; else the host."""
+    take at most 2 GiB, or an eighth of a larger GPU; else the host."""
 
     def __post_init__(self) -> None:
         """Raise TpukitError for a setting that no training run can have. A whole float becomes an int."""
