@@ -99,13 +99,12 @@ test: lint
 	-$(BIN)/tpukit emulate v5e-1 true
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not nightly"
 
-# Side by side, because each takes one core.
+# Side by side, because the campaign takes one core, and ends first.
 nightly: .venv/installed
 	$(MAKE) -j 2 nightly-tests campaign
 
-# One worker: the compiler of a TPU takes up to 10 GB.
 nightly-tests: .venv/installed
-	$(PYTEST) -n 1 -m "$(NIGHTLY)"
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "$(NIGHTLY)"
 
 campaign: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --kills $(KILLS) --flips $(KILLS) \

@@ -25,7 +25,9 @@ XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization
 
 # The files that take most CPU time, the longest first: at the end of all, one of them would run alone.
 LONGEST = """
-test_notebooks.py test_docs.py tools/emulate/test_emulate.py tpukit/training/test_checkpoint.py
+test_notebooks.py test_docs.py tools/emulate/test_emulate.py tools/emulate/test_accidents.py
+tools/plan/test_plan.py tasks/cdeit/test_attention.py tools/emulate/test_notebooks.py
+tools/emulate/test_tasks.py test_jupyterlab.py tpukit/training/test_checkpoint.py
 tpukit/training/test_loop.py tpukit/launching/test_core.py tpukit/launching/test_supervisor.py
 tpukit/runs/test_own_loop.py tpukit/launching/test_launcher.py tasks/text/test_text.py
 tools/test_export.py tpukit/devices/test_xla.py release/test_notebooks.py release/test_executed.py

@@ -279,7 +279,8 @@ def with_dataset_of_test(task: Task, env: Environment, file: Path) -> Task:
     """Return the task with the real dataset that published weights were scored on. Raises TpukitError without
     it: scores on a synthetic set are not theirs."""
     known = weights.metadata(file).get(task.score)
-    score = f" (there its {task.score} is {float(known):.3f})" if known else ""
+    name = task.score_names.get(task.score, task.score)
+    score = f" (there its {name} is {float(known):.3f})" if known else ""
     try:
         folder = find_dataset(task.dataset, task.dataset_dir, demo=False, env=env)
     except TpukitError as error:
