@@ -1,5 +1,6 @@
 """The tensors of an optimizer: those that it updates, and those that it keeps. And `adamw`, for tasks."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,12 +26,12 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
-def separate_gradients(optimizer: Optimizer) -> None:
+def separate_gradients(*optimizers: Optimizer) -> None:
     """Give each gradient memory of its own, before anything is written to it. Of a sample of one pixel,
     autograd makes those of two biases views of one tensor, which a second micro-batch, a clip or a scaler
     would change twice: https://github.com/pytorch/pytorch/issues/34082."""
     seen = set()
-    for parameter in parameters_with_gradient(optimizer):
+    for parameter in itertools.chain.from_iterable(map(parameters_with_gradient, optimizers)):
         assert parameter.grad is not None
         if parameter.grad.layout != torch.strided:
             continue

@@ -139,12 +139,14 @@ class Core:
             *others: more of them."""
         from tpukit.devices.optimizers import separate_gradients  # here: it loads torch
 
-        for each in (optimizer, *others):
+        optimizers = optimizer, *others
+        for each in optimizers:
             if each not in self.averaged:
                 self._prepare(each)
             if self.averaged[each]() and self.size > 1:
                 self._say_once(_CHANGED)
-            separate_gradients(each)
+        separate_gradients(*optimizers)
+        for each in optimizers:
             self.runtime.even_out_gradients(each)
             self.runtime.all_reduce_gradients(each)
 
