@@ -99,12 +99,13 @@ test: lint
 	-$(BIN)/tpukit emulate v5e-1 true
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not nightly"
 
-# Side by side, because the campaign takes one core, and ends first.
+# Side by side, because the campaign takes one core.
 nightly: .venv/installed
 	$(MAKE) -j 2 nightly-tests campaign
 
+# Two workers at most: eight emulated chips, or the compiler of a TPU, take gigabytes of memory.
 nightly-tests: .venv/installed
-	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "$(NIGHTLY)"
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "$(NIGHTLY)"
 
 campaign: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --kills $(KILLS) --flips $(KILLS) \
