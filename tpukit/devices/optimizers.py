@@ -32,13 +32,12 @@ def separate_gradients(*optimizers: Optimizer) -> None:
     would change twice: https://github.com/pytorch/pytorch/issues/34082."""
     seen = set()
     for parameter in itertools.chain.from_iterable(map(parameters_with_gradient, optimizers)):
-        assert parameter.grad is not None
-        if parameter.grad.layout != torch.strided:
-            continue
-        memory = parameter.grad.untyped_storage()._cdata  # has an address on XLA, too
-        if memory in seen:
-            parameter.grad = parameter.grad.clone()
-        seen.add(memory)
+        gradient: Any = parameter.grad
+        if gradient.layout == torch.strided:
+            memory = gradient.untyped_storage()._cdata  # has an address on XLA, too
+            if memory in seen:
+                parameter.grad = gradient.clone()
+            seen.add(memory)
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 XLA_DEVICES = {"xla", "tpu"}  # types of device, one by each package for TPUs
 
@@ -11,6 +11,17 @@ XLA_DEVICES = {"xla", "tpu"}  # types of device, one by each package for TPUs
 def is_on_xla(tensor: Tensor) -> bool:
     """Return whether XLA compiles what is computed with a tensor, by whichever package."""
     return tensor.device.type in XLA_DEVICES
+
+
+def move(model: nn.Module, *to: Any, **options: Any) -> nn.Module:
+    """Return a model moved as by `model.to`, whose tied parameters are tied there, too: moving to an XLA
+    device, or from one, makes a new parameter for each place that has one."""
+    parts = model.modules()
+    places = [(part, name, id(value)) for part in parts for name, value in part._parameters.items()]
+    model, moved = model.to(*to, **options), {}
+    for part, name, was in places:
+        part._parameters[name] = moved.setdefault(was, part._parameters[name])
+    return model
 
 
 def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:

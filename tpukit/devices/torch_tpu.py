@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tpukit.devices.optimizers import count_steps_on_device
 from tpukit.devices.runtime import Runtime
+from tpukit.devices.tensors import move
 from tpukit.host.errors import TpukitError
 
 BACKEND = "cpu:gloo,tpu:tpu_dist"  # for torch.distributed: host memory, and the links between chips
@@ -69,7 +70,7 @@ class TorchTPURuntime(Runtime):
         return torch.tpu.get_device_name() + " through torch_tpu"
 
     def to_device(self, model: nn.Module) -> nn.Module:
-        return model.to(self.device)  # the compiler chooses its own layouts
+        return move(model, self.device)  # the compiler chooses its own layouts
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         # The step changes weights, so only its loss is compiled: see `torch_compile`.

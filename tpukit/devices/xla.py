@@ -22,6 +22,7 @@ from tpukit.devices.optimizers import (
     parameters_with_gradient,
 )
 from tpukit.devices.runtime import Runtime, Stored
+from tpukit.devices.tensors import move
 from tpukit.devices.xla_graph import CompiledFunction, ReplayedStep
 
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
@@ -66,7 +67,7 @@ class XLARuntime(Runtime):
         if prepare and not self.notes:
             self.notes = prepare(self)  # a sentence: which of its ways it computes here
         values = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
-        model = model.to(self.device)  # the compiler chooses its own layouts
+        model = move(model, self.device)  # the compiler chooses its own layouts
         self._separate(model.buffers(), values)
         with torch.no_grad():
             # A tensor that was never written in place is traced differently the first time.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tpukit.devices.runtime import Runtime
+from tpukit.devices.tensors import move
 
 EVERY = 10  # steps
 
@@ -17,7 +18,7 @@ class WeightEMA:
     def __init__(self, model: nn.Module, decay: float, runtime: Runtime) -> None:
         self.decay, self.runtime = decay, runtime
         # By way of the host: on XLA a copy of a tensor shares its memory, which a step donates.
-        self.model = runtime.to_device(copy.deepcopy(model).cpu().requires_grad_(False))
+        self.model = runtime.to_device(move(copy.deepcopy(model), "cpu").requires_grad_(False))
         self.update = runtime.inference(functools.partial(update_average, self.model, model))
 
     def step(self, step: int) -> None:

@@ -175,11 +175,6 @@ class Network(nn.Module):
             raise RuntimeError(f"missing or unknown: {', '.join(sorted(different)[:3])}")
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Network:
-        super()._apply(fn, recurse)
-        self.causal.tie_weights()  # on XLA moving makes new parameters, here two of one
-        return self
-
 
 def _with_adapter(module: Any, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Return what peft's forward does of a layer with an adapter. That scales and adds by passes of their own

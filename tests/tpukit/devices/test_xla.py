@@ -13,6 +13,7 @@ pytest.importorskip("torch_xla")
 import torch_xla
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.conftest import checkpoint
 from tests.tasks.mshnet.small import Narrow
 from tests.tpukit.devices.conftest import take_step
 from tests.tpukit.training.conftest import train_in
@@ -58,6 +59,28 @@ def test_a_run_moves_between_devices_and_trains_in_bf16(digits, tmp_path, xla, c
     assert run.records("epoch")[-1]["loss"] < run.records("epoch")[0]["loss"]
     with in_bf16.autocast():
         assert (matrix @ matrix).dtype == torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiedDigits(MNIST):
+    def model(self):
+        first, second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        second.weight = first.weight
+        ends = torch.nn.Linear(28 * 28, 16), torch.nn.Linear(16, 10)
+        return torch.nn.Sequential(torch.nn.Flatten(), ends[0], first, torch.nn.Tanh(), second, ends[1])
+
+
+def test_parameters_that_a_user_has_tied_stay_tied_and_so_does_their_average(digits, tmp_path, xla, cpu):
+    task = TiedDigits(dataset_dir=digits, epochs=2, batch_size=40, ema_decay=0.9)
+    losses, kept = {}, {}
+    for runtime in (xla, cpu):
+        run = train_in(tmp_path / runtime.accelerator, task, runtime)
+        losses[runtime.accelerator] = [record["loss"] for record in run.records("epoch")]
+        kept[runtime.accelerator] = checkpoint(run)["averaged"]
+    assert losses["xla"] == pytest.approx(losses["cpu"], rel=1e-4)
+    assert torch.equal(kept["xla"]["2.weight"], kept["xla"]["4.weight"])
+    for name, value in kept["cpu"].items():
+        assert torch.allclose(kept["xla"][name], value, atol=1e-4), name
 
 
 def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_nothing_anew(xla):
