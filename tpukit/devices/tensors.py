@@ -20,7 +20,7 @@ def move(model: nn.Module, *to: Any, **options: Any) -> nn.Module:
     places = [(part, name, id(value)) for part in parts for name, value in part._parameters.items()]
     model, moved = model.to(*to, **options), {}
     for part, name, was in places:
-        part._parameters[name] = moved.setdefault(was, part._parameters[name])
+        setattr(part, name, moved.setdefault(was, part._parameters[name]))  # an RNN has a list of them, too
     return model
 
 

@@ -83,6 +83,15 @@ def test_parameters_that_a_user_has_tied_stay_tied_and_so_does_their_average(dig
         assert torch.allclose(kept["xla"][name], value, atol=1e-4), name
 
 
+def test_tied_recurrent_layers_compute_with_the_one_weight_that_they_share(xla):
+    first, second = torch.nn.LSTM(3, 3), torch.nn.LSTM(3, 3)
+    second.weight_hh_l0 = first.weight_hh_l0
+    model = xla.to_device(torch.nn.ModuleList([first, second]))
+    with torch.no_grad():
+        model[0].weight_hh_l0.zero_()
+    assert not model[1]._flat_weights[1].cpu().any() and len(list(model.parameters())) == 7
+
+
 def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_nothing_anew(xla):
     """From step 36,314 on the square root of 1 - 0.999^step is exactly 1, and some operations fold that
     number."""
