@@ -30,14 +30,12 @@ def separate_gradients(*optimizers: Optimizer) -> None:
     """Give each gradient memory of its own, before anything is written to it. Of a sample of one pixel,
     autograd makes those of two biases views of one tensor, which a second micro-batch, a clip or a scaler
     would change twice: https://github.com/pytorch/pytorch/issues/34082."""
-    seen = set()
+    owners = {}  # address of a storage, which XLA's have, too -> the first parameter whose gradient is in it
     for parameter in itertools.chain.from_iterable(map(parameters_with_gradient, optimizers)):
         gradient: Any = parameter.grad
         if gradient.layout == torch.strided:
-            memory = gradient.untyped_storage()._cdata  # has an address on XLA, too
-            if memory in seen:
+            if owners.setdefault(gradient.untyped_storage()._cdata, parameter) is not parameter:
                 parameter.grad = gradient.clone()
-            seen.add(memory)
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

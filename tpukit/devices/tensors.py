@@ -14,13 +14,18 @@ def is_on_xla(tensor: Tensor) -> bool:
 
 
 def move(model: nn.Module, *to: Any, **options: Any) -> nn.Module:
-    """Return a model moved as by `model.to`, whose tied parameters are tied there, too: moving to an XLA
-    device, or from one, makes a new parameter for each place that has one."""
+    """Return a model moved as by `model.to`, with what an XLA device loses otherwise, where each place that
+    has a parameter gets a new one: what is tied is tied, and hooks and attributes of parameters are kept."""
     parts = model.modules()
-    places = [(part, name, id(value)) for part in parts for name, value in part._parameters.items()]
+    places = [(part, name, old) for part in parts for name, old in part._parameters.items()]
     model, moved = model.to(*to, **options), {}
-    for part, name, was in places:
-        setattr(part, name, moved.setdefault(was, part._parameters[name]))  # an RNN has a list of them, too
+    for part, name, old in places:
+        new = moved.setdefault(old, part._parameters[name])
+        if old is not None and new is not old:
+            vars(new).update(vars(old))
+            new._backward_hooks = old._backward_hooks
+            new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+        setattr(part, name, new)  # an RNN has a list of them, too
     return model
 
 

@@ -23,14 +23,12 @@ class WeightEMA:
 
     def step(self, step: int) -> None:
         """Update the average if it is due. step: the number of steps taken."""
-        count, rest = divmod(step, EVERY)
-        if rest:
-            return
-        # Forget faster at first, so that the initial weights do not dominate a short training (as in Phil
-        # Wang's ema_pytorch).
-        decay = min(self.decay, 1 - (1 + count) ** (-2 / 3))
-        # From the host as a vector: every value of a Python number would be another graph.
-        self.update(self.runtime.put(torch.tensor([1 - decay])))
+        if step % EVERY == 0:
+            # Forget faster at first, so that the initial weights do not dominate a short training (as in Phil
+            # Wang's ema_pytorch).
+            decay = min(self.decay, 1 - (1 + step // EVERY) ** (-2 / 3))
+            # From the host as a vector: every value of a Python number would be another graph.
+            self.update(self.runtime.put(torch.tensor([1 - decay])))
 
 
 def update_average(average: nn.Module, model: nn.Module, weight: Tensor) -> None:

@@ -92,6 +92,17 @@ def test_tied_recurrent_layers_compute_with_the_one_weight_that_they_share(xla):
     assert not model[1]._flat_weights[1].cpu().any() and len(list(model.parameters())) == 7
 
 
+def test_hooks_and_attributes_of_parameters_are_kept_on_the_device(xla):
+    layer = torch.nn.Linear(3, 1)
+    layer.weight.does_not_decay = True
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    layer.bias.register_post_accumulate_grad_hook(lambda bias: bias.__setattr__("grad", 3 * bias.grad))
+    layer = xla.to_device(layer)
+    layer(torch.ones(1, 3).to(xla.device)).sum().backward()
+    assert layer.weight.does_not_decay and layer.weight.grad.cpu().tolist() == [[2.0] * 3]
+    assert layer.bias.grad.cpu().tolist() == [3.0]
+
+
 def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_nothing_anew(xla):
     """From step 36,314 on the square root of 1 - 0.999^step is exactly 1, and some operations fold that
     number."""
