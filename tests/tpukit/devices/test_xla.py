@@ -96,7 +96,7 @@ def test_hooks_and_attributes_of_parameters_are_kept_on_the_device(xla):
     layer = torch.nn.Linear(3, 1)
     layer.weight.does_not_decay = True
     layer.weight.register_hook(lambda gradient: 2 * gradient)
-    layer.bias.register_post_accumulate_grad_hook(lambda bias: bias.__setattr__("grad", 3 * bias.grad))
+    layer.bias.register_post_accumulate_grad_hook(lambda bias: setattr(bias, "grad", 3 * bias.grad))
     layer = xla.to_device(layer)
     layer(torch.ones(1, 3).to(xla.device)).sum().backward()
     assert layer.weight.does_not_decay and layer.weight.grad.cpu().tolist() == [[2.0] * 3]
