@@ -21,11 +21,11 @@ def move(model: nn.Module, *to: Any, **options: Any) -> nn.Module:
     model, moved = model.to(*to, **options), {}
     for part, name, old in places:
         new = moved.setdefault(old, part._parameters[name])
-        if old is not None and new is not old:
+        if new is not old:
             vars(new).update(vars(old))
             new._backward_hooks = old._backward_hooks
             new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
-        setattr(part, name, new)  # an RNN has a list of them, too
+            setattr(part, name, new)  # an RNN has a list of them, too
     return model
 
 

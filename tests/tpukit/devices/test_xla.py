@@ -95,6 +95,10 @@ def test_tied_recurrent_layers_compute_with_the_one_weight_that_they_share(xla):
 def test_hooks_and_attributes_of_parameters_are_kept_on_the_device(xla):
     layer = torch.nn.Linear(3, 1)
     layer.weight.does_not_decay = True
+    layer.frozen = torch.nn.Parameter(torch.ones(2))
+    layer.frozen.register_hook(lambda gradient: 1 / 0)
+    layer.frozen.requires_grad_(False)
+    layer.register_parameter("absent", None)
     layer.weight.register_hook(lambda gradient: 2 * gradient)
     layer.bias.register_post_accumulate_grad_hook(lambda bias: setattr(bias, "grad", 3 * bias.grad))
     layer = xla.to_device(layer)
