@@ -16,8 +16,8 @@ def is_on_xla(tensor: Tensor) -> bool:
 def move(model: nn.Module, *to: Any, **options: Any) -> nn.Module:
     """Return a model moved as by `model.to`, with what an XLA device loses otherwise, where each place that
     has a parameter gets a new one: what is tied is tied, and hooks and attributes of parameters are kept."""
-    parts = model.modules()
-    places = [(part, name, old) for part in parts for name, old in part._parameters.items()]
+    parts = [(part, part._parameters.items()) for part in model.modules()]
+    places = [(part, name, old) for part, its in parts for name, old in its if old is not None]
     model, moved = model.to(*to, **options), {}
     for part, name, old in places:
         new = moved.setdefault(old, part._parameters[name])
